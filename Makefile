@@ -1,0 +1,61 @@
+# One command each; every target sets up what it needs. PYTHON picks the interpreter of a new environment,
+# TORCH_INDEX another index for torch (for example https://download.pytorch.org/whl/cpu).
+PYTHON ?= python3
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TYPES := .typecheck
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test lint format types wheel clean
+
+help:
+	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
+	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
+	@echo "make lint     ruff        make format   ruff's fixes and formatter"
+	@echo "make types    mypy        make wheel    build the wheel and check what is in it"
+	@echo "make setup, make setup-dev, make clean"
+
+setup: $(VENV)/.setup.stamp
+setup-dev: $(VENV)/.setup-dev.stamp
+
+# torch comes first and alone, so that no other requirement gets to choose its build.
+$(VENV)/.setup.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet torch -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) install --quiet -c constraints.txt -e ".[deepspeed]"
+	@touch $@
+
+$(VENV)/.setup-dev.stamp: $(VENV)/.setup.stamp
+	$(PIP) install --quiet -c constraints.txt -e ".[deepspeed,dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/draftsmith demo
+
+test: setup-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup-dev
+	$(BIN)/ruff check .
+
+format: setup-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy does not follow the import hook of an editable install: it reads a plain installation of the package,
+# and everything else from the environment. `build` goes first because setuptools never deletes from it.
+types: setup-dev
+	rm -rf build $(TYPES)
+	$(PIP) install --quiet --no-deps --target $(TYPES) .
+	rm -rf build
+	MYPYPATH=$(TYPES) $(BIN)/mypy -p draftsmith
+
+wheel: setup-dev
+	$(BIN)/python tests/wheel_contents.py
+
+clean:
+	rm -rf $(VENV) $(TYPES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

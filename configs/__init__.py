@@ -1,0 +1,1 @@
+"""YAML configurations that ship with the package; no code."""

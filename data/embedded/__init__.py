@@ -1,0 +1,1 @@
+"""The small trained models and prompts that ship with the package."""

@@ -1,0 +1,191 @@
+"""Functions and import blocks of permissively licensed Python packages: the raw material of the embedded pair.
+
+Everything read here is on every machine that installed Draftsmith: Python's standard library and the packages the
+project depends on anyway. Code is normalised with `ast.unparse`, so that an edit is an edit of the syntax tree and its
+result is exact.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Package -> SPDX licence. Only licences that allow redistribution with a notice.
+SOURCES = {
+    "stdlib": "PSF-2.0",
+    "torch": "BSD-3-Clause",
+    "transformers": "Apache-2.0",
+    "sympy": "BSD-3-Clause",
+    "networkx": "BSD-3-Clause",
+    "numpy": "BSD-3-Clause",
+    "pandas": "BSD-3-Clause",
+    "datasets": "Apache-2.0",
+    "lightning": "Apache-2.0",
+    "wandb": "MIT",
+    "huggingface_hub": "Apache-2.0",
+    "torchmetrics": "Apache-2.0",
+    "jsonargparse": "MIT",
+    "rich": "MIT",
+    "fsspec": "BSD-3-Clause",
+    "mpmath": "BSD-3-Clause",
+    "jinja2": "BSD-3-Clause",
+    "aiohttp": "Apache-2.0",
+    "pyarrow": "Apache-2.0",
+    "pydantic": "MIT",
+    "yaml": "MIT",
+}
+SKIPPED_PARTS = {"test", "tests", "testing", "idlelib", "lib2to3", "turtledemo", "site-packages", "vendor", "_vendor", "vendored"}
+MAX_FILE_BYTES = 400_000
+MIN_LINES, MAX_LINES = 3, 18
+MAX_CHARS = 900
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function, normalised. `key` identifies its body: docstring and annotations do not change it."""
+
+    key: str
+    name: str
+    source: str
+    package: str
+    licence: str
+
+
+@dataclass(frozen=True)
+class ImportBlock:
+    """Consecutive top-level import statements of one module, one line each."""
+
+    key: str
+    lines: tuple[str, ...]
+    package: str
+    licence: str
+
+
+def package_root(package: str) -> Path | None:
+    """Folder of an installed package's sources, None where it is not installed."""
+    if package == "stdlib":
+        return Path(sysconfig.get_path("stdlib"))
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def python_files(root: Path) -> list[Path]:
+    """Sorted sources below `root`, without tests and vendored copies."""
+    files = (path for path in root.rglob("*.py") if not SKIPPED_PARTS & set(path.relative_to(root).parts))
+    return sorted(path for path in files if path.stat().st_size <= MAX_FILE_BYTES and not path.name.startswith("test_"))
+
+
+def parse(path: Path) -> ast.Module | None:
+    """The module's tree; None where it is not ASCII Python of this interpreter's grammar."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(path.read_text(encoding="ascii"))
+    except (SyntaxError, UnicodeDecodeError, ValueError):
+        return None
+
+
+def strip_annotations(function: ast.FunctionDef) -> ast.FunctionDef:
+    """A copy without annotations in its signature."""
+    copy = parse_function(ast.unparse(function))
+    copy.returns = None
+    arguments = [*copy.args.posonlyargs, *copy.args.args, *copy.args.kwonlyargs, copy.args.vararg, copy.args.kwarg]
+    for argument in arguments:
+        if argument is not None:
+            argument.annotation = None
+    return copy
+
+
+def strip_docstring(function: ast.FunctionDef) -> ast.FunctionDef:
+    """A copy without its docstring; a body that was nothing else becomes empty."""
+    copy = parse_function(ast.unparse(function))
+    if ast.get_docstring(copy, clean=False) is not None:
+        copy.body = copy.body[1:]
+    return copy
+
+
+def parse_function(source: str) -> ast.FunctionDef:
+    """The single function that `source` defines."""
+    node = ast.parse(source).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    return node
+
+
+def content_key(function: ast.FunctionDef) -> str:
+    """Content hash of the function's code, blind to docstring, annotations and the function's own name."""
+    bare = strip_docstring(strip_annotations(function))
+    bare.name = "f"
+    return hashlib.sha256(ast.dump(bare).encode()).hexdigest()[:16]
+
+
+def functions_of(tree: ast.Module, package: str) -> Iterator[Function]:
+    """Functions of a few lines with a real body, decorators dropped."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or node.name.startswith("test"):
+            continue
+        node.decorator_list = []
+        source = ast.unparse(node)
+        lines = source.count("\n") + 1
+        if not MIN_LINES <= lines <= MAX_LINES or len(source) > MAX_CHARS:
+            continue
+        if len(strip_docstring(node).body) == 0:
+            continue
+        yield Function(content_key(node), node.name, source, package, SOURCES[package])
+
+
+def import_blocks_of(tree: ast.Module, package: str) -> Iterator[ImportBlock]:
+    """Blocks of 3 to 8 distinct one-line imports."""
+    lines: list[str] = []
+    for node in [*tree.body, ast.Pass()]:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            lines.append(ast.unparse(node))
+            continue
+        short = tuple(dict.fromkeys(line for line in lines if len(line) <= 70 and "__future__" not in line))
+        lines = []
+        if 3 <= len(short) <= 8:
+            key = hashlib.sha256("\n".join(sorted(short)).encode()).hexdigest()[:16]
+            yield ImportBlock(key, short, package, SOURCES[package])
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Everything that was found, de-duplicated by content, in a stable order."""
+
+    functions: tuple[Function, ...]
+    import_blocks: tuple[ImportBlock, ...]
+    packages: tuple[str, ...]
+
+
+def read_corpus(packages: list[str] | None = None) -> Corpus:
+    """Read all installed SOURCES (or `packages`). Deterministic given the installed versions."""
+    functions: dict[str, Function] = {}
+    blocks: dict[str, ImportBlock] = {}
+    found = []
+    for package in packages or list(SOURCES):
+        root = package_root(package)
+        if root is None:
+            continue
+        found.append(package)
+        for path in python_files(root):
+            tree = parse(path)
+            if tree is None:
+                continue
+            for block in import_blocks_of(tree, package):
+                blocks.setdefault(block.key, block)
+            for function in functions_of(tree, package):
+                functions.setdefault(function.key, function)
+    return Corpus(tuple(functions.values()), tuple(blocks.values()), tuple(found))
+
+
+def split_of(key: str) -> str:
+    """train, dev or test by content hash: 1/32 each for dev and test. A function is in one split for every task."""
+    bucket = int(key[:4], 16) % 32
+    return {0: "test", 1: "dev"}.get(bucket, "train")

@@ -1,0 +1,1 @@
+"""Measurement: benchmarks, sweeps, losslessness, calibration, latency and reports."""

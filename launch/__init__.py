@@ -1,0 +1,1 @@
+"""The command line and the launchers for one machine or many."""

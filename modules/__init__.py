@@ -1,0 +1,1 @@
+"""The core: targets, heads, decoding and losses as pure functions of tensors."""

@@ -1,0 +1,1 @@
+"""Lossless speculative decoding: trees, verification, stop rules, the loop and its counts."""

@@ -1,0 +1,1 @@
+"""Drafters, one file each: whatever proposes tokens without being a trained head."""

@@ -1,0 +1,99 @@
+"""The seams of the decoder: a drafter proposes, a stop policy says when a chain is long enough, a source decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from draftsmith.modules.types import SamplingParams
+
+
+class Source(Protocol):
+    """All the randomness a decoder may use.
+
+    Decoding runs with one that wraps a `torch.Generator`. Tests run the same code with one that follows every branch
+    and keeps its exact weight, so that a whole round's law is enumerated rather than sampled.
+    """
+
+    def accept(self, prob: float) -> bool:
+        """True with probability `prob`."""
+
+    def draw(self, probs: Tensor) -> int:
+        """An index of `probs` [V], which sums to one; an index of probability zero is never drawn."""
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """N drafted tokens. A chain is the tree whose parents are -1, 0, 1, ...
+
+    parents: -1 is the root: the last emitted token, which the target has not read yet. parents[i] < i.
+    draft_prob: [N, V], the law each token was drawn from (after temperature, top-k and top-p); None where nodes were
+        chosen deterministically (greedy, top-k children, lookups).
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    draft_prob: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One round's outcome: `path` are the indices of the accepted nodes from the root down, then the target's token."""
+
+    path: tuple[int, ...]
+    next_token: int
+
+
+@dataclass(frozen=True)
+class DraftView:
+    """What a stop policy may look at, right after the n-th token of a chain was drafted.
+
+    The forward that gave `logits` read the token BEFORE the n-th; so `hidden` predicts `token`, and for n >= 2 is also
+    the state of the drafter once it has read drafted token n-1.
+    """
+
+    num_drafted: int
+    token: int
+    hidden: Tensor  # [H] the drafter's last hidden state, after its final norm
+    logits: Tensor  # [V] raw draft logits, before temperature
+    draft_prob: Tensor | None  # [V] the law `token` was drawn from; None when greedy
+
+
+class StopPolicy(Protocol):
+    """Says when a chain is long enough. It may look at drafted tokens that stay in the draft, and the drafter keeps
+    the token it has just shown: dropping it because of its value would bias the output distribution."""
+
+    max_drafted: int
+
+    def reset(self) -> None:
+        """Forget everything: a new prompt begins."""
+
+    def start_round(self) -> None:
+        """A new draft begins."""
+
+    def should_stop(self, view: DraftView) -> bool:
+        """True when `view.token` is to be the draft's last."""
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """The verdict on the round's draft."""
+
+
+class Drafter(Protocol):
+    """Proposes drafts for one sequence at a time."""
+
+    def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        """A new sequence: prompt of T tokens, the target's features [T, H] of it, and the first token emitted."""
+
+    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+        """At most `max_drafted` tokens deep, following everything emitted so far."""
+
+    def advance(self, emitted: Sequence[int], features: Tensor) -> None:
+        """After verification: the A accepted tokens and the target's own token [A+1], and the target's features
+        [A+1, H] of the root and the accepted tokens: row i predicts emitted[i]."""
+
+    @property
+    def draft_calls(self) -> int:
+        """Forward passes of the drafter in the last `propose`."""

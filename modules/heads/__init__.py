@@ -1,0 +1,1 @@
+"""Trainable heads, one file each; the file's name is the head's registry name."""

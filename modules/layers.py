@@ -1,0 +1,192 @@
+"""The Llama decoder layer: one definition for the target, the draft models, the EAGLE head and training.
+
+Parameter names are those of transformers' Llama, Mistral, Qwen2 and Qwen3, so state dicts need no map.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary scaling as in transformers' `rope_parameters`: default, linear, or llama3 (NTK by parts)."""
+
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and switches of a Llama-family stack. Sizes are numbers of elements; `rope_theta` is the rotary base."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    sliding_window: int | None = None
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight; the mean is taken in float32, as in transformers."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def rope_frequencies(config: LlamaConfig) -> Tensor:
+    """Inverse frequencies [head_dim / 2] in float32, with the checkpoint's scaling (Llama 3.1 report, section 3.2)."""
+    inv_freq = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling.kind == "default":
+        return inv_freq
+    if scaling.kind == "linear":
+        return inv_freq / scaling.factor
+    if scaling.kind == "llama3":
+        wavelength = 2 * math.pi / inv_freq
+        low = scaling.original_max_position / scaling.low_freq_factor
+        high = scaling.original_max_position / scaling.high_freq_factor
+        smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        blended = (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
+        return torch.where(wavelength > low, inv_freq / scaling.factor, torch.where(wavelength < high, inv_freq, blended))
+    raise ValueError(f"rope type: got {scaling.kind!r}, expected default, linear or llama3; load this model with --engine hf")
+
+
+def rope_table(config: LlamaConfig, num_positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [num_positions, head_dim], in float32."""
+    angles = torch.outer(torch.arange(num_positions).float(), rope_frequencies(config))
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embedding to x [..., T, D]; cos and sin broadcast as [..., T, D]."""
+    half = x.shape[-1] // 2
+    rotated = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cos + rotated * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; biases and q/k norms as the config says."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_eps)
+        self.qk_norm = config.qk_norm
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q [B, heads, T, D] and k, and v [B, kv_heads, T, D], of x [B, T, H]; cos, sin [B or 1, 1, T, D]."""
+        batch, length, _ = x.shape
+        query = self.q_proj(x).view(batch, length, self.num_heads, self.head_dim)
+        key = self.k_proj(x).view(batch, length, self.num_kv_heads, self.head_dim)
+        value = self.v_proj(x).view(batch, length, self.num_kv_heads, self.head_dim)
+        if self.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin), value.transpose(1, 2)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+        """Attention output [B, T, H]. mask: bool, true = may attend, [.., T, S]; or `causal` with T == S."""
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.num_heads != self.num_kv_heads
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """down(SiLU(gate(x)) * up(x))."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP with residuals. `input_norm=False` is EAGLE-1's layer 0, which has none."""
+
+    def __init__(self, config: LlamaConfig, input_norm: bool = True):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps) if input_norm else nn.Identity()
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, causal: bool = True) -> Tensor:
+        """[B, T, H] -> [B, T, H] without a cache (training, teacher forcing)."""
+        x = x + self.self_attn.attend(
+            *self.self_attn.project(self.input_layernorm(x), cos, sin), mask, causal and mask is None
+        )
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaModel(nn.Module):
+    """A whole language model, uncached: training and teacher forcing. Right padding needs no mask: attention is causal."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        cos, sin = rope_table(config, config.max_position)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def features(self, input_ids: Tensor) -> Tensor:
+        """Hidden states after the final norm [B, T, H] of input_ids [B, T], positions from 0."""
+        length = input_ids.shape[1]
+        x = self.embed_tokens(input_ids)
+        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)  # type: ignore[index]
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, T, V]."""
+        return self.lm_head(self.features(input_ids))

@@ -1,0 +1,91 @@
+"""What the decoder, the data stages and the heads need of a language model, whatever runs it.
+
+One protocol serves targets and draft models: both read tokens into a cache, give distributions and hidden states, and
+drop what was not kept. A target scores a tree of drafted tokens in one call; a chain is a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Sizes and identity of a language model.
+
+    identity: `config` and `lm_head` content hashes, and `layers` captured; what artefacts made with it record.
+    eos_ids: tokens that end an answer; kept in the output.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    max_position: int
+    eos_ids: tuple[int, ...]
+    identity: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One call's result. Row i of `features` is the hidden state after the final norm once fed token i was read;
+    `logits` are those of the LAST `num_logits` fed tokens: each row scores what follows its token."""
+
+    logits: Tensor  # [num_logits, V]
+    features: Tensor  # [T, H]
+
+
+class Session(Protocol):
+    """One sequence being read: a cache of `length` kept tokens."""
+
+    length: int
+
+    def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
+        """Read T tokens after the kept ones, as a chain, or as a tree when `parents` is given.
+
+        parents: [T]; parents[i] < i is the fed token that token i follows, -1 for the last kept token. A token sees
+        the kept tokens, its ancestors and itself; its position is `length` + its depth.
+        """
+
+    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
+        """Keep the first `length` tokens, then the cached tokens at `slots` (ascending, >= length); drop the rest."""
+
+
+class BatchSession(Protocol):
+    """Several sequences generated together, one token each a step."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Read tokens [B], one a row; logits [B, V] of what follows."""
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows only (indices [B'])."""
+
+
+class CausalLM(Protocol):
+    """A language model: the lean Llama (`targets/llama.py`) or any transformers model (`targets/hf.py`)."""
+
+    info: ModelInfo
+    device: torch.device
+    dtype: torch.dtype
+
+    def session(self, capacity: int) -> Session:
+        """An empty session for at most `capacity` cached tokens, drafts included."""
+
+    def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[BatchSession, Tensor]:
+        """Read prompts of any lengths; the session, and logits [B, V] of each prompt's next token.
+
+        capacity: most tokens a row may reach, prompt included.
+        """
+
+    def features(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Teacher forcing: hidden states after the final norm [B, T, H] of right-padded input_ids [B, T], causal."""
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token embeddings [..., H]."""
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states after the final norm."""

@@ -1,0 +1,77 @@
+"""Boundary types of the core, and the legend of shapes.
+
+B sequences, T positions, H hidden size, V vocabulary, L captured layers, K drafted tokens, N nodes of a draft tree.
+p is the target's next-token distribution and q the draft's, both AFTER temperature, top-k and top-p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+class InputError(ValueError):
+    """Bad input from a user, as one line: what is wrong, what was found, what was expected and the remedy.
+
+    The command line prints it and exits with code 2; any other exception is a defect and shows its traceback.
+    """
+
+    def __init__(self, field: str, found: object, expected: str, remedy: str):
+        super().__init__(f"{field}: found {found}, expected {expected}. {remedy}")
+        self.field = field
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How logits become a distribution; p and q always share it.
+
+    temperature: 0 is greedy: all mass on the argmax (lowest index on ties).
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the smallest set of most probable tokens whose mass reaches top_p; 1 keeps all.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise InputError("temperature", self.temperature, "0 (greedy) or more", "Pass a non-negative number.")
+        if self.top_k < 0:
+            raise InputError("top_k", self.top_k, "0 (off) or more", "Pass a non-negative integer.")
+        if not 0 < self.top_p <= 1:
+            raise InputError("top_p", self.top_p, "a number in (0, 1]", "Pass 1 to switch it off.")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class FeatureBatch:
+    """Target features of whole sequences, unshifted: row t holds token x_t and the target's feature f_t."""
+
+    input_ids: Tensor  # [B, T] int64
+    features: Tensor  # [B, T, L*H]
+    loss_mask: Tensor  # [B, T] bool, true where x_t is a response token
+    position_ids: Tensor  # [B, T] int64
+    attention_mask: Tensor | None = None  # [B, T] bool, false on padding (which is at the right)
+
+
+@dataclass(frozen=True)
+class AcceptanceBatch:
+    """Inputs and labels of the acceptance head, aligned: row t describes drafted token y_t (DESIGN: e_t, P_t)."""
+
+    hidden: Tensor  # [B, T, H] the drafter's last hidden state once it has read z_t
+    accept_prob: Tensor  # [B, T] float32 in [0, 1]
+    loss_mask: Tensor  # [B, T] bool, true where z_t is a drafted token y_t
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A loss to back-propagate, and what is needed to average it over ranks: sums and counts, never means."""
+
+    loss: Tensor
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)

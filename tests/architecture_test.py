@@ -1,0 +1,271 @@
+"""The import edges of the architecture, read from the source with `ast`: no file is imported to be checked."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("modules", "data", "train", "eval", "configs", "launch")
+
+# Package -> the packages of the project that it may import, itself included.
+ALLOWED_PACKAGES = {
+    "modules": {"modules"},
+    "data": {"data", "modules", "configs"},
+    "train": {"train", "modules", "data", "configs"},
+    "eval": {"eval", "modules", "data", "configs"},
+    "launch": set(PACKAGES),
+    "configs": {"configs"},
+}
+# Layer inside modules -> the layers it may import; `layer_of` says which file belongs where.
+ALLOWED_LAYERS = {
+    "types": set(),
+    "core": {"types", "core"},
+    "targets.base": {"types", "core", "decoding"},
+    "decoding": {"types", "core", "targets.base", "decoding"},
+    "targets": {"types", "core", "targets.base", "decoding", "targets"},
+    "heads": {"types", "core", "targets.base", "decoding", "heads"},
+    "interop": {"types", "core", "heads", "interop"},
+}
+CORE_FILES = {"layers", "kv_cache", "sampling", "losses"}
+# Files, network, argv, clocks and logging stay out of modules.
+EFFECTS = {"argparse", "http", "io", "logging", "os", "pathlib", "shutil", "socket", "subprocess", "sys", "tempfile",
+           "time", "urllib"}  # fmt: skip
+TRAIN_ONLY = {"lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "wandb"}
+OPTIONAL = {"deepspeed", "httpx", "tenacity", "wandb"}  # imported in the function that needs them, everywhere
+# What the command line may import before it knows the command; everything else waits.
+LIGHT = {"jsonargparse", "rich", "yaml"}
+HEAVY = ("torch", "transformers", "lightning", "datasets", "deepspeed", "wandb", "pyarrow", "numpy", "safetensors")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: its absolute dotted name, its line, and whether importing the file runs it."""
+
+    name: str
+    line: int
+    at_import: bool
+
+
+def module_name(path: str) -> str:
+    """`modules/heads/eagle.py` -> `draftsmith.modules.heads.eagle`; a package's `__init__.py` -> the package."""
+    parts = ["draftsmith", *path.removesuffix(".py").split("/")]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
+def dynamic_target(node: ast.AST) -> str | None:
+    """The name, or for an f-string its constant beginning, that `import_module(...)` or `__import__(...)` is given."""
+    if not (isinstance(node, ast.Call) and node.args):
+        return None
+    if ast.unparse(node.func).split(".")[-1] not in {"import_module", "__import__"}:
+        return None
+    argument = node.args[0]
+    if isinstance(argument, ast.JoinedStr) and argument.values:
+        argument = argument.values[0]
+    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        return argument.value.rstrip(".")
+    return None
+
+
+def names_of(node: ast.AST, path: str) -> list[str]:
+    """Absolute names that one node imports. `from draftsmith.x import y` gives `draftsmith.x.y`: y may be a module."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            package = module_name(path).split(".")
+            if not path.endswith("__init__.py"):
+                package = package[:-1]
+            base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+        if base.split(".")[0] == "draftsmith":
+            return [f"{base}.{alias.name}" for alias in node.names]
+        return [base]
+    dynamic = dynamic_target(node)
+    return [dynamic] if dynamic else []
+
+
+def imports_of(source: str, path: str) -> Iterator[Import]:
+    """Every import of a file, inside functions and under TYPE_CHECKING too."""
+
+    def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
+        for name in names_of(node, path):
+            yield Import(name, node.lineno, at_import)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            at_import = False
+        if is_type_checking(node):
+            for child in node.body:
+                yield from walk(child, False)
+            for child in node.orelse:
+                yield from walk(child, at_import)
+            return
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, at_import)
+
+    yield from walk(ast.parse(source, path), True)
+
+
+def layer_of(name: str) -> str | None:
+    """Layer of a dotted name below `draftsmith.modules`; None where ALLOWED_LAYERS has no place for it."""
+    package, parts = name.split(".")[1:2], name.split(".")[2:]
+    if package != ["modules"] or not parts:
+        return None
+    if parts[0] in CORE_FILES:
+        return "core"
+    if parts[:2] == ["targets", "base"]:
+        return "targets.base"
+    return parts[0] if parts[0] in ALLOWED_LAYERS else None
+
+
+def module_errors(path: str, found: Import) -> Iterator[str]:
+    """What is wrong with one import in `modules/`."""
+    top = found.name.split(".")[0]
+    if top != "draftsmith":
+        allowed = {"torch", "transformers"} if path == "modules/targets/hf.py" else {"torch"}
+        if top in EFFECTS:
+            yield f"modules has no files, network, argv, clocks or logging: {top}"
+        elif top not in sys.stdlib_module_names and top not in allowed:
+            yield f"only torch and the standard library in modules: {top}"
+        return
+    own, other = layer_of(module_name(path)), layer_of(found.name)
+    if own is None:  # modules/__init__.py or a new kind of file
+        yield f"no layer in ALLOWED_LAYERS for this file, which imports {found.name}"
+    elif other is None or (other not in ALLOWED_LAYERS[own]):
+        yield f"modules: {own} must not import {other or found.name}"
+
+
+def errors_of(path: str, found: Import) -> Iterator[str]:
+    """What is wrong with one import in one file, `path` relative to the repository root."""
+    package = path.split("/")[0]
+    name, top = found.name, found.name.split(".")[0]
+    if top == "pickle":
+        yield "pickle is never read or written"
+    if top in PACKAGES:
+        yield f"`{name}`: write draftsmith.{name}"
+    if top in TRAIN_ONLY and package != "train":
+        yield f"{top} belongs in train/ only"
+    if top in OPTIONAL and found.at_import:
+        yield f"{top} is imported inside the function that needs it"
+    if package == "modules":
+        yield from module_errors(path, found)
+    if top == "draftsmith":
+        target = (name.split(".") + [""])[1]
+        if package != "modules" and target in PACKAGES and target not in ALLOWED_PACKAGES[package]:
+            yield f"{package} must not import {target}"
+        if package == "launch" and found.at_import and target in PACKAGES and target not in {"launch", "configs"}:
+            yield f"launch imports {name} inside a function"
+    elif package == "launch" and found.at_import and top not in sys.stdlib_module_names | LIGHT:
+        yield f"launch imports {top} inside a function"
+
+
+def check(source: str, path: str) -> list[str]:
+    """All violations of one file as `path:line: what`."""
+    return [f"{path}:{found.line}: {error}" for found in imports_of(source, path) for error in errors_of(path, found)]
+
+
+def source_files() -> list[Path]:
+    return sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py") if "__pycache__" not in p.parts)
+
+
+def test_imports_follow_the_architecture():
+    files = source_files()
+    assert {p.relative_to(ROOT).parts[0] for p in files} == set(PACKAGES)
+    violations = [v for p in files for v in check(p.read_text("utf-8"), p.relative_to(ROOT).as_posix())]
+    assert not violations, "\n" + "\n".join(violations)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("modules/losses.py", "import numpy"),
+        ("modules/losses.py", "from transformers import AutoModel"),
+        ("modules/targets/llama.py", "def load():\n    from safetensors.torch import load_file"),
+        ("modules/sampling.py", "import time"),
+        ("modules/heads/eagle.py", "from pathlib import Path"),
+        ("modules/heads/eagle.py", "from draftsmith.data import shards"),
+        ("modules/heads/eagle.py", "from draftsmith.data.types import Row"),
+        ("modules/heads/eagle.py", "from draftsmith import __version__"),
+        ("modules/types.py", "from draftsmith.modules.layers import RMSNorm"),
+        ("modules/layers.py", "from draftsmith.modules.decoding.tree import DraftTree"),
+        ("modules/decoding/loop.py", "from draftsmith.modules.heads.eagle import EagleHead"),
+        ("modules/decoding/loop.py", "from draftsmith.modules import heads"),
+        ("modules/decoding/loop.py", "from ..heads import eagle"),
+        ("modules/decoding/loop.py", "from draftsmith.modules.targets.llama import LlamaTarget"),
+        ("modules/decoding/drafters/draft_model.py", "from ...heads.eagle import EagleHead"),
+        ("modules/decoding/loop.py", "import importlib\nimportlib.import_module('draftsmith.modules.heads.eagle')"),
+        ("modules/decoding/loop.py", "import importlib\nimportlib.import_module(f'draftsmith.modules.heads.{x}')"),
+        (
+            "modules/heads/eagle.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import draftsmith.eval.bench",
+        ),
+        ("modules/layers.py", "from draftsmith.modules.registry import HEADS"),
+        ("data/shards.py", "from draftsmith.train import callbacks"),
+        ("data/shards.py", "import modules.types"),
+        ("data/responses.py", "import httpx"),
+        ("train/lit.py", "from draftsmith.eval.bench import run"),
+        ("train/lit.py", "def f():\n    from ..eval import bench"),
+        ("train/strategies.py", "import deepspeed"),
+        ("eval/bench.py", "from draftsmith import train"),
+        ("eval/bench.py", "from lightning.pytorch import Trainer"),
+        ("eval/bench.py", "def f():\n    import wandb"),
+        ("eval/bench.py", "import pickle"),
+        ("launch/cli.py", "import torch"),
+        ("launch/cli.py", "try:\n    import datasets\nexcept ImportError:\n    pass"),
+        ("launch/cli.py", "from draftsmith.data.prompts import run"),
+        ("launch/cli.py", "class Command:\n    from draftsmith.modules import types"),
+        ("launch/cli.py", "def f():\n    import lightning"),
+    ],
+)
+def test_a_planted_violation_is_caught_once(path, source):
+    assert len(check(source, path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("modules/__init__.py", '"""Nothing."""'),
+        ("modules/targets/hf.py", "import math\nimport transformers\nfrom torch.nn import functional as F"),
+        ("modules/targets/base.py", "from draftsmith.modules.decoding.tree import DraftTree"),
+        ("modules/heads/eagle.py", "import torch\nfrom draftsmith.modules.decoding.protocols import Drafter"),
+        ("modules/interop/specforge.py", "from draftsmith.modules.heads.eagle import EagleConfig"),
+        (
+            "data/manifest.py",
+            "import numpy\nfrom draftsmith import __version__\nfrom draftsmith.modules.types import X",
+        ),
+        ("data/responses.py", "def engine():\n    import httpx"),
+        ("train/lit.py", "import lightning\nfrom draftsmith.data.datasets import Features"),
+        ("train/loggers.py", "def make():\n    import wandb"),
+        ("launch/cli.py", "import sys\nimport rich\ndef f():\n    import torch\n    from draftsmith.eval import bench"),
+        ("launch/cli.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+    ],
+)
+def test_an_allowed_import_passes(path, source):
+    assert check(source, path) == []
+
+
+@pytest.mark.parametrize("module", ["draftsmith", "draftsmith.launch.cli"])
+def test_importing_the_command_line_loads_nothing_heavy(module):
+    if module == "draftsmith.launch.cli" and not (ROOT / "launch" / "cli.py").exists():
+        pytest.skip("launch/cli.py does not exist")
+    code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").rglob("*.y*ml")), ids=lambda p: p.relative_to(ROOT).as_posix()
+)
+def test_a_config_is_a_yaml_mapping(path):
+    assert path.suffix == ".yaml", "package data holds *.yaml only"
+    assert isinstance(yaml.safe_load(path.read_text("utf-8")), dict)
