@@ -92,9 +92,7 @@ def token_rows(turns: list[Turn], tokenizer: Any) -> list[TokenRow]:
     user, assistant, end = (tokenizer.convert_tokens_to_ids(token) for token in (USER, ASSISTANT, END))
     prompts = tokenizer([turn.prompt for turn in turns], add_special_tokens=False)["input_ids"]
     answers = tokenizer([turn.answer for turn in turns], add_special_tokens=False)["input_ids"]
-    return [
-        TokenRow((user, *p, end, assistant, *a, end), len(p) + 3) for p, a in zip(prompts, answers, strict=True)
-    ]
+    return [TokenRow((user, *p, end, assistant, *a, end), len(p) + 3) for p, a in zip(prompts, answers, strict=True)]
 
 
 def training_rows(turns: list[Turn], tokenizer: Any, seed: int) -> list[TokenRow]:

@@ -79,8 +79,9 @@ def rope_frequencies(config: LlamaConfig) -> Tensor:
             scaling.high_freq_factor - scaling.low_freq_factor
         )
         blended = (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
-        return torch.where(wavelength > low, inv_freq / scaling.factor, torch.where(wavelength < high, inv_freq, blended))
-    raise ValueError(f"rope type: got {scaling.kind!r}, expected default, linear or llama3; load this model with --engine hf")
+        blended = torch.where(wavelength < high, inv_freq, blended)
+        return torch.where(wavelength > low, inv_freq / scaling.factor, blended)
+    raise ValueError(f"rope type: got {scaling.kind!r}, expected default, linear or llama3")
 
 
 def rope_table(config: LlamaConfig, num_positions: int) -> tuple[Tensor, Tensor]:
@@ -156,14 +157,16 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, causal: bool = True) -> Tensor:
         """[B, T, H] -> [B, T, H] without a cache (training, teacher forcing)."""
-        x = x + self.self_attn.attend(
-            *self.self_attn.project(self.input_layernorm(x), cos, sin), mask, causal and mask is None
-        )
+        projected = self.self_attn.project(self.input_layernorm(x), cos, sin)
+        x = x + self.self_attn.attend(*projected, mask, causal and mask is None)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class LlamaModel(nn.Module):
-    """A whole language model, uncached: training and teacher forcing. Right padding needs no mask: attention is causal."""
+    """A whole language model, uncached: training and teacher forcing.
+
+    Right padding needs no mask: attention is causal.
+    """
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -183,9 +186,17 @@ class LlamaModel(nn.Module):
         length = input_ids.shape[1]
         x = self.embed_tokens(input_ids)
         cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)  # type: ignore[index]
+        mask = self._window_mask(length, x.device)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         return self.norm(x)
+
+    def _window_mask(self, length: int, device: torch.device) -> Tensor | None:
+        """Bool [T, T] where a sliding window (Mistral 7B, section 2) hides something, else None: plain causal."""
+        window = self.config.sliding_window
+        if window is None or length <= window:
+            return None
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, T, V]."""

@@ -21,10 +21,44 @@ from draftsmith.data.embedded.corpus import (
     strip_docstring,
 )
 
-NEW_NAMES = (
-    "value item data source target index count size name path key text result obj node other config options first "
-    "second total flag mode limit start offset buffer entry parent child label state handle record kind level"
-).split()
+NEW_NAMES = [
+    "value",
+    "item",
+    "data",
+    "source",
+    "target",
+    "index",
+    "count",
+    "size",
+    "name",
+    "path",
+    "key",
+    "text",
+    "result",
+    "obj",
+    "node",
+    "other",
+    "config",
+    "options",
+    "first",
+    "second",
+    "total",
+    "flag",
+    "mode",
+    "limit",
+    "start",
+    "offset",
+    "buffer",
+    "entry",
+    "parent",
+    "child",
+    "label",
+    "state",
+    "handle",
+    "record",
+    "kind",
+    "level",
+]
 EXCEPTIONS = ["ValueError", "TypeError", "KeyError", "OSError", "RuntimeError", "AttributeError"]
 MAX_DOC_CHARS = 160
 
@@ -70,7 +104,9 @@ def _short_docstring(node: ast.FunctionDef) -> str | None:
     if not doc:
         return None
     paragraph = " ".join(doc.split("\n\n")[0].split())
-    return paragraph if 8 <= len(paragraph) <= MAX_DOC_CHARS and "\\" not in paragraph and '"' not in paragraph else None
+    return (
+        paragraph if 8 <= len(paragraph) <= MAX_DOC_CHARS and "\\" not in paragraph and '"' not in paragraph else None
+    )
 
 
 def _with_docstring(node: ast.FunctionDef, doc: str) -> str:
@@ -149,7 +185,9 @@ def wrap_in_try(function: Function, rng: random.Random) -> tuple[str, str] | Non
     exception = rng.choice(EXCEPTIONS)
     handler = ast.ExceptHandler(ast.Name(exception, ast.Load()), None, [ast.Return(ast.Constant(None))])
     node.body = [ast.Try(node.body, [handler], [], [])]
-    return f"Wrap the body in try, on {exception} return None:\n\n{before}", ast.unparse(ast.fix_missing_locations(node))
+    return f"Wrap the body in try, on {exception} return None:\n\n{before}", ast.unparse(
+        ast.fix_missing_locations(node)
+    )
 
 
 def explain(function: Function, rng: random.Random) -> tuple[str, str] | None:

@@ -1,0 +1,156 @@
+"""Head directories: `config.json`, `model.safetensors`, `manifest.json`, `README.md`; written whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SCHEMA_VERSION = 1
+# Registry name = file name in modules/heads; the classes that hold its settings and its weights.
+HEADS = {"acceptance": ("AcceptanceHeadConfig", "AcceptanceHead"), "eagle": ("EagleConfig", "EagleHead")}
+
+
+def _classes(kind: str) -> tuple[Any, Any]:
+    module = importlib.import_module(f"draftsmith.modules.heads.{kind}")
+    config_class, head_class = HEADS[kind]
+    return getattr(module, config_class), getattr(module, head_class)
+
+
+def kind_of(head: nn.Module) -> str:
+    """The registry name of a head."""
+    return type(head).__module__.rsplit(".", 1)[-1]
+
+
+def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any], card: str) -> Path:
+    """Write a head directory under a temporary name and rename it; an older one of that name is replaced.
+
+    manifest: what it was made from: `target` (identity), `sampling`, inputs, seed, versions, measured numbers. The
+    files' sha256 are added here.
+    """
+    from safetensors.torch import save_file
+
+    directory = Path(directory)
+    partial = directory.with_name(directory.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    config = {
+        "kind": kind_of(head),
+        "schema_version": SCHEMA_VERSION,
+        "head": dataclasses.asdict(head.config),  # type: ignore[arg-type]
+        "target": manifest.get("target"),
+        "sampling": manifest.get("sampling"),
+    }
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # Tied blocks share storage, which safetensors refuses: each tensor is stored once, under its first name.
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.named_parameters()}
+    save_file(state, partial / "model.safetensors")
+    (partial / "README.md").write_text(card)
+    sha256 = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(partial.iterdir())}
+    (partial / "manifest.json").write_text(json.dumps({"kind": "head", **manifest, "sha256": sha256}, indent=2) + "\n")
+    if directory.exists():
+        old = directory.with_name(directory.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        directory.rename(old)
+        partial.rename(directory)
+        shutil.rmtree(old)
+    else:
+        partial.rename(directory)
+    return directory
+
+
+def head_config(directory: str | Path) -> dict[str, Any]:
+    """The parsed `config.json` of a complete head directory.
+
+    Raises:
+        InputError: not a head directory, an unfinished one, or one whose files changed after it was written.
+    """
+    directory = Path(directory)
+    if not (directory / "manifest.json").exists() or not (directory / "config.json").exists():
+        raise InputError(
+            "head", directory, "a head directory (config.json, manifest.json)", "Train one, or check the path."
+        )
+    manifest = json.loads((directory / "manifest.json").read_text())
+    for name, sha256 in manifest.get("sha256", {}).items():
+        file = directory / name
+        if name != "README.md" and (not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256):
+            raise InputError(
+                str(file), "missing or changed content", f"sha256 {sha256[:12]}", "Copy or train the head again."
+            )
+    config = json.loads((directory / "config.json").read_text())
+    if config.get("kind") not in HEADS:
+        raise InputError("kind", config.get("kind"), " or ".join(HEADS), f"{directory} is no head of this version.")
+    return config
+
+
+def load_head(directory: str | Path, target: CausalLM | None = None, kind: str | None = None) -> nn.Module:
+    """A frozen head, ready to decode, on the target's device.
+
+    target: the model whose hidden states it reads: the target for an EAGLE head, the DRAFT for an acceptance head. Its
+        width must fit, and its identity be the recorded one.
+    kind: the registry name that is expected.
+    """
+    from safetensors.torch import load_file
+
+    config = head_config(directory)
+    if kind is not None and config["kind"] != kind:
+        raise InputError(
+            "head", f"{directory}, an {config['kind']} head", f"an {kind} head", "Pass it with its own flag."
+        )
+    config_class, head_class = _classes(config["kind"])
+    fields = dict(config["head"])
+    if "llama" in fields:
+        rope = RopeScaling(**fields["llama"].pop("rope_scaling"))
+        fields["llama"] = LlamaConfig(**fields["llama"], rope_scaling=rope)
+    if "calibration" in fields:
+        fields["calibration"] = tuple(fields["calibration"])
+    head = head_class(config_class(**fields))
+    if target is not None:
+        _check_fits(directory, config, target)
+    missing, unknown = head.load_state_dict(load_file(Path(directory) / "model.safetensors"), strict=False)
+    aliases = set(head.state_dict()) - {name for name, _ in head.named_parameters()}
+    if unknown or set(missing) - aliases:
+        raise InputError(
+            "model.safetensors", f"missing {missing}, unknown {unknown}", "the head's tensors", "Train it again."
+        )
+    head = head.eval().requires_grad_(False)
+    return head if target is None else head.to(target.device, target.dtype if config["kind"] == "eagle" else None)
+
+
+def _check_fits(directory: str | Path, config: dict[str, Any], target: CausalLM) -> None:
+    head = config["head"]
+    width = head.get("hidden_size") or head["llama"]["hidden_size"]
+    if width != target.info.hidden_size:
+        raise InputError(
+            "head",
+            f"{directory} of width {width}",
+            f"width {target.info.hidden_size}",
+            "Pass the model it was trained for.",
+        )
+    vocab = head.get("llama", {}).get("vocab_size")
+    if vocab is not None and vocab != target.info.vocab_size:
+        raise InputError(
+            "head", f"{directory} of vocabulary {vocab}", f"{target.info.vocab_size}", "Pass its own target."
+        )
+    recorded = config.get("target")
+    if recorded:
+        different = [key for key, value in recorded.items() if target.info.identity.get(key) != value]
+        if different:
+            raise InputError(
+                "head",
+                f"{directory} trained for another model ({', '.join(different)} differ)",
+                "the model it was trained for",
+                "Train a head for this model.",
+            )

@@ -1,0 +1,45 @@
+"""Drawing one chain: the loop that every chain drafter shares, whatever gives its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.decoding.protocols import DraftTree, DraftView, Source, StopPolicy
+from draftsmith.modules.sampling import probabilities
+from draftsmith.modules.types import SamplingParams
+
+
+def draft_chain(
+    logits: Tensor,
+    hidden: Tensor,
+    step: Callable[[int], tuple[Tensor, Tensor]],
+    stop: StopPolicy,
+    max_drafted: int,
+    params: SamplingParams,
+    source: Source,
+) -> DraftTree:
+    """Draft until `stop` says so, at most `max_drafted` tokens.
+
+    logits [V], hidden [H]: of the forward that read the last emitted token.
+    step(token): read one drafted token; the logits [V] of what follows, and the hidden state [H].
+    The token that `stop` was shown last stays in the draft: it is paid for, and dropping it would bias the output.
+    """
+    tokens: list[int] = []
+    laws: list[Tensor] = []
+    stop.start_round()
+    while len(tokens) < max_drafted:
+        if params.greedy:
+            law = None
+            token = int(logits.argmax())
+        else:
+            law = probabilities(logits, params)
+            token = source.draw(law)
+            laws.append(law)
+        tokens.append(token)
+        if stop.should_stop(DraftView(len(tokens), token, hidden, logits, law)) or len(tokens) == max_drafted:
+            break
+        logits, hidden = step(token)
+    return DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), torch.stack(laws) if laws else None)

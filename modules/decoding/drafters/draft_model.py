@@ -1,0 +1,65 @@
+"""A small language model drafts a chain (Leviathan et al. 2023; Chen et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from draftsmith.modules.decoding.chain import draft_chain
+from draftsmith.modules.decoding.protocols import DraftTree, Source, StopPolicy
+from draftsmith.modules.targets.base import CausalLM, Session
+from draftsmith.modules.types import SamplingParams
+
+
+class DraftModelDrafter:
+    """Reads what was emitted into its own cache and drafts until the stop policy ends the chain.
+
+    `_pending` are emitted tokens it has not read: one after a rejection, two after a fully accepted draft, whose last
+    token was never fed. They go into one forward with the first draft step, so no call is spent on catching up.
+    """
+
+    def __init__(self, lm: CausalLM, stop: StopPolicy, capacity: int):
+        """capacity: most tokens a generation may reach, drafts included."""
+        self._lm, self.stop = lm, stop
+        self._session: Session = lm.session(min(capacity, lm.info.max_position))
+        self._pending: list[int] = []
+        self._read = 0
+        self._num_drafted = 0
+        self.draft_calls = 0
+
+    def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        self._session.keep(0)
+        self._read = 0
+        self._pending = [*prompt, first_token]
+        self.stop.reset()
+
+    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+        session = self._session
+        # The draft's context may be shorter than the target's: past it there are no drafts, rather than bad ones.
+        max_drafted = min(max_drafted, self._lm.info.max_position - self._read - len(self._pending) + 1)
+        self._num_drafted = self.draft_calls = 0
+        if max_drafted < 1:
+            return DraftTree((), ())
+        scores = session.extend(self._pending)
+        self._read += len(self._pending)
+        self._pending = []
+        self.draft_calls = 1
+
+        def step(token: int) -> tuple[Tensor, Tensor]:
+            self.draft_calls += 1
+            scores = session.extend([token])
+            return scores.logits[0], scores.features[0]
+
+        tree = draft_chain(scores.logits[0], scores.features[-1], step, self.stop, max_drafted, params, source)
+        self._num_drafted = len(tree.tokens)
+        return tree
+
+    def advance(self, emitted: Sequence[int], features: Tensor) -> None:
+        num_accepted = len(emitted) - 1
+        # All drafted tokens but the last were read while drafting.
+        num_read = max(0, min(num_accepted, self._num_drafted - 1))
+        self._read += num_read
+        self._session.keep(self._read)
+        self._pending += emitted[num_read:]
+        self.stop.observe(self._num_drafted, num_accepted)

@@ -1,0 +1,138 @@
+"""The decoder's only loop: draft, score, verify, commit. Autoregressive decoding is the loop without a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Source
+from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.targets.base import CausalLM, Session
+from draftsmith.modules.types import InputError, SamplingParams
+
+EMPTY = DraftTree((), ())
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Emitted tokens [N], and what they cost. `ended`: the last one is an end token."""
+
+    tokens: list[int]
+    trace: DecodeTrace
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Round:
+    """What `on_round` sees: the tokens a round emitted, of which the first `num_accepted` had been drafted."""
+
+    tokens: list[int]
+    num_accepted: int
+
+
+def session_capacity(prompt_length: int, max_new_tokens: int, max_nodes: int) -> int:
+    """Cache slots that a generation can need: everything kept, and one round's root and nodes."""
+    return prompt_length + max_new_tokens + max_nodes + 1
+
+
+@torch.inference_mode()
+def generate(
+    target: CausalLM,
+    drafter: Drafter | None,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    max_new_tokens: int,
+    source: Source,
+    eos_ids: Sequence[int] | None = None,
+    on_round: Callable[[Round], None] | None = None,
+    max_nodes: int = 128,
+) -> Generation:
+    """Generate up to `max_new_tokens`; the output follows the target's law whatever the drafter does.
+
+    eos_ids: tokens that end the answer (kept in it); None takes the target's, () never ends.
+    max_nodes: most drafted tokens that the target scores in one call.
+
+    Raises:
+        InputError: empty prompt, or a prompt that leaves no room in the target's context.
+    """
+    limit = target.info.max_position
+    if not 0 < len(prompt) < limit:
+        raise InputError(
+            "prompt", f"{len(prompt)} tokens", f"1 to {limit - 1}, the target's context", "Shorten the prompt."
+        )
+    if max_new_tokens < 1:
+        raise InputError("max_new_tokens", max_new_tokens, "1 or more", "Ask for at least one token.")
+    ends = frozenset(target.info.eos_ids if eos_ids is None else eos_ids)
+    room = min(max_new_tokens, limit - len(prompt))
+    session = target.session(min(session_capacity(len(prompt), room, max_nodes), limit + max_nodes + 1))
+    state = _State(session, ends, room, on_round)
+
+    scores = session.extend(prompt)
+    first = verify(EMPTY, scores.logits, params, source).next_token
+    state.trace.prefill_emitted = 1
+    state.emit([first], 0)
+    if drafter is not None and not state.done:
+        drafter.start(prompt, scores.features, first)
+    while not state.done:
+        _round(state, drafter, params, source, limit, max_nodes)
+    return Generation(state.tokens, state.trace, state.ended)
+
+
+class _State:
+    """Emitted tokens and whether generation is over."""
+
+    def __init__(self, session: Session, ends: frozenset[int], room: int, on_round: Callable[[Round], None] | None):
+        self.session, self.ends, self.room, self.on_round = session, ends, room, on_round
+        self.tokens: list[int] = []
+        self.trace = DecodeTrace()
+        self.ended = False
+
+    @property
+    def done(self) -> bool:
+        return self.ended or len(self.tokens) >= self.room
+
+    def emit(self, tokens: list[int], num_accepted: int) -> int:
+        """Append, cut at the first end token and at the limit; how many were appended."""
+        for i, token in enumerate(tokens):
+            if token in self.ends:
+                tokens, self.ended = tokens[: i + 1], True
+                break
+        if len(self.tokens) + len(tokens) > self.room:
+            tokens = tokens[: self.room - len(self.tokens)]
+            self.ended = tokens[-1] in self.ends
+        self.tokens += tokens
+        if self.on_round is not None:
+            self.on_round(Round(tokens, min(num_accepted, len(tokens))))
+        return len(tokens)
+
+
+def _round(
+    state: _State, drafter: Drafter | None, params: SamplingParams, source: Source, limit: int, max_nodes: int
+) -> None:
+    session, root = state.session, state.tokens[-1]
+    kept = session.length
+    # A draft may not outrun the context: node positions go up to kept + depth. Nor is there any use in drafting past
+    # the last token wanted, whose value the round's own token gives.
+    max_drafted = min(state.room - len(state.tokens) - 1, limit - kept - 1, max_nodes)
+    tree = EMPTY if drafter is None or max_drafted < 1 else drafter.propose(max_drafted, params, source)
+    count = len(tree.tokens)
+    if _is_chain(tree):
+        scores = session.extend([root, *tree.tokens], num_logits=count + 1)
+    else:
+        parents = [-1, *(parent + 1 for parent in tree.parents)]
+        scores = session.extend([root, *tree.tokens], parents, num_logits=count + 1)
+    verdict = verify(tree, scores.logits, params, source)
+    session.keep(kept + 1, [kept + 1 + node for node in verdict.path])
+    emitted = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+    num_emitted = state.emit(emitted, len(verdict.path))
+    calls = drafter.draft_calls if drafter is not None and count else 0
+    state.trace.steps.append(DecodeStep(count, len(verdict.path), num_emitted, calls))
+    if drafter is not None and not state.done:
+        drafter.advance(emitted, scores.features[[0, *(node + 1 for node in verdict.path)]])
+
+
+def _is_chain(tree: DraftTree) -> bool:
+    return tree.parents == tuple(range(-1, len(tree.tokens) - 1))

@@ -1,0 +1,113 @@
+"""What a generation cost and gained: every count, every rate and the only definitions of them.
+
+N emitted tokens, cut at the end token (kept) and at `max_new_tokens` before counting. N_target target calls, the
+prefill included (it yields the first token). N_draft drafted tokens that were verified or thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One round: tokens drafted and accepted, tokens it emitted (after any cut), and the drafter's forwards."""
+
+    num_drafted: int
+    num_accepted: int
+    num_emitted: int
+    draft_calls: int
+
+
+@dataclass
+class DecodeTrace:
+    """One generation. The prefill is not a step: it is the target call that emits the first token.
+
+    prefill_calls: 0 for an engine whose first draft rides on the prefill, which then is a step like any other.
+    """
+
+    steps: list[DecodeStep] = field(default_factory=list)
+    prefill_emitted: int = 0
+    prefill_calls: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return self.prefill_emitted + sum(step.num_emitted for step in self.steps)
+
+    @property
+    def num_target_calls(self) -> int:
+        """N_target: one for the prefill, one a round."""
+        return self.prefill_calls + len(self.steps)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """N_draft."""
+        return sum(step.num_drafted for step in self.steps)
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that were emitted; a round's own token is not drafted."""
+        return sum(min(step.num_accepted, step.num_emitted) for step in self.steps)
+
+    @property
+    def num_discarded(self) -> int:
+        """N_discarded = N_draft + N_target - N, the identity of chains (SpecDec++ section 2): what was drafted and
+        not emitted, the tokens cut at the end included. A round whose own token was cut counts that one as well."""
+        return self.num_draft_tokens + self.num_target_calls - self.num_tokens
+
+    @property
+    def draft_calls(self) -> int:
+        return sum(step.draft_calls for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over prompts; every rate is a ratio of sums, never a mean of ratios."""
+
+    prompts: int
+    num_tokens: int
+    num_target_calls: int
+    num_draft_tokens: int
+    num_accepted: int
+    num_discarded: int
+    draft_calls: int
+
+    @property
+    def tau(self) -> float:
+        """Emitted tokens per target call, the bonus token included."""
+        return self.num_tokens / max(self.num_target_calls, 1)
+
+    @property
+    def discard_rate(self) -> float:
+        """N_discarded / N."""
+        return self.num_discarded / max(self.num_tokens, 1)
+
+    @property
+    def verification_rate(self) -> float:
+        """N_target / N."""
+        return self.num_target_calls / max(self.num_tokens, 1)
+
+    @property
+    def redundancy(self) -> float:
+        """sigma = 1 - accepted / N_draft (HSDDW); 0 where nothing is drafted."""
+        return 1 - self.num_accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+def pool(traces: Iterable[DecodeTrace]) -> Totals:
+    """Sums over prompts."""
+    items = list(traces)
+
+    def total(name: str) -> int:
+        return sum(getattr(trace, name) for trace in items)
+
+    return Totals(
+        prompts=len(items),
+        num_tokens=total("num_tokens"),
+        num_target_calls=total("num_target_calls"),
+        num_draft_tokens=total("num_draft_tokens"),
+        num_accepted=total("num_accepted"),
+        num_discarded=total("num_discarded"),
+        draft_calls=total("draft_calls"),
+    )

@@ -1,0 +1,163 @@
+"""EAGLE-1 head: drafts at the feature level (Li et al. 2024, "EAGLE", section 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.modules.decoding.chain import draft_chain
+from draftsmith.modules.decoding.protocols import DraftTree, Source, StopPolicy
+from draftsmith.modules.layers import DecoderLayer, LlamaConfig, rope_table
+from draftsmith.modules.lean import LeanStack
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import FeatureBatch, SamplingParams
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Settings of an EAGLE head.
+
+    llama: sizes of its decoder layer; vocabulary and width are the target's.
+    fc_bias: bias of the fusion layer. Off by default: vLLM drops it silently.
+    """
+
+    llama: LlamaConfig
+    fc_bias: bool = False
+
+    @classmethod
+    def for_target(cls, target: LlamaConfig, num_layers: int = 1, fc_bias: bool = False) -> EagleConfig:
+        """One layer like the target's. Embedding and lm_head are the target's and not part of the head."""
+        return cls(dataclasses.replace(target, num_layers=num_layers, sliding_window=None), fc_bias)
+
+
+@dataclass(frozen=True)
+class EagleInputs:
+    """A `FeatureBatch` paired for the head: row t has x_{t+1} and f_t, and is to predict f_{t+1}, which gives x_{t+2}.
+
+    All are [B, T-2, ...]; `loss_mask` is true where x_{t+2} is a response token.
+    """
+
+    next_ids: Tensor
+    features: Tensor
+    target_features: Tensor
+    predicted_ids: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+
+
+def shift(batch: FeatureBatch) -> EagleInputs:
+    """The one place where the pairing is made. Token x_{t+1} sits at position t, as in SafeAILab's code and servers."""
+    return EagleInputs(
+        next_ids=batch.input_ids[:, 1:-1],
+        features=batch.features[:, :-2],
+        target_features=batch.features[:, 1:-1],
+        predicted_ids=batch.input_ids[:, 2:],
+        loss_mask=batch.loss_mask[:, 2:],
+        position_ids=batch.position_ids[:, :-2],
+    )
+
+
+class EagleHead(nn.Module):
+    """h_t = layer(fc([embed(x_{t+1}); f_t])) ~ f_{t+1}; the target's own lm_head turns h_t into the law of x_{t+2}.
+
+    Embedding first, no norm before attention in layer 0, no final norm.
+    """
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self.config = config
+        size = config.llama.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config.llama, input_norm=i > 0) for i in range(config.llama.num_layers)
+        )
+        cos, sin = rope_table(config.llama, config.llama.max_position)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, embeds: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """embeds, features [B, T, H] -> hidden [B, T, H]; causal, right padding needs no mask. position_ids [B, T]."""
+        x = self.fc(torch.cat([embeds, features], dim=-1))
+        if position_ids is None:
+            cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]  # type: ignore[index]
+        else:
+            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]  # type: ignore[index]
+        for layer in self.layers:
+            x = layer(x, cos.to(x.dtype), sin.to(x.dtype))
+        return x
+
+    def init_from_target(self, layer_state: Mapping[str, Tensor]) -> None:
+        """Start from the target's last layer (its state dict), and from fc = [0 | I]: the feature passes through.
+
+        A layer that already maps residual states to what the final norm reads needs less data than a random one.
+        """
+        self.layers[-1].load_state_dict({k: v.float() for k, v in layer_state.items()}, strict=False)
+        size = self.fc.out_features
+        with torch.no_grad():
+            self.fc.weight.mul_(0.1)
+            self.fc.weight[:, size:] += torch.eye(size)
+
+
+class EagleDrafter:
+    """Drafts a chain with an EAGLE head.
+
+    Rows of committed tokens are read with TRUE target features; what was drafted on the head's own features is dropped
+    from its cache after every round (section 4.3).
+    """
+
+    def __init__(self, head: EagleHead, target: CausalLM, stop: StopPolicy, capacity: int):
+        """capacity: most tokens a generation may reach, drafts included."""
+        self._target, self.stop = target, stop
+        layers: list = list(head.layers)
+        self._stack = LeanStack(layers, head.config.llama, target.dtype, target.device)
+        self._fc = head.fc
+        self._cache = self._stack.new_cache(1, min(capacity, head.config.llama.max_position))
+        self._ids: list[int] = []
+        self._features: Tensor | None = None
+        self._num_drafted = 0
+        self.draft_calls = 0
+
+    def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        self._cache.keep(0)
+        self._ids, self._features = [*prompt[1:], first_token], features
+        self.stop.reset()
+
+    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+        assert self._features is not None
+        cache = self._cache
+        self._num_drafted = self.draft_calls = 0
+        max_drafted = min(max_drafted, cache.capacity - cache.length - len(self._ids) + 1)
+        if max_drafted < 1:
+            return DraftTree((), ())
+        hidden = self._read(self._ids, self._features)[-1]
+        committed = cache.length
+        self.draft_calls = 1
+
+        def step(token: int) -> tuple[Tensor, Tensor]:
+            nonlocal hidden
+            self.draft_calls += 1
+            hidden = self._read([token], hidden[None])[0]
+            return self._target.lm_head(hidden), hidden
+
+        tree = draft_chain(self._target.lm_head(hidden), hidden, step, self.stop, max_drafted, params, source)
+        cache.keep(committed)
+        self._ids, self._features = [], None
+        self._num_drafted = len(tree.tokens)
+        return tree
+
+    def _read(self, ids: Sequence[int], features: Tensor) -> Tensor:
+        """Feed rows (x_{t+1}, f_t): ids [T], features [T, H] -> hidden [T, H]; the cache keeps them."""
+        embeds = self._target.embed(torch.tensor(ids, device=self._target.device))
+        x = torch.nn.functional.linear(torch.cat([embeds, features], -1), self._fc.weight, self._fc.bias)
+        hidden = self._stack.chain(x[None], self._cache)[0]
+        self._cache.length += len(ids)
+        return hidden
+
+    def advance(self, emitted: Sequence[int], features: Tensor) -> None:
+        self._ids += emitted
+        self._features = features if self._features is None else torch.cat([self._features, features])
+        self.stop.observe(self._num_drafted, len(emitted) - 1)

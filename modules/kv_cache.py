@@ -1,0 +1,53 @@
+"""One preallocated tensor for all keys and values, so that keeping an accepted path is one copy over all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values [layers, 2, B, kv_heads, capacity, head_dim]; the first `length` slots are kept tokens."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        num_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        # Zeros, not empty: slots that a mask hides must hold finite numbers, or 0 * nan spoils the attention.
+        self.data = torch.zeros(num_layers, 2, batch, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
+        self.length = 0
+        # Views made once: indexing the big tensor in every layer of every call is measurable on small models.
+        self._layers = [(layer[0], layer[1]) for layer in self.data]
+
+    @property
+    def capacity(self) -> int:
+        return self.data.shape[-2]
+
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, kv_heads, T, D] at slots start.. and return everything up to there, [B, kv_heads, start+T, D]."""
+        end = start + keys.shape[2]
+        cached_keys, cached_values = self._layers[layer]
+        cached_keys[:, :, start:end] = keys
+        cached_values[:, :, start:end] = values
+        return cached_keys[:, :, :end], cached_values[:, :, :end]
+
+    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
+        """Keep the first `length` slots, then those at `slots` (ascending, >= length), moved to follow them."""
+        end = length + len(slots)
+        if list(slots) != list(range(length, end)):  # a contiguous path lies in its place already
+            index = torch.tensor(slots, device=self.data.device)
+            self.data[..., length:end, :] = self.data.index_select(-2, index)
+        self.length = end
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows of the batch only."""
+        self.data = self.data.index_select(2, rows)
+        self._layers = [(layer[0], layer[1]) for layer in self.data]

@@ -1,0 +1,94 @@
+"""How good a predicted acceptance probability is, from vectors of scores and soft labels.
+
+A label P in [0, 1] is the probability that a drafted token is accepted (SpecDec++ section 3.3). Each token counts as
+P of a positive and 1 - P of a negative, which is what drawing the accept coin many times would converge to. N tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NUM_BINS = 15
+
+
+def binary_kl(logit: Tensor, accept_prob: Tensor) -> Tensor:
+    """Mean KL(P || sigmoid(logit)) in nats, each token alike whatever the training weights; both are [N]."""
+    prob = accept_prob.double()
+    cross_entropy = F.binary_cross_entropy_with_logits(logit.double(), prob)
+    return cross_entropy + (torch.xlogy(prob, prob) + torch.xlogy(1 - prob, 1 - prob)).mean()
+
+
+def brier(prob: Tensor, accept_prob: Tensor) -> Tensor:
+    """Mean squared distance of the predicted probability [N] from P [N], which is the coin's Brier score less the
+    coin's own variance."""
+    return (prob.double() - accept_prob.double()).square().mean()
+
+
+def expected_calibration_error(prob: Tensor, accept_prob: Tensor, num_bins: int = NUM_BINS) -> Tensor:
+    """Mean |predicted - observed| over bins of equal mass (Nguyen & O'Connor 2015): tokens sorted by `prob` [N] and cut
+    into `num_bins` parts whose sizes differ by at most one; a bin weighs as many tokens as it has."""
+    order = prob.argsort(stable=True)
+    gap = (prob.double() - accept_prob.double())[order]
+    return torch.stack([part.sum().abs() for part in gap.tensor_split(num_bins)]).sum() / len(gap)
+
+
+def soft_label_auc(score: Tensor, accept_prob: Tensor) -> Tensor:
+    """Probability that a random positive has a higher score than a random negative, ties counting half; [N] each.
+
+    The pairs of a token's own positive and negative share are ties, as in a list that holds every token twice. NaN
+    where there is no positive or no negative mass.
+    """
+    positive = accept_prob.double()
+    _, group = torch.unique(score, return_inverse=True)
+    size = int(group.max()) + 1 if len(score) else 0
+    positives = torch.zeros(size, dtype=torch.float64, device=score.device).index_add_(0, group, positive)
+    negatives = torch.zeros(size, dtype=torch.float64, device=score.device).index_add_(0, group, 1 - positive)
+    below = negatives.cumsum(0) - negatives
+    return (positives * (below + negatives / 2)).sum() / (positives.sum() * negatives.sum())
+
+
+def fit_platt(logit: Tensor, accept_prob: Tensor, ridge: float = 1e-2) -> tuple[float, float]:
+    """Scale and bias such that sigmoid(scale * logit + bias) fits P best in binary KL (Platt 1999), by Newton's method.
+
+    ridge: strength of a pull to (1, 0), in tokens; it keeps the answer finite where the labels are separable.
+    """
+    inputs = torch.stack([logit.double(), torch.ones_like(logit, dtype=torch.float64)], dim=1)
+    label = accept_prob.double()
+    start = torch.tensor([1.0, 0.0], dtype=torch.float64, device=logit.device)
+
+    def objective(weights: Tensor) -> Tensor:
+        fit = F.binary_cross_entropy_with_logits(inputs @ weights, label, reduction="sum")
+        return fit + ridge * (weights - start).square().sum()
+
+    weights, value = start, objective(start)
+    for _ in range(100):
+        prob = torch.sigmoid(inputs @ weights)
+        gradient = inputs.T @ (prob - label) + 2 * ridge * (weights - start)
+        hessian = (inputs * (prob * (1 - prob))[:, None]).T @ inputs + 2 * ridge * torch.eye(2).to(inputs)
+        step = torch.linalg.solve(hessian, gradient)
+        scale = 1.0
+        # The objective is convex; Newton's full step may still overshoot far from the optimum.
+        while objective(weights - scale * step) > value and scale > 1e-6:
+            scale /= 2
+        weights, previous = weights - scale * step, value
+        value = objective(weights)
+        if previous - value <= 1e-10 * len(label):
+            break
+    return float(weights[0]), float(weights[1])
+
+
+def acceptance_metrics(logit: Tensor, accept_prob: Tensor, log_q: Tensor | None = None) -> dict[str, float]:
+    """kl, brier, ece and auc of calibrated logits [N] against labels [N]; auc_q is the AUC of the draft's own
+    probability q(y_i) alone, from its logarithm [N]: what a head has to beat."""
+    prob = torch.sigmoid(logit.double())
+    metrics = {
+        "kl": binary_kl(logit, accept_prob),
+        "brier": brier(prob, accept_prob),
+        "ece": expected_calibration_error(prob, accept_prob),
+        "auc": soft_label_auc(logit, accept_prob),
+    }
+    if log_q is not None:
+        metrics["auc_q"] = soft_label_auc(log_q, accept_prob)
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,0 +1,99 @@
+"""Logits to distributions, and draws from them: the only place where temperature, top-k and top-p live."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.types import SamplingParams
+
+
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The next-token law [..., V] of logits [..., V], in float32 or wider (a bf16 softmax is off by 7e-4).
+
+    Order as in transformers: temperature, then top-k, then top-p on what is left, then renormalised. Greedy is all mass
+    on the argmax, the lowest index on ties. Tokens of equal logit at the top-k boundary are all kept.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    if params.greedy:
+        return torch.zeros_like(wide).scatter_(-1, wide.argmax(-1, keepdim=True), 1.0)
+    scaled = wide / params.temperature
+    if 0 < params.top_k < scaled.shape[-1]:
+        smallest = scaled.topk(params.top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < smallest, -torch.inf)
+    if params.top_p < 1:
+        scaled = scaled.masked_fill(~_nucleus(scaled, params.top_p), -torch.inf)
+    return scaled.softmax(-1)
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """True on the smallest set of most probable tokens whose mass reaches `top_p`; never empty."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    prob = ordered.softmax(-1)
+    mass_before = prob.cumsum(-1) - prob
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, mass_before < top_p)
+
+
+def residual(target_prob: Tensor, draft_prob: Tensor) -> Tensor:
+    """norm((p - q)+), the law of the token that replaces a rejected one (Leviathan et al. 2023). Both are [V]."""
+    excess = (target_prob - draft_prob).clamp_min(0)
+    total = excess.sum()
+    # p == q up to rounding: nothing is ever rejected, so any law will do; the target's is the safe one.
+    return excess / total if total > 0 else target_prob
+
+
+def pick(probs: Tensor, uniform: float) -> int:
+    """Inverse-cdf draw of an index of probs [V] by a uniform in [0, 1); never one of probability zero."""
+    cumulative = probs.cumsum(-1)
+    # Scaling by the sum as computed keeps the index in range; `right=True` steps over entries of probability zero.
+    index = int(torch.searchsorted(cumulative, cumulative[-1:] * uniform, right=True))
+    if index >= len(probs):  # uniform * total rounded up to the total: the last token that has mass
+        index = int(probs.nonzero()[-1])
+    return index
+
+
+class TorchSource:
+    """The decoder's randomness in production: uniforms of a seeded generator, drawn in blocks."""
+
+    BLOCK = 256
+
+    def __init__(self, seed: int):
+        self._generator = torch.Generator().manual_seed(seed)
+        self._uniforms: list[float] = []
+
+    def uniform(self) -> float:
+        if not self._uniforms:
+            self._uniforms = torch.rand(self.BLOCK, generator=self._generator, dtype=torch.float64).tolist()
+        return self._uniforms.pop()
+
+    def accept(self, prob: float) -> bool:
+        return self.uniform() < prob
+
+    def draw(self, probs: Tensor) -> int:
+        return pick(probs, self.uniform())
+
+
+class RowSources:
+    """Uniforms for rows that are sampled together, each from its own (seed, row) stream, so that a row's tokens do not
+    depend on which rows share its batch."""
+
+    def __init__(self, seed: int, rows: list[int]):
+        self._streams = [random.Random(f"{seed}/{row}") for row in rows]
+
+    def select(self, rows: list[int]) -> None:
+        self._streams = [self._streams[row] for row in rows]
+
+    def draw(self, probs: Tensor) -> Tensor:
+        """One index for each row of probs [B, V]: int64 [B]."""
+        uniforms = torch.tensor([stream.random() for stream in self._streams], dtype=torch.float64, device=probs.device)
+        return draw_rows(probs, uniforms)
+
+
+def draw_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """`pick` for rows: probs [B, V], uniforms [B] in [0, 1) -> int64 [B]. The sum is taken in float64."""
+    cumulative = probs.double().cumsum(-1)
+    index = torch.searchsorted(cumulative, cumulative[:, -1:] * uniforms[:, None].double(), right=True)[:, 0]
+    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).to(torch.int8).argmax(-1)
+    return torch.minimum(index, last)

@@ -1,0 +1,115 @@
+"""Any transformers causal language model: the universal path, and the oracle for the lean one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from draftsmith.modules.lean import tree_mask
+from draftsmith.modules.targets.base import ModelInfo, Scores
+
+
+class HFLM:
+    """A `CausalLM` over a transformers model (any architecture with a decoder and an output embedding).
+
+    Trees need 4-D attention masks: with an attention implementation that takes none (flash_attention_2) only chains
+    work. The model's own forward is never wrapped or changed.
+    """
+
+    def __init__(self, model: Any, info: ModelInfo):
+        self.model, self.info = model.eval().requires_grad_(False), info
+        weight = model.get_input_embeddings().weight
+        self.device, self.dtype = weight.device, weight.dtype
+
+    def session(self, capacity: int) -> HFSession:
+        return HFSession(self)
+
+    @torch.inference_mode()
+    def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[HFBatchSession, Tensor]:
+        session = HFBatchSession(self, prompts)
+        return session, session.prefill(prompts)
+
+    def features(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            return self.model.base_model(input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(input_ids)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return self.model.get_output_embeddings()(hidden)
+
+
+class HFSession:
+    """One sequence over an `HFLM`. Only layers with plain key/value caches can drop tokens: others are refused by
+    transformers' own cache, loudly."""
+
+    def __init__(self, lm: HFLM):
+        # No config: sliding-window layers then keep all keys, and the mask does the windowing; dropping drafted tokens
+        # from a rolling buffer would be impossible.
+        self._lm, self._cache, self.length = lm, DynamicCache(), 0
+
+    @torch.inference_mode()
+    def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
+        lm, count = self._lm, len(tokens)
+        inputs = {"input_ids": torch.tensor([tokens], device=lm.device), "past_key_values": self._cache}
+        if parents is None:
+            inputs["position_ids"] = torch.arange(self.length, self.length + count, device=lm.device)[None]
+        else:
+            depths, visible = tree_mask(parents, self.length, lm.device)
+            bias = torch.zeros(visible.shape, dtype=lm.dtype, device=lm.device)
+            bias = bias.masked_fill(~visible, torch.finfo(lm.dtype).min)
+            inputs["position_ids"] = (depths + self.length)[None]
+            inputs["attention_mask"] = bias[None, None]
+        hidden = lm.model.base_model(**inputs, use_cache=True).last_hidden_state[0]
+        self.length += count
+        return Scores(lm.lm_head(hidden[count - num_logits :]), hidden)
+
+    @torch.inference_mode()
+    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
+        cached = self._cache.get_seq_length()
+        end = length + len(slots)
+        if list(slots) == list(range(length, end)):
+            if end < cached:
+                self._cache.crop(end - cached)  # transformers 5: minus the number of tokens to drop
+        else:
+            index = torch.tensor([*range(length), *slots], device=self._lm.device)
+            for layer in self._cache.layers:
+                layer.keys, layer.values = layer.keys.index_select(2, index), layer.values.index_select(2, index)
+        self.length = end
+
+
+class HFBatchSession:
+    """Rows of different lengths, padded at the left with an attention mask."""
+
+    def __init__(self, lm: HFLM, prompts: Sequence[Sequence[int]]):
+        width = max(len(prompt) for prompt in prompts)
+        padding = torch.tensor([width - len(prompt) for prompt in prompts], device=lm.device)
+        self._lm, self._cache = lm, DynamicCache()
+        self._mask = (torch.arange(width, device=lm.device)[None] >= padding[:, None]).long()
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        width = self._mask.shape[1]
+        ids = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        positions = (self._mask.cumsum(-1) - 1).clamp_min(0)
+        return self._forward(torch.tensor(ids, device=self._lm.device), positions)
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
+        return self._forward(tokens[:, None], self._mask.sum(-1, keepdim=True) - 1)
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        output = self._lm.model.base_model(
+            ids, attention_mask=self._mask, position_ids=positions, past_key_values=self._cache, use_cache=True
+        )
+        return self._lm.lm_head(output.last_hidden_state[:, -1])
+
+    @torch.inference_mode()
+    def select(self, rows: Tensor) -> None:
+        self._mask = self._mask[rows]
+        self._cache.batch_select_indices(rows)

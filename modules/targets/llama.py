@@ -1,0 +1,196 @@
+"""The lean path for Llama-family weights: Llama, Mistral, Qwen2, Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.modules.layers import LlamaConfig, LlamaModel, RopeScaling, rope_table
+from draftsmith.modules.lean import LeanStack
+from draftsmith.modules.targets.base import ModelInfo, Scores
+from draftsmith.modules.types import InputError
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
+    """From a transformers `config.json`, in the old spelling of rope settings and in the new.
+
+    Raises:
+        InputError: for a switch this path does not implement; the transformers path does.
+    """
+    kind = raw.get("model_type")
+    if kind not in SUPPORTED:
+        raise InputError("model_type", kind, " or ".join(SUPPORTED), "Load it with --engine hf.")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise InputError("hidden_act", raw["hidden_act"], "silu", "Load it with --engine hf.")
+    heads = raw["num_attention_heads"]
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    windowed = raw.get("sliding_window") is not None and (kind == "mistral" or raw.get("use_sliding_window", False))
+    if windowed and kind != "mistral":
+        # Qwen windows only the layers from max_window_layers on; one window for all would be silently wrong.
+        raise InputError("use_sliding_window", True, "false for a Qwen model", "Load it with --engine hf.")
+    return LlamaConfig(
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        max_position=raw.get("max_position_embeddings", 2048),
+        rms_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        rope_scaling=_rope_scaling(rope, raw),
+        # Qwen2 has q/k/v biases without saying so; Mistral has none whatever it says.
+        qkv_bias=kind == "qwen2" or (kind != "mistral" and raw.get("attention_bias", False)),
+        o_bias=kind in ("llama", "qwen3") and raw.get("attention_bias", False),
+        mlp_bias=kind == "llama" and raw.get("mlp_bias", False),
+        qk_norm=kind == "qwen3",
+        tie_embeddings=raw.get("tie_word_embeddings", False),
+        sliding_window=raw["sliding_window"] if windowed else None,
+    )
+
+
+def _rope_scaling(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> RopeScaling:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "linear", "llama3"):
+        raise InputError("rope_type", kind, "default, linear or llama3", "Load it with --engine hf.")
+    if kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError("partial_rotary_factor", rope["partial_rotary_factor"], "1.0", "Load it with --engine hf.")
+    return RopeScaling(
+        kind=kind,
+        factor=rope.get("factor", 1.0),
+        low_freq_factor=rope.get("low_freq_factor", 1.0),
+        high_freq_factor=rope.get("high_freq_factor", 4.0),
+        original_max_position=rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 2048),
+    )
+
+
+def model_from_state(config: LlamaConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> LlamaModel:
+    """Weights under transformers' names (`model.layers.0...`, `lm_head.weight`) into our module; nothing is ignored.
+
+    Raises:
+        InputError: when a tensor is missing, unknown or of another shape.
+    """
+    with torch.device("meta"):
+        model = LlamaModel(config)
+    names = dict(model.named_parameters(remove_duplicate=False))
+    renamed = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in state.items()}
+    renamed = {name: tensor for name, tensor in renamed.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_embeddings:
+        renamed.setdefault("lm_head.weight", renamed["embed_tokens.weight"])
+    wrong = sorted(set(names) ^ set(renamed))
+    wrong += [n for n in set(names) & set(renamed) if names[n].shape != renamed[n].shape]
+    if wrong:
+        found = f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:4])})"
+        raise InputError(
+            "model.safetensors", found, "exactly the tensors config.json asks for", "Check the checkpoint."
+        )
+    model.load_state_dict(renamed, assign=True, strict=False)
+    model.cos, model.sin = rope_table(config, config.max_position)
+    return model.eval().requires_grad_(False)
+
+
+class LlamaLM:
+    """A `CausalLM` over `LlamaModel` weights. Single sequences run fused layers over one preallocated cache."""
+
+    def __init__(self, model: LlamaModel, info: ModelInfo):
+        self.model, self.info, self.config = model, info, model.config
+        weight = model.embed_tokens.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        layers: list = list(model.layers)
+        self.stack = LeanStack(layers, model.config, self.dtype, self.device, share=True)
+        self._head = model.lm_head.weight.detach()
+
+    def session(self, capacity: int) -> LlamaSession:
+        return LlamaSession(self, capacity)
+
+    @torch.inference_mode()
+    def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[LlamaBatchSession, Tensor]:
+        session = LlamaBatchSession(self, prompts, capacity)
+        return session, session.prefill(prompts)
+
+    def features(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is not None and not torch.equal(
+            position_ids, torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        ):
+            raise ValueError("position_ids: the lean Llama counts from 0 in every row")
+        with torch.no_grad():
+            return self.model.features(input_ids)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.model.embed_tokens.weight)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self._head)
+
+
+class LlamaSession:
+    """One sequence over a `LlamaLM`."""
+
+    def __init__(self, lm: LlamaLM, capacity: int):
+        self._lm, self._cache = lm, lm.stack.new_cache(1, capacity)
+
+    @property
+    def length(self) -> int:
+        return self._cache.length
+
+    @torch.inference_mode()
+    def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
+        lm, cache = self._lm, self._cache
+        x = lm.embed(torch.tensor([tokens], device=lm.device))
+        hidden = lm.stack.chain(x, cache) if parents is None else lm.stack.tree(x, parents, cache)
+        hidden = lm.model.norm(hidden[0])
+        cache.length += len(tokens)
+        return Scores(lm.lm_head(hidden[len(tokens) - num_logits :]), hidden)
+
+    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
+        with torch.inference_mode():
+            self._cache.keep(length, slots)
+
+
+class LlamaBatchSession:
+    """Rows of different lengths, padded at the LEFT so that all write the same cache slot; padding is masked."""
+
+    def __init__(self, lm: LlamaLM, prompts: Sequence[Sequence[int]], capacity: int):
+        self._lm = lm
+        width = max(len(prompt) for prompt in prompts)
+        self._padding = torch.tensor([width - len(prompt) for prompt in prompts], device=lm.device)
+        self._cache = lm.stack.new_cache(len(prompts), capacity + int(self._padding.max()))
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=self._lm.device)
+        slots = torch.arange(width, device=self._lm.device)
+        # A padded query sees itself only, so that its softmax stays finite; nothing sees it.
+        visible = (slots[None, None] >= self._padding[:, None, None]) & (slots[None, :, None] >= slots[None, None])
+        visible = visible | torch.eye(width, dtype=torch.bool, device=self._lm.device)
+        return self._forward(ids, visible[:, None])
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        slots = torch.arange(self._cache.length + 1, device=self._lm.device)
+        visible = slots[None] >= self._padding[:, None]
+        return self._forward(tokens[:, None], visible[:, None, None])
+
+    def _forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        lm, cache = self._lm, self._cache
+        start, length = cache.length, ids.shape[1]
+        slots = torch.arange(start, start + length, device=lm.device)
+        positions = (slots[None] - self._padding[:, None]).clamp_min(0)
+        if lm.config.sliding_window is not None:
+            every = torch.arange(start + length, device=lm.device)
+            mask = mask & (slots[:, None] - every[None] < lm.config.sliding_window)
+        hidden = lm.stack.run(lm.embed(ids), lm.stack.cos[positions], lm.stack.sin[positions], cache, mask, False)
+        cache.length += length
+        return lm.lm_head(lm.model.norm(hidden[:, -1]))
+
+    @torch.inference_mode()
+    def select(self, rows: Tensor) -> None:
+        self._padding = self._padding[rows]
+        self._cache.select_rows(rows)
