@@ -1,0 +1,205 @@
+"""The shapes in which prompts are found, told apart by their columns and brought to one: a list of chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.data.template import Messages, RowError
+from draftsmith.modules.types import InputError
+
+ROLES = {
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+}
+MAPPABLE = ("id", "task", "split", "prompt", "answer", "messages")
+ID_COLUMNS = ("id", "question_id", "conversation_id", "prompt_id", "conv_id")
+TASK_COLUMNS = ("task", "category")
+CHAT_COLUMNS = ("messages", "conversations", "conversation")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row of the input. `later_turns`: user turns that are left out, because nobody answered the first."""
+
+    messages: Messages
+    later_turns: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a data set's rows are read. `columns`: our name -> theirs, for what can be mapped."""
+
+    name: str
+    columns: Mapping[str, str]
+    read: Callable[[Mapping[str, Any], Mapping[str, str]], Conversation]
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        """Raises RowError where the row is empty or not what its layout promises."""
+        return self.read(row, self.columns)
+
+    def text(self, row: Mapping[str, Any], column: str, default: str = "") -> str:
+        """`id`, `task` or `split` of a row, as a string."""
+        value = row.get(self.columns[column]) if column in self.columns else None
+        return default if value is None else str(value)
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """`prompt=question,id=key` -> {"prompt": "question", "id": "key"}.
+
+    Raises:
+        InputError: another spelling, or a name of ours that is not one.
+    """
+    mapping: dict[str, str] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        ours, separator, theirs = pair.partition("=")
+        if not separator or ours not in MAPPABLE or not theirs:
+            expected = f"NAME=COLUMN with NAME one of {', '.join(MAPPABLE)}"
+            raise InputError("columns", pair, expected, "For example --columns prompt=question.")
+        mapping[ours] = theirs
+    return mapping
+
+
+def recognise(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout:
+    """The layout of a data set with these columns, by the first one that fits; `mapping` goes before guesses.
+
+    sample: one row, which tells lists of messages from lists of strings.
+
+    Raises:
+        InputError: nothing fits; it names the columns found and the flag that maps them.
+    """
+    absent = sorted(set(mapping.values()) - set(columns))
+    if absent:
+        raise InputError("columns", absent[0], f"a column of the data: {', '.join(columns)}", "Correct --columns.")
+    usual = {"id": ID_COLUMNS, "task": TASK_COLUMNS, "split": ("split",)}
+    guessed = {ours: _first(candidates, columns) for ours, candidates in usual.items()}
+    names = {ours: theirs for ours, theirs in guessed.items() if theirs} | dict(mapping)
+
+    def has(*wanted: str) -> bool:
+        return all(name in columns for name in wanted)
+
+    chat = mapping.get("messages") or (None if "prompt" in mapping else _first(CHAT_COLUMNS, columns))
+    if chat:
+        names["messages"] = chat
+        return Layout(_message_style(sample.get(chat)), names, _read_messages)
+    if "prompt" not in mapping:
+        if has("turns"):
+            return Layout("turns", names, _read_turns)
+        if has("instruction"):
+            return Layout("alpaca", names, _read_alpaca)
+    if "prompt" in mapping or has("prompt"):
+        names.setdefault("prompt", "prompt")
+        if has("answer"):
+            names.setdefault("answer", "answer")
+        if isinstance(sample.get(names["prompt"]), list):
+            names["messages"] = names["prompt"]
+            return Layout("messages", names, _read_messages)
+        return Layout("prompt", names, _read_prompt)
+    expected = "messages, conversations, turns, instruction (Alpaca) or prompt"
+    raise InputError("columns", ", ".join(columns), expected, "Map them: --columns prompt=NAME[,answer=NAME].")
+
+
+def up_to_last_user(messages: Messages) -> Messages:
+    """What waits for an answer: everything up to the last user turn, earlier assistant turns included.
+
+    Raises:
+        RowError: there is no user turn.
+    """
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    if last < 0:
+        raise RowError("no user turn")
+    return messages[: last + 1]
+
+
+def up_to_last_assistant(messages: Messages) -> Messages:
+    """What can be learned from: everything up to the last assistant turn.
+
+    Raises:
+        RowError: there is no assistant turn.
+    """
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    if last < 0:
+        raise RowError("no assistant turn")
+    return messages[: last + 1]
+
+
+def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    return next((name for name in names if name in columns), None)
+
+
+def _message_style(value: Any) -> str:
+    first = value[0] if isinstance(value, list) and value else None
+    return "sharegpt" if isinstance(first, Mapping) and "from" in first else "messages"
+
+
+def _read_messages(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
+    turns = row.get(columns["messages"])
+    if not isinstance(turns, list) or not turns:
+        raise RowError(f"{columns['messages']} is empty")
+    blank_system = [_role(turn) == "system" and not _content(turn) for turn in turns]  # common, and means none
+    return Conversation([_message(turn) for turn, blank in zip(turns, blank_system, strict=True) if not blank])
+
+
+def _role(turn: Any) -> str:
+    if not isinstance(turn, Mapping):
+        raise RowError(f"a turn is a {type(turn).__name__}, expected role and content (or from and value)")
+    said = turn.get("role", turn.get("from"))
+    role = ROLES.get(str(said).lower())
+    if role is None:
+        raise RowError(f"unknown role {said!r}, expected one of {', '.join(ROLES)}")
+    return role
+
+
+def _content(turn: Mapping[str, Any]) -> Any:
+    content = turn.get("content", turn.get("value"))
+    if not isinstance(content, list):
+        return content
+    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):  # OpenAI's content parts
+        raise RowError("a turn holds something other than text")
+    return "".join(part["text"] for part in content)
+
+
+def _message(turn: Any) -> dict[str, str]:
+    role = _role(turn)
+    return {"role": role, "content": _filled(_content(turn), f"a {role} turn")}
+
+
+def _filled(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise RowError(f"{what} has no text")
+    return value
+
+
+def _read_turns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not turns:
+        raise RowError("turns is empty")
+    return Conversation([{"role": "user", "content": _filled(turns[0], "the first turn")}], len(turns) - 1)
+
+
+def _read_alpaca(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
+    instruction, given = _filled(row.get("instruction"), "instruction"), row.get("input")
+    content = f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else instruction
+    return _exchange(content, row.get("output"))
+
+
+def _read_prompt(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
+    answer = row.get(columns["answer"]) if "answer" in columns else None
+    return _exchange(_filled(row.get(columns["prompt"]), columns["prompt"]), answer)
+
+
+def _exchange(prompt: str, answer: Any) -> Conversation:
+    messages = [{"role": "user", "content": prompt}]
+    if isinstance(answer, str) and answer.strip():
+        messages.append({"role": "assistant", "content": answer})
+    return Conversation(messages)

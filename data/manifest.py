@@ -1,0 +1,295 @@
+"""What every artefact directory says about itself, and how it is opened.
+
+A stage writes `started.json` first and `manifest.json` last, both atomically: a directory with a manifest is complete,
+one without it is unfinished, and an unfinished one says which command continues it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.modules.types import InputError
+
+SCHEMA_VERSION = 1
+MANIFEST, STARTED = "manifest.json", "started.json"
+PACKAGES = ("draftsmith", "torch", "transformers", "tokenizers", "datasets", "safetensors", "pyarrow", "numpy")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A column or tensor: its dtype as Arrow or torch writes it, and its symbolic shape (R response positions)."""
+
+    name: str
+    dtype: str
+    shape: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of the artefact. `rows`: how many of the artefact's rows it holds."""
+
+    name: str
+    bytes: int
+    sha256: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The provenance of an artefact.
+
+    config: the resolved configuration of the stage. inputs: name -> `digest` of the manifest or file it was made from.
+    identity: nested hashes of target, draft, tokenizer and chat template; what `open_artefact` compares.
+    sampling: temperature, top_k, top_p that labels or tokens were drawn with; None where nothing was drawn.
+    counts: rows, tokens and whatever else the stage counts. command: the command line that makes it again.
+    """
+
+    kind: str
+    config: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, float] | None = None
+    fields: tuple[Field, ...] = ()
+    counts: dict[str, int] = field(default_factory=dict)
+    files: tuple[FileEntry, ...] = ()
+    seed: int | None = None
+    command: str = ""
+    packages: dict[str, str | None] = field(default_factory=dict)
+    git_commit: str | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def digest(self) -> str:
+        """Hash of what the artefact holds and what it was made from; not of where, by which commit or release."""
+        content = dataclasses.asdict(self)
+        for incidental in ("config", "command", "packages", "git_commit"):
+            del content[incidental]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def write(self, directory: Path) -> None:
+        """Write `manifest.json`: the artefact is complete from here on."""
+        write_json(Path(directory) / MANIFEST, dataclasses.asdict(self))
+
+    @staticmethod
+    def read(directory: Path) -> Manifest:
+        """The manifest of a complete artefact.
+
+        Raises:
+            InputError: no such directory, an unfinished stage (with the command that continues it), a damaged manifest.
+        """
+        directory = Path(directory)
+        path = directory / MANIFEST
+        if not path.exists():
+            raise _missing(directory)
+        try:
+            raw = json.loads(path.read_text("utf-8"))
+            version = raw["schema_version"]
+            if version != SCHEMA_VERSION:
+                found = f"schema version {version}"
+                raise InputError(str(path), found, f"version {SCHEMA_VERSION}", f"Make it again: {raw.get('command')}")
+            raw["fields"] = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in raw["fields"])
+            raw["files"] = tuple(FileEntry(**entry) for entry in raw["files"])
+            return Manifest(**raw)
+        except InputError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
+            remedy = "Delete this file and run the stage again: it keeps the shards."
+            raise InputError(str(path), f"damaged ({error})", "a manifest of this program", remedy) from error
+
+
+def _missing(directory: Path) -> InputError:
+    if not directory.is_dir():
+        return InputError(str(directory), "no such directory", "an artefact's directory", "Check the path.")
+    started = directory / STARTED
+    if started.exists():
+        command = read_json(started).get("command", "the stage's command")
+        return InputError(str(directory), "an unfinished stage", "a complete one", f"Continue it: {command}")
+    return InputError(str(directory), f"no {MANIFEST}", "an artefact's directory", "Check the path.")
+
+
+def open_artefact(
+    directory: Path,
+    kind: str | tuple[str, ...] | None = None,
+    identity: Mapping[str, Any] | None = None,
+    check: str = "sha256",
+) -> Manifest:
+    """The manifest of an artefact that is complete, of this kind, intact, and made with these models.
+
+    identity: nested hashes, compared with the artefact's. A single hash that the artefact lacks was unknown to its
+        stage (the lm_head of a model behind a server) and does not count; a whole missing model does.
+    check: what proves a file intact: `sha256` reads all of it; `size` does not, for terabytes of features.
+
+    Raises:
+        InputError: one error that lists every differing key and the command that makes the artefact again; or the first
+            missing, truncated or altered file.
+    """
+    manifest = Manifest.read(directory)
+    kinds = (kind,) if isinstance(kind, str) else kind
+    if kinds is not None and manifest.kind not in kinds:
+        found = f"an artefact of kind {manifest.kind}"
+        raise InputError(str(directory), found, f"kind {' or '.join(kinds)}", "Pass another directory.")
+    differing = _other_identity(identity or {}, manifest.identity)
+    if differing:
+        found = "made with another " + "; ".join(f"{k}: {theirs} here, {ours} given" for k, ours, theirs in differing)
+        remedy = f"Make it again: {manifest.command}"
+        raise InputError(str(directory), found, "the same identity", remedy)
+    for entry in manifest.files:
+        check_file(Path(directory), entry, manifest.command, check)
+    return manifest
+
+
+def _other_identity(given: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, given, recorded) of what differs."""
+    known = flatten(recorded)
+    shared = {key: value for key, value in flatten(given).items() if key in known or key.split(".")[0] not in recorded}
+    return differences(shared, {key: known.get(key) for key in shared})
+
+
+def check_file(directory: Path, entry: FileEntry, command: str, check: str = "sha256") -> None:
+    """Raises:
+    InputError: the file is missing, has another size, or (check="sha256") other content.
+    """
+    assert check in ("sha256", "size")
+    path = directory / entry.name
+    remedy = f"Delete it and run the stage again, which rebuilds just this shard: {command}"
+    if not path.exists():
+        remedy = f"Run the stage again, which rebuilds just this shard: {command}"
+        raise InputError(str(path), "no file", f"{entry.bytes} bytes", remedy)
+    size = path.stat().st_size
+    if size != entry.bytes:
+        raise InputError(str(path), f"{size} bytes", f"{entry.bytes} bytes", remedy)
+    if check == "sha256" and (found := file_sha256(path)) != entry.sha256:
+        raise InputError(str(path), f"sha256 {found[:12]}", f"sha256 {entry.sha256[:12]}", remedy)
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"target": {"config": 1}} -> {"target.config": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Keys whose values differ or that one side lacks, as (key, left, right)."""
+    keys = left.keys() | right.keys()
+    return [(k, left.get(k), right.get(k)) for k in sorted(keys) if left.get(k) != right.get(k)]
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """The content of a file that `write_json` wrote.
+
+    Raises:
+        OSError: it is not there. InputError: it is not JSON, so something else has damaged it.
+    """
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise InputError(str(path), f"damaged ({error})", "JSON", "Delete it and run the stage again.") from error
+
+
+def write_json(path: Path, content: object) -> None:
+    """Atomically: the file is there whole or not at all, also after a kill or a power cut."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    publish(temporary, path)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a written and synced file its name, durably."""
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def package_versions() -> dict[str, str | None]:
+    """Installed versions of the packages that an artefact's content may depend on; None where one is not installed."""
+
+    def version(name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {name: version(name) for name in PACKAGES}
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout this package runs from; None where it is not one."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "rev-parse", "--verify", "HEAD"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # no git on this machine
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def resolved(config: Any) -> dict[str, Any]:
+    """A stage's configuration dataclass as JSON values; paths become strings."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def volatile(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
+    """A configuration field that does not change what is written (paths, whose content is compared by hash; devices,
+    threads, time-outs): a stage may be continued with another value."""
+    if default is not dataclasses.MISSING:
+        kwargs["default"] = default
+    return dataclasses.field(metadata={"volatile": True}, **kwargs)
+
+
+def decisive(config: Any) -> dict[str, Any]:
+    """The fields of a configuration that decide what is written: all but the volatile ones, nested ones dotted."""
+    kept: dict[str, Any] = {}
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        if spec.metadata.get("volatile"):
+            continue
+        if dataclasses.is_dataclass(value):
+            kept |= {f"{spec.name}.{key}": inner for key, inner in decisive(value).items()}
+        else:
+            kept[spec.name] = json.loads(json.dumps(value, default=str))
+    return kept
+
+
+def command_line(stage: str, config: Any) -> str:
+    """`draftsmith STAGE --field value ...` with the fields that differ from their defaults."""
+    return shlex.join(["draftsmith", *stage.split(), *_arguments(config, "")])
+
+
+def _arguments(config: Any, prefix: str) -> Iterable[str]:
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        if dataclasses.is_dataclass(value):
+            yield from _arguments(value, f"{prefix}{spec.name}.")
+        elif value != spec.default:
+            plain = json.dumps(value) if isinstance(value, bool | list | tuple | dict | None) else str(value)
+            yield from (f"--{prefix}{spec.name}".replace("_", "-"), plain)

@@ -1,0 +1,190 @@
+"""Stage `data prompts`: chat data of any known shape to token ids of prompts, with the target's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from draftsmith.data.conversations import Layout, parse_columns, recognise, up_to_last_assistant, up_to_last_user
+from draftsmith.data.manifest import Field, volatile
+from draftsmith.data.models import tokenizer_identity
+from draftsmith.data.progress import Advance
+from draftsmith.data.shards import Plan, Shard, ShardContent, run_stage
+from draftsmith.data.sources import Row, Source, open_source
+from draftsmith.data.template import (
+    RowError,
+    context_length,
+    load_chat_tokenizer,
+    prompt_ids,
+    supervised_ids,
+    template_hash,
+)
+from draftsmith.modules.types import InputError
+
+FIELDS = (
+    Field("id", "string"),
+    Field("prompt_ids", "list<int32>", ("P",)),
+    Field("messages", "string"),
+    Field("task", "string"),
+)
+SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("loss_mask", "list<bool>", ("T",)))
+
+
+@dataclass(frozen=True)
+class PromptsConfig:
+    """Which prompts, for which target.
+
+    Attributes:
+        source: A .jsonl, .json or .parquet file, a directory or hub id of `datasets`, or embedded:prompts. Rows are
+            ShareGPT conversations, OpenAI messages, FastChat turns, Alpaca columns, or prompt (and answer).
+        target: Directory or hub id of the target model, or embedded:target; its tokenizer and context length are used.
+        output: Directory to write.
+        columns: Names of the source's columns where they are not the usual ones: prompt=question,answer=reply,id=key.
+        split: Only this split: of a `datasets` source, or by the rows' column `split`.
+        task: Only rows whose column `task` (or `category`) is this.
+        limit: Only the first so many rows that pass the filters; 0 takes all.
+        subset: Configuration name of a `datasets` source.
+        revision: Revision of a hub data set.
+        supervised: Keep the answers too: input_ids of whole conversations, and a loss mask on the assistant's tokens.
+        chat_template: File with a Jinja chat template to use instead of the tokenizer's own.
+        max_length: Longest prompt (supervised: conversation) in tokens; 0 is the target's context.
+        overlong: What happens to longer ones: an error, or dropped and counted.
+        invalid: What happens to rows that can not be used (no user turn, no text): an error, or dropped and counted.
+        rows_per_shard: Rows of the source in each shard.
+    """
+
+    source: str = volatile()
+    target: str = volatile()
+    output: Path = volatile()
+    columns: str = ""
+    split: str | None = None
+    task: str | None = None
+    limit: int = 0
+    subset: str | None = None
+    revision: str | None = None
+    supervised: bool = False
+    chat_template: Path | None = volatile(None)
+    max_length: int = 0
+    overlong: Literal["error", "drop"] = "error"
+    invalid: Literal["error", "drop"] = "error"
+    rows_per_shard: int = 4096
+
+    def __post_init__(self) -> None:
+        check_positive(self, "rows_per_shard")
+        check_not_negative(self, "limit", "max_length")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raises InputError for fields that must be 1 or more."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise InputError(name, getattr(config, name), "1 or more", "Pass a positive number.")
+
+
+def check_not_negative(config: Any, *names: str) -> None:
+    """Raises InputError for fields in which 0 means off."""
+    for name in names:
+        if getattr(config, name) < 0:
+            raise InputError(name, getattr(config, name), "0 (off) or more", "Pass a number that is not negative.")
+
+
+def run(config: PromptsConfig) -> Path:
+    """Write the artefact `prompts`; returns its directory."""
+    source = open_source(config.source, config.split, config.subset, config.revision)
+    layout = recognise(source.columns, source.row(0), parse_columns(config.columns))
+    chosen = choose(source, layout, config)
+    tokenizer = load_chat_tokenizer(config.target, config.chat_template, config.supervised)
+    context = config.max_length or context_length(config.target)
+    identity = {"tokenizer": tokenizer_identity(config.target)["tokenizer"], "chat_template": template_hash(tokenizer)}
+    plan = Plan(
+        kind="prompts",
+        stage="data prompts",
+        directory=config.output,
+        config=config,
+        num_rows=len(chosen),
+        rows_per_shard=config.rows_per_shard,
+        fields=SUPERVISED_FIELDS if config.supervised else FIELDS,
+        inputs={"source": source.digest},
+        identity=identity,
+    )
+
+    def make(shard: Shard, advance: Advance) -> ShardContent:
+        rows, counts = [], Counter[str]()
+        for index in chosen[shard.start : shard.stop]:
+            row = encode(index, source.row(index), layout, tokenizer, config, context, counts)
+            if row is not None:
+                rows.append(row)
+                counts["prompt_tokens"] += len(row["prompt_ids"])
+            advance(1)
+        return ShardContent(rows, dict(counts))
+
+    run_stage(plan, make)
+    return config.output
+
+
+def choose(source: Source, layout: Layout, config: PromptsConfig) -> range | list[int]:
+    """Numbers of the source's rows that pass split, task and limit, in order.
+
+    Raises:
+        InputError: a filter on a column that the rows lack, or nothing left.
+    """
+    wanted = {"task": config.task, "split": None if source.split_taken else config.split}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    for name in wanted:
+        if name not in layout.columns:
+            found = f"rows without it: {', '.join(source.columns)}"
+            raise InputError(name, found, f"a column {name}", f"Map it (--columns {name}=NAME) or drop the filter.")
+    chosen: range | list[int] = range(len(source))
+    if wanted:
+        chosen = [i for i in chosen if all(layout.text(source.row(i), name) == wanted[name] for name in wanted)]
+    if not chosen:
+        found = f"no rows with {', '.join(f'{k} {v}' for k, v in wanted.items())}"
+        raise InputError("source", found, "at least one row", "Correct the filters.")
+    return chosen[: config.limit] if config.limit else chosen
+
+
+def encode(
+    index: int,
+    row: Row,
+    layout: Layout,
+    tokenizer: Any,
+    config: PromptsConfig,
+    context: int | None,
+    counts: Counter[str],
+) -> dict[str, Any] | None:
+    """One row of the artefact; None where it is dropped, which `counts` then says.
+
+    Raises:
+        InputError: an overlong or unusable row that is not to be dropped.
+    """
+    where = f"source row {index}"
+    try:
+        conversation = layout.conversation(row)
+        prompt = up_to_last_user(conversation.messages)
+        encoded: dict[str, Any] = {
+            "id": layout.text(row, "id", f"{index:07d}"),
+            "prompt_ids": prompt_ids(tokenizer, prompt),
+            "messages": json.dumps(prompt, ensure_ascii=False),
+            "task": layout.text(row, "task"),
+        }
+        length = len(encoded["prompt_ids"]) + 1  # room for one token of an answer
+        if config.supervised:
+            whole = up_to_last_assistant(conversation.messages)
+            encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, whole)
+            length = len(encoded["input_ids"])
+    except RowError as error:
+        if config.invalid == "drop":
+            counts["invalid_dropped"] += 1
+            return None
+        raise InputError(where, str(error), "a usable row", "Correct it, or pass --invalid drop.") from error
+    if context is not None and length > context:
+        if config.overlong == "drop":
+            counts["overlong_dropped"] += 1
+            return None
+        expected = f"at most {context}, the target's context or --max-length"
+        raise InputError(where, f"{length} tokens (one for an answer included)", expected, "Pass --overlong drop.")
+    counts["later_turns_left_out"] += conversation.later_turns
+    return encoded
