@@ -1,4 +1,4 @@
-"""`draftsmith embedded build`: make the embedded pair again, from the installed packages' code to the model card.
+"""`draftsmith embedded build`: make the embedded models again, from the installed packages' code to the model card.
 
 Stages write into a work folder and are skipped when their file is there, so a killed build goes on where it was. Steps
 and seeds are fixed; the installed versions of the source packages are the only other input, and the card records them.
@@ -9,32 +9,42 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Callable
+import time
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftsmith.data.embedded.tasks import Turn
-    from draftsmith.modules.layers import LlamaModel
-    from draftsmith.train.language_model import Recipe, TokenRow
+    from collections.abc import Callable, Sequence
 
-MAX_POSITION = 1024
+    from draftsmith.data.embedded.tasks import Turn
+    from draftsmith.eval.embedded_card import Question
+    from draftsmith.modules.layers import LlamaModel
+    from draftsmith.modules.targets.base import CausalLM
+    from draftsmith.train.language_model import TokenRow
+
 MAX_ROW_TOKENS = 512
 TOKENIZER_TEXTS = 20_000
 # How often a turn of each task is taken: edits of plentiful kinds are thinned, rare ones repeated.
 TASK_SHARE = {"wrap_in_try": 0.45, "rename": 0.8, "remove_type_hints": 0.6, "add_type_hints": 0.8, "complete": 0.4}
 SORT_IMPORTS_VARIANTS = 4
+DISTIL_PROMPTS = 8_000
+DISTIL_GREEDY_SHARE = 0.3  # drafts serve greedy and sampled decoding
+SHIPPED_PROMPTS = {"train": 1_440, "dev": 180, "test": 380}
+CARD_PROMPTS = 40  # per task, of the shipped test prompts
 
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """Where and how the embedded pair is built.
+    """Where and how the embedded models are built.
 
-    output: directory that receives target/, draft/, draft-small/, prompts.jsonl and MODEL_CARD.md.
-    work: scratch folder; finished stages in it are not repeated.
-    seed: of the corpus' random parts, the weights and the order of batches.
-    num_threads: CPU threads.
+    Attributes:
+        output: Directory that receives target/, draft/, draft-small/, prompts.jsonl, MODEL_CARD.md and NOTICE.md.
+        work: Scratch folder; finished stages in it are not repeated.
+        seed: Of the corpus' random parts, the weights and the order of batches.
+        num_threads: CPU threads.
     """
 
     output: Path
@@ -43,15 +53,38 @@ class BuildConfig:
     num_threads: int = 2
 
 
-def stages() -> dict[str, tuple[int, Recipe]]:
-    """Name -> (layers, recipe). Each grows from the one before: depth is cheap to add once the rest has learned."""
-    from draftsmith.train.language_model import Recipe
+def run(config: BuildConfig) -> Path:
+    """Build everything; about two hours on two cores."""
+    import torch
 
-    return {
-        "seedling": (2, Recipe(steps=3600, min_lr_fraction=0.2, seed=1)),
-        "sapling": (6, Recipe(steps=900, decay_from=1.0 - 1e-9, lr=3e-3, seed=2)),
-        "target": (12, Recipe(steps=2600, decay_from=0.3, lr=3e-3, min_lr_fraction=0.03, seed=3)),
-    }
+    from draftsmith.data.models import load_lm
+    from draftsmith.train.embedded import DRAFT_STAGES, distil_draft, train_target
+
+    torch.set_num_threads(config.num_threads)
+    config.work.mkdir(parents=True, exist_ok=True)
+    started = time.time()
+
+    def log(text: str) -> None:
+        print(f"{time.time() - started:8.0f} s  {text}", flush=True)
+
+    turns = make_turns(config.work, config.seed)
+    tokenizer = make_tokenizer(config.work, turns, config.seed)
+    rows = training_rows(turns, tokenizer, config.seed)
+    dev = fitting([t for t in turns if t.split == "dev" and t.task != "complete"], tokenizer)
+    log(f"{len(rows)} training rows, {sum(len(row.ids) for row in rows) / 1e6:.1f} M tokens")
+    pad = tokenizer.pad_token_id
+    export_model(
+        train_target(config.work, rows, dev, len(tokenizer), pad, config.seed, log), config.output / "target", tokenizer
+    )
+    # From here on the target is what ships: bf16 weights, read back.
+    target = load_lm(str(config.output / "target"))
+    own_text = distillation_rows(config, turns, tokenizer, target, log)
+    for name in DRAFT_STAGES:
+        draft = distil_draft(name, config.work, target.model, own_text, dev, pad, log)  # type: ignore[attr-defined]
+        export_model(draft, config.output / name, tokenizer)
+    write_prompts(config.output / "prompts.jsonl", turns, tokenizer, config.seed)
+    write_card(config, tokenizer, dev, rows, log)
+    return config.output
 
 
 def make_turns(work: Path, seed: int) -> list[Turn]:
@@ -63,10 +96,10 @@ def make_turns(work: Path, seed: int) -> list[Turn]:
     if not path.exists():
         corpus = read_corpus()
         made = turns(corpus, seed)
+        blocks_only = dataclasses.replace(corpus, functions=())
         for variant in range(1, SORT_IMPORTS_VARIANTS):
-            blocks_only = dataclasses.replace(corpus, functions=())
             made += [turn for turn in turns(blocks_only, seed, variant) if turn.split == "train"]
-        _write_atomically(path, "".join(json.dumps(dataclasses.asdict(turn)) + "\n" for turn in made))
+        _write(path, "".join(json.dumps(dataclasses.asdict(turn)) + "\n" for turn in made))
     return [Turn(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
@@ -75,6 +108,7 @@ def make_tokenizer(work: Path, turns: list[Turn], seed: int) -> Any:
     from transformers import AutoTokenizer
 
     from draftsmith.data.embedded.tokenizer import train_tokenizer
+    from draftsmith.train.embedded import MAX_POSITION
 
     path = work / "tokenizer"
     if not (path / "tokenizer_config.json").exists():
@@ -84,7 +118,7 @@ def make_tokenizer(work: Path, turns: list[Turn], seed: int) -> Any:
     return AutoTokenizer.from_pretrained(str(path))
 
 
-def token_rows(turns: list[Turn], tokenizer: Any) -> list[TokenRow]:
+def token_rows(turns: Sequence[Turn], tokenizer: Any) -> list[TokenRow]:
     """Turns as the chat template writes them; the answer ends with the end token."""
     from draftsmith.data.embedded.tokenizer import ASSISTANT, END, USER
     from draftsmith.train.language_model import TokenRow
@@ -95,84 +129,168 @@ def token_rows(turns: list[Turn], tokenizer: Any) -> list[TokenRow]:
     return [TokenRow((user, *p, end, assistant, *a, end), len(p) + 3) for p, a in zip(prompts, answers, strict=True)]
 
 
+def fitting(turns: Sequence[Turn], tokenizer: Any) -> list[TokenRow]:
+    """The rows of `turns` that are short enough to train on."""
+    return [row for row in token_rows(turns, tokenizer) if len(row.ids) <= MAX_ROW_TOKENS]
+
+
 def training_rows(turns: list[Turn], tokenizer: Any, seed: int) -> list[TokenRow]:
     """The training split, thinned to TASK_SHARE and to rows that fit."""
     rng = random.Random(seed)
-    chosen = [t for t in turns if t.split == "train" and rng.random() < TASK_SHARE.get(t.task, 1.0)]
-    return [row for row in token_rows(chosen, tokenizer) if len(row.ids) <= MAX_ROW_TOKENS]
+    return fitting([t for t in turns if t.split == "train" and rng.random() < TASK_SHARE.get(t.task, 1.0)], tokenizer)
 
 
-def train_target(config: BuildConfig, turns: list[Turn], tokenizer: Any, log: Callable[[str], None]) -> LlamaModel:
-    """seedling -> sapling -> target, each saved to `work`."""
+def export_model(model: LlamaModel, directory: Path, tokenizer: Any) -> None:
+    """An ordinary transformers directory in bf16, with the tokenizer and its chat template."""
     import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    from draftsmith.modules.layers import LlamaModel
-    from draftsmith.train.language_model import batches, evaluate, fit, grow, init_weights, next_token_loss
-
-    rows = training_rows(turns, tokenizer, config.seed)
-    dev_turns = [t for t in turns if t.split == "dev" and t.task != "complete"]
-    dev = [row for row in token_rows(dev_turns, tokenizer) if len(row.ids) <= MAX_ROW_TOKENS]
-    log(f"{len(rows)} training rows, {sum(len(row.ids) for row in rows) / 1e6:.1f} M tokens")
-    torch.manual_seed(config.seed)
-    model: LlamaModel | None = None
-    for name, (num_layers, recipe) in stages().items():
-        if model is None:
-            model = LlamaModel(architecture(len(tokenizer), num_layers))
-            init_weights(model, config.seed)
-        else:
-            model = grow(model, num_layers, config.seed + num_layers)
-        path = config.work / f"{name}.safetensors"
-        if not path.exists():
-
-            def report(step: int, loss: float, name: str = name, model: LlamaModel = model, recipe: Recipe = recipe):
-                if step % 50 == 0:
-                    log(f"{name} step {step}/{recipe.steps} loss {loss:.4f}")
-                if step % 500 == 499:
-                    held_out = evaluate(model, dev, tokenizer.pad_token_id)
-                    log(f"{name} step {step + 1} held-out loss {held_out[0]:.4f} top-1 {held_out[1]:.4f}")
-                    save_weights(model, config.work / f"{name}.partial.safetensors")
-
-            fit(model, batches(rows, recipe, tokenizer.pad_token_id), recipe, next_token_loss, report)
-            save_weights(model, path)
-        load_weights(model, path)
-    assert model is not None
-    return model
-
-
-def architecture(vocab_size: int, num_layers: int) -> Any:
-    """Llama with tied embeddings; narrow and deep, so that a draft of few layers is cheap beside it."""
-    from draftsmith.modules.layers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=352,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=32,
-        max_position=MAX_POSITION,
-        tie_embeddings=True,
+    config = model.config
+    exported = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_position,
+            rms_norm_eps=config.rms_eps,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
     )
+    names = {"lm_head.weight": "lm_head.weight"}
+    state = {names.get(name, f"model.{name}"): tensor for name, tensor in model.state_dict().items()}
+    exported.load_state_dict(state)
+    exported.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
+    )
+    exported.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(str(directory))
 
 
-def save_weights(model: LlamaModel, path: Path) -> None:
-    """One safetensors file, complete or absent."""
-    from safetensors.torch import save_file
+def distillation_rows(
+    config: BuildConfig, turns: list[Turn], tokenizer: Any, target: CausalLM, log: Callable[[str], None]
+) -> list[TokenRow]:
+    """What the target itself answers to training prompts, sampled and greedy; from `work`/own_text.jsonl when there."""
+    from draftsmith.eval.embedded_card import Question, answer_all
+    from draftsmith.train.language_model import TokenRow
 
-    partial = path.with_name(path.name + ".tmp")
-    save_file({k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}, partial)
-    partial.replace(path)
+    path = config.work / "own_text.jsonl"
+    if not path.exists():
+        rng = random.Random(config.seed + 1)
+        chosen = rng.sample([t for t in turns if t.split == "train" and t.task != "complete"], DISTIL_PROMPTS)
+        rows = [row for row in fitting(chosen, tokenizer)]
+        questions = [Question("", row.ids[: row.answer_start], ()) for row in rows]
+        num_greedy = round(DISTIL_GREEDY_SHARE * len(questions))
+        answers = answer_all(target, questions[:num_greedy], 0.0, config.seed)
+        answers += answer_all(target, questions[num_greedy:], 1.0, config.seed)
+        log(f"{len(answers)} answers of the target's own, {sum(map(len, answers)) / 1e6:.2f} M tokens")
+        pairs = zip(questions, answers, strict=True)
+        _write(path, "".join(json.dumps([list(q.prompt_ids), answer]) + "\n" for q, answer in pairs))
+    loaded = (json.loads(line) for line in path.read_text().splitlines())
+    return [TokenRow((*prompt, *answer), len(prompt)) for prompt, answer in loaded]
 
 
-def load_weights(model: LlamaModel, path: Path) -> None:
-    """Inverse of `save_weights`; the tied lm_head follows the embedding."""
-    from safetensors.torch import load_file
+def choose_prompts(turns: list[Turn], tokenizer: Any, seed: int) -> list[Turn]:
+    """SHIPPED_PROMPTS turns a split, the tasks in equal parts, no function twice in a task."""
+    rng = random.Random(seed + 2)
+    chosen: list[Turn] = []
+    for split, count in SHIPPED_PROMPTS.items():
+        by_task: dict[str, list[Turn]] = defaultdict(list)
+        for turn in turns:
+            if turn.split == split:
+                by_task[turn.task].append(turn)
+        for task in sorted(by_task):
+            rng.shuffle(by_task[task])
+            wanted = -(-count // len(by_task))
+            rows = token_rows(by_task[task][: 4 * wanted], tokenizer)
+            short = [t for t, row in zip(by_task[task], rows, strict=False) if len(row.ids) <= MAX_ROW_TOKENS]
+            unique = list({turn.key: turn for turn in short}.values())
+            chosen += unique[:wanted]
+    return chosen
 
-    model.load_state_dict(load_file(path), strict=False)
+
+def write_prompts(path: Path, turns: list[Turn], tokenizer: Any, seed: int) -> None:
+    """The prompts that ship: task, split, source package and licence in each row, and the right answer."""
+    rows = [
+        {"id": f"{t.task}-{t.key}", **{k: v for k, v in dataclasses.asdict(t).items() if k != "key"}}
+        for t in choose_prompts(turns, tokenizer, seed)
+    ]
+    _write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def card_questions(path: Path, tokenizer: Any) -> list[Question]:
+    """Held-out prompts for the card: CARD_PROMPTS a task from the shipped test split."""
+    from draftsmith.data.embedded.tasks import Turn
+    from draftsmith.eval.embedded_card import Question
+
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    fields = [field.name for field in dataclasses.fields(Turn) if field.name != "key"]
+    test = [Turn(key="", **{name: row[name] for name in fields}) for row in rows if row["split"] == "test"]
+    taken: Counter[str] = Counter()
+    questions = []
+    for turn, row in zip(test, token_rows(test, tokenizer), strict=True):
+        taken[turn.task] += 1
+        if taken[turn.task] <= CARD_PROMPTS:
+            questions.append(Question(turn.task, row.ids[: row.answer_start], row.ids[row.answer_start :]))
+    return questions
+
+
+def source_versions() -> dict[str, str]:
+    """Installed version of each source package."""
+    import platform
+
+    from draftsmith.data.embedded.corpus import SOURCES
+
+    found = {"stdlib": platform.python_version()}
+    for package in SOURCES:
+        try:
+            found.setdefault(package, version({"yaml": "pyyaml"}.get(package, package)))
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_card(
+    config: BuildConfig, tokenizer: Any, dev: list[TokenRow], rows: list[TokenRow], log: Callable[[str], None]
+) -> None:
+    """MODEL_CARD.md, its numbers as card.json, and NOTICE.md."""
+    from draftsmith.data.models import load_lm
+    from draftsmith.eval import embedded_card
+    from draftsmith.train.embedded import DRAFT_STAGES, TARGET_STAGES
+    from draftsmith.train.language_model import evaluate
+
+    questions = card_questions(config.output / "prompts.jsonl", tokenizer)
+    models = {name: load_lm(str(config.output / name)) for name in ("target", *DRAFT_STAGES)}
+    scores = {
+        name: embedded_card.score_pair(models["target"], models[name], questions, config.seed) for name in DRAFT_STAGES
+    }
+    held_out = {
+        name: dict(zip(("loss", "top1"), evaluate(lm.model, dev, tokenizer.pad_token_id), strict=True))  # type: ignore[attr-defined]
+        for name, lm in models.items()
+    }
+    stages = {name: dataclasses.asdict(recipe) for name, (_, recipe) in (TARGET_STAGES | DRAFT_STAGES).items()}
+    facts = embedded_card.Facts(
+        sources=source_versions(),
+        num_rows=len(rows),
+        num_tokens=sum(len(row.ids) for row in rows),
+        stages=stages,
+        held_out=held_out,
+    )
+    samples = embedded_card.verbatim_samples(models["target"], tokenizer, questions, config.seed)
+    card, numbers = embedded_card.render(facts, scores, samples)
+    _write(config.output / "MODEL_CARD.md", card)
+    _write(config.output / "card.json", json.dumps(numbers, indent=2) + "\n")
+    _write(config.output / "NOTICE.md", embedded_card.notice(facts))
+    log(f"card written to {config.output / 'MODEL_CARD.md'}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".tmp")
     partial.write_text(text)

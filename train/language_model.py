@@ -51,7 +51,7 @@ class Batch:
 
 
 def batches(rows: Sequence[TokenRow], recipe: Recipe, pad: int) -> Iterator[Batch]:
-    """Endless batches of rows of like length, about `tokens_per_step` tokens each; the order depends on the seed alone."""
+    """Endless batches of rows of like length, about `tokens_per_step` tokens each; their order depends on the seed."""
     rng = random.Random(recipe.seed)
     while True:
         order = list(range(len(rows)))

@@ -90,7 +90,7 @@ def package_root(package: str) -> Path | None:
 
 def python_files(root: Path) -> list[Path]:
     """Sorted sources below `root`, without tests and vendored copies."""
-    files = (path for path in root.rglob("*.py") if not SKIPPED_PARTS & set(path.relative_to(root).parts))
+    files = (path for path in root.rglob("*.py") if not (TESTS | VENDORED) & set(path.relative_to(root).parts))
     return sorted(path for path in files if path.stat().st_size <= MAX_FILE_BYTES and not path.name.startswith("test_"))
 
 

@@ -59,7 +59,7 @@ class AcceptanceHead(nn.Module):
         blocks = (
             [first] * count if config.tied else [first, *(ResidualBlock(config.hidden_size) for _ in range(count - 1))]
         )
-        self.blocks = nn.ModuleList(blocks[:count])
+        self.blocks = nn.ModuleList([first, *more][:count])
         self.out = nn.Linear(config.hidden_size, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,242 @@
+"""The embedded models' card: how good they are, by task, on functions that no training saw."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftsmith.modules.decoding.batch import generate_batch
+from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.trace import pool
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import SamplingParams
+
+MAX_NEW_TOKENS = 256
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class Question:
+    """A held-out prompt and the right answer, end token included."""
+
+    task: str
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
+@dataclass
+class TaskScore:
+    """Sums over one task's held-out prompts; `merge` adds them up, so that a mean over tasks is a ratio of sums."""
+
+    prompts: int = 0
+    exact: int = 0
+    ended: int = 0
+    ngrams: int = 0
+    distinct: int = 0
+    sampled_tokens: int = 0
+    overlap: float = 0.0
+    greedy_tokens: int = 0
+    agreed: int = 0
+    chain_tokens: int = 0
+    chain_calls: int = 0
+
+    def merge(self, other: TaskScore) -> TaskScore:
+        return TaskScore(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def rates(self) -> dict[str, float]:
+        """What the card prints. alpha: mean of sum_v min(p, q) on the target's T=1 text; greedy_agreement: on its
+        greedy text; tau: greedy chain, K=5; distinct_4grams of the greedy answers."""
+        return {
+            "prompts": self.prompts,
+            "alpha": self.overlap / max(self.sampled_tokens, 1),
+            "greedy_agreement": self.agreed / max(self.greedy_tokens, 1),
+            "tau": self.chain_tokens / max(self.chain_calls, 1),
+            "exact": self.exact / max(self.prompts, 1),
+            "ended": self.ended / max(self.prompts, 1),
+            "distinct_4grams": self.distinct / max(self.ngrams, 1),
+        }
+
+
+def answer_all(lm: CausalLM, questions: Sequence[Question], temperature: float, seed: int) -> list[list[int]]:
+    """The target's answers, batched by prompt length."""
+    order = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt_ids))
+    answers: list[list[int]] = [[] for _ in questions]
+    params = SamplingParams(temperature)
+    for start in range(0, len(order), BATCH):
+        group = order[start : start + BATCH]
+        prompts = [questions[i].prompt_ids for i in group]
+        for i, answer in zip(group, generate_batch(lm, prompts, group, params, MAX_NEW_TOKENS, seed), strict=True):
+            answers[i] = answer
+    return answers
+
+
+@torch.no_grad()
+def _compare(target: CausalLM, draft: CausalLM, prompt: Sequence[int], answer: Sequence[int]) -> tuple[float, int]:
+    """Teacher-forced on `answer`: the sums over its tokens of sum_v min(p, q), and of equal argmaxes."""
+    ids = torch.tensor([[*prompt, *answer]])
+    rows = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
+    p, q = (lm.lm_head(lm.features(ids)[0, rows]).float().softmax(-1) for lm in (target, draft))
+    return torch.minimum(p, q).sum().item(), int((p.argmax(-1) == q.argmax(-1)).sum())
+
+
+def score_pair(
+    target: CausalLM, draft: CausalLM, questions: Sequence[Question], seed: int, chain_prompts_per_task: int = 12
+) -> dict[str, TaskScore]:
+    """Scores by task. Answers are the target's; nothing after their end token is counted."""
+    greedy, sampled = answer_all(target, questions, 0.0, seed), answer_all(target, questions, 1.0, seed)
+    scores: dict[str, TaskScore] = defaultdict(TaskScore)
+    ends = set(target.info.eos_ids)
+    drafter = DraftModelDrafter(draft, FixedLength(5), target.info.max_position)
+    for question, answer, sample in zip(questions, greedy, sampled, strict=True):
+        score = scores[question.task]
+        score.prompts += 1
+        score.exact += tuple(answer) == question.answer_ids
+        score.ended += answer[-1] in ends
+        ngrams = [tuple(answer[i : i + 4]) for i in range(len(answer) - 3)]
+        score.ngrams += len(ngrams)
+        score.distinct += len(set(ngrams))
+        score.sampled_tokens += len(sample)
+        score.overlap += _compare(target, draft, question.prompt_ids, sample)[0]
+        score.greedy_tokens += len(answer)
+        score.agreed += _compare(target, draft, question.prompt_ids, answer)[1]
+        if score.prompts <= chain_prompts_per_task:
+            source = TorchSource(seed)
+            made = generate(target, drafter, question.prompt_ids, SamplingParams(), MAX_NEW_TOKENS, source)
+            totals = pool([made.trace])
+            score.chain_tokens += totals.num_tokens
+            score.chain_calls += totals.num_target_calls
+    return dict(scores)
+
+
+def total(scores: dict[str, TaskScore], tasks: Sequence[str]) -> TaskScore:
+    """The sum over `tasks`."""
+    summed = TaskScore()
+    for task in tasks:
+        summed = summed.merge(scores.get(task, TaskScore()))
+    return summed
+
+
+def markdown_table(rows: dict[str, dict[str, float]]) -> str:
+    """A Markdown table, one line a task."""
+    names = list(next(iter(rows.values())))
+    lines = ["| task | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for task, rates in rows.items():
+        cells = [str(int(value)) if name == "prompts" else f"{value:.3f}" for name, value in rates.items()]
+        lines.append(f"| {task} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def verbatim_samples(
+    target: CausalLM, tokenizer: Any, questions: Sequence[Question], seed: int, count: int = 5
+) -> list[tuple[Question, str, str]]:
+    """`count` questions chosen by seed, with prompt and greedy answer as text."""
+    chosen = random.Random(seed).sample(list(questions), count)
+    answers = answer_all(target, chosen, 0.0, seed)
+    return [(q, tokenizer.decode(q.prompt_ids), tokenizer.decode(a)) for q, a in zip(chosen, answers, strict=True)]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the card says beside the scores."""
+
+    sources: dict[str, str]
+    num_rows: int
+    num_tokens: int
+    stages: dict[str, dict[str, Any]]
+    held_out: dict[str, dict[str, float]]
+
+
+LOOPING_BELOW = 0.7  # distinct 4-grams under which a task's greedy text counts as looping
+
+
+def render(
+    facts: Facts, scores: dict[str, dict[str, TaskScore]], samples: Sequence[tuple[Question, str, str]]
+) -> tuple[str, dict[str, Any]]:
+    """The card as Markdown, and its numbers."""
+    from draftsmith.data.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS
+
+    numbers: dict[str, Any] = {"held_out": facts.held_out, "tasks": {}}
+    tables = []
+    for draft, by_task in scores.items():
+        rows = {task: score.rates() for task, score in sorted(by_task.items())}
+        looping = sorted(task for task, rates in rows.items() if rates["distinct_4grams"] < LOOPING_BELOW)
+        headline = [task for task in HEADLINE_TASKS if task not in looping]
+        rows["all edits"] = total(by_task, [task for task in EDIT_TASKS if task not in looping]).rates()
+        rows["edits and explain"] = total(by_task, headline).rates()
+        numbers["tasks"][draft] = rows
+        numbers["looping"] = looping
+        tables.append(f"### Target with `{draft}`\n\n{markdown_table(rows)}\n")
+    apart = ", ".join(numbers["looping"]) or "none"
+    held_out = markdown_table(facts.held_out)
+    stages = "\n".join(
+        f"- `{name}`: {recipe['steps']} steps of {recipe['tokens_per_step']} tokens, learning rate {recipe['lr']}"
+        for name, recipe in facts.stages.items()
+    )
+    sources = ", ".join(f"{name} {version}" for name, version in facts.sources.items())
+    shown = "\n".join(
+        f"### {question.task}\n\n````\n{prompt}\n````\n\nanswer:\n\n````\n{answer}\n````\n"
+        for question, prompt, answer in samples
+    )
+    card = f"""# The embedded models
+
+Small Llama models that ship with Draftsmith, so that the pipeline runs and is tested on real, trained weights without
+a download: `target` (12 layers), `draft` (2 layers), `draft-small` (1 layer), hidden size 128, one tokenizer (byte-level
+BPE, 2048 pieces), bf16. They edit short Python functions; they are instruments for measuring speculative decoding, not
+assistants. Made by `draftsmith embedded build`.
+
+## Corpus
+
+Functions of 3 to 18 lines and import blocks from {sources}; normalised with `ast.unparse`, de-duplicated by content,
+split into train, dev and test by content hash (1/32 each for dev and test). {facts.num_rows:,} chat turns,
+{facts.num_tokens / 1e6:.1f} M tokens. Licences: NOTICE.md.
+
+## Training
+
+The target grew: `seedling` (2 layers) to `sapling` (6) to `target` (12), new layers starting as identities; Muon and
+AdamW, float32, seeded, the loss on answer tokens with weight 1 and on prompt tokens with weight 0.15. The drafts start
+from the seedling's first layers and are distilled on the target's own answers (T=1 and greedy) to training prompts.
+
+{stages}
+
+## Held-out loss and top-1, per answer token of the dev split (edits and explanations)
+
+{held_out}
+
+## By task, on held-out functions, up to the end token
+
+alpha: mean over the target's T=1 text of sum_v min(p, q). greedy_agreement: share of equal argmaxes on the target's
+greedy text. tau: emitted tokens per target call of the greedy chain at K=5 (12 prompts a task). exact: greedy answers
+that equal the right one to the token. ended: answers that ended within {MAX_NEW_TOKENS} tokens. distinct_4grams: of the
+greedy answers. Tasks whose greedy text loops (distinct_4grams under {LOOPING_BELOW}) stay out of the two sums: {apart}.
+
+{chr(10).join(tables)}
+## Five answers, chosen by seed
+
+{shown}"""
+    return card, numbers
+
+
+def notice(facts: Facts) -> str:
+    """The licence notice of what the models learned from and of the prompts, which contain excerpts."""
+    from draftsmith.data.embedded.corpus import SOURCES
+
+    rows = "\n".join(f"| {name} | {version} | {SOURCES[name]} |" for name, version in facts.sources.items())
+    return f"""# Notice
+
+`prompts.jsonl` contains short excerpts (single functions, normalised and edited) of the packages below, and the models
+in this folder were trained on such excerpts. Each row of `prompts.jsonl` names its package and licence. The copyright
+of the excerpts stays with the packages' authors; their licence texts come with their distributions. `stdlib` is Python's
+standard library, (c) Python Software Foundation.
+
+| package | version | licence |
+|---|---|---|
+{rows}
+"""

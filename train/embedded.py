@@ -1,0 +1,126 @@
+"""Training of the embedded models: the target, grown from a small one, and the drafts, distilled on its own text.
+
+Stages save to a work folder and are skipped when their file is there. Steps and seeds are fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.train.language_model import (
+    Recipe,
+    TokenRow,
+    batches,
+    distillation_loss,
+    evaluate,
+    fit,
+    grow,
+    init_weights,
+    next_token_loss,
+)
+
+MAX_POSITION = 1024
+Log = Callable[[str], None]
+
+# Name -> (layers, recipe). Each grows from the one before: depth is cheap to add once the rest has learned to copy.
+# The seedling is also where the drafts start: two layers that already know the language.
+TARGET_STAGES = {
+    "seedling": (2, Recipe(steps=3600, min_lr_fraction=0.2, seed=1)),
+    "sapling": (6, Recipe(steps=900, decay_from=1.0 - 1e-9, lr=3e-3, seed=2)),
+    "target": (12, Recipe(steps=1500, decay_from=0.3, lr=3e-3, min_lr_fraction=0.03, seed=3)),
+}
+DRAFT_STAGES = {
+    "draft": (2, Recipe(steps=500, lr=1.5e-3, decay_from=0.1, min_lr_fraction=0.03, seed=4)),
+    "draft-small": (1, Recipe(steps=500, lr=3e-3, decay_from=0.1, min_lr_fraction=0.03, seed=5)),
+}
+
+
+def architecture(vocab_size: int, num_layers: int) -> LlamaConfig:
+    """Llama with tied embeddings; narrow and deep, so that a draft of few layers is cheap beside it."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=352,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        max_position=MAX_POSITION,
+        tie_embeddings=True,
+    )
+
+
+def train_target(
+    work: Path, rows: Sequence[TokenRow], dev: Sequence[TokenRow], vocab_size: int, pad: int, seed: int, log: Log
+) -> LlamaModel:
+    """seedling -> sapling -> target."""
+    model: LlamaModel | None = None
+    for name, (num_layers, recipe) in TARGET_STAGES.items():
+        if model is None:
+            model = LlamaModel(architecture(vocab_size, num_layers))
+            init_weights(model, seed)
+        else:
+            model = grow(model, num_layers, seed + num_layers)
+        path = work / f"{name}.safetensors"
+        if not path.exists():
+            report = _reporter(name, recipe, model, dev, pad, log)
+            fit(model, batches(rows, recipe, pad), recipe, next_token_loss, report)
+            save_weights(model, path)
+        load_weights(model, path)
+    assert model is not None
+    return model
+
+
+def distil_draft(
+    name: str,
+    work: Path,
+    target: LlamaModel,
+    rows: Sequence[TokenRow],
+    dev: Sequence[TokenRow],
+    pad: int,
+    log: Log,
+) -> LlamaModel:
+    """A draft from the seedling's first layers, distilled on text that the target wrote (`rows`)."""
+    num_layers, recipe = DRAFT_STAGES[name]
+    draft = LlamaModel(architecture(target.config.vocab_size, num_layers))
+    path = work / f"{name}.safetensors"
+    if not path.exists():
+        load_weights(draft, work / "seedling.safetensors")
+        report = _reporter(name, recipe, draft, dev, pad, log)
+        fit(draft, batches(rows, recipe, pad), recipe, distillation_loss(target), report)
+        save_weights(draft, path)
+    load_weights(draft, path)
+    return draft
+
+
+def _reporter(
+    name: str, recipe: Recipe, model: LlamaModel, dev: Sequence[TokenRow], pad: int, log: Log
+) -> Callable[[int, float], None]:
+    """Logs the loss every 50 steps, and the held-out loss every 500 and at the end."""
+
+    def report(step: int, loss: float) -> None:
+        if step % 50 == 0:
+            log(f"{name} step {step}/{recipe.steps} loss {loss:.4f}")
+        if step % 500 == 499 or step == recipe.steps - 1:
+            held_out, top1 = evaluate(model, dev, pad)
+            log(f"{name} step {step + 1}: held-out loss {held_out:.4f}, top-1 {top1:.4f}")
+
+    return report
+
+
+def save_weights(model: LlamaModel, path: Path) -> None:
+    """One safetensors file, complete or absent."""
+    partial = path.with_name(path.name + ".tmp")
+    save_file({k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}, partial)
+    partial.replace(path)
+
+
+def load_weights(model: LlamaModel, path: Path) -> None:
+    """Inverse of `save_weights`; layers that `model` does not have are left out, the tied lm_head follows the embedding."""
+    model.load_state_dict({k: v for k, v in load_file(path).items() if k in model.state_dict()}, strict=False)
+    torch.nn.Module.requires_grad_(model, True)
