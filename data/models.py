@@ -81,7 +81,7 @@ def tensor_hash(tensor: torch.Tensor) -> str:
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
 
 
-def _end_tokens(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+def end_tokens(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """End tokens: generation_config.json first, as `generate` does, then config.json."""
     ids = raw.get("eos_token_id")
     generation = directory / "generation_config.json"
@@ -142,7 +142,7 @@ def _load_lean(directory: Path, raw: dict[str, Any], dtype: torch.dtype, device:
         vocab_size=config.vocab_size,
         num_layers=config.num_layers,
         max_position=config.max_position,
-        eos_ids=_end_tokens(directory, raw),
+        eos_ids=end_tokens(directory, raw),
         identity=_identity(raw, model.lm_head.weight),
     )
     return LlamaLM(model, info)
@@ -162,7 +162,7 @@ def _load_hf(
         vocab_size=text["vocab_size"],
         num_layers=text["num_hidden_layers"],
         max_position=text.get("max_position_embeddings", 2048),
-        eos_ids=_end_tokens(directory, text),
+        eos_ids=end_tokens(directory, text),
         identity=_identity(raw, model.get_output_embeddings().weight),
     )
     return HFLM(model, info)

@@ -188,8 +188,8 @@ def render(
     card = f"""# The embedded models
 
 Small Llama models that ship with Draftsmith, so that the pipeline runs and is tested on real, trained weights without
-a download: `target` (12 layers), `draft` (2 layers), `draft-small` (1 layer), hidden size 128, one tokenizer (byte-level
-BPE, 2048 pieces), bf16. They edit short Python functions; they are instruments for measuring speculative decoding, not
+a download: `target` (12 layers), `draft` (2 layers), `draft-small` (1 layer), hidden size 128, one tokenizer
+(byte-level BPE, 2048 pieces), bf16. They edit short Python functions; they are instruments for measuring speculative decoding, not
 assistants. Made by `draftsmith embedded build`.
 
 ## Corpus
@@ -233,8 +233,8 @@ def notice(facts: Facts) -> str:
 
 `prompts.jsonl` contains short excerpts (single functions, normalised and edited) of the packages below, and the models
 in this folder were trained on such excerpts. Each row of `prompts.jsonl` names its package and licence. The copyright
-of the excerpts stays with the packages' authors; their licence texts come with their distributions. `stdlib` is Python's
-standard library, (c) Python Software Foundation.
+of the excerpts stays with the packages' authors; their licence texts come with their distributions. `stdlib` is
+Python's standard library, (c) Python Software Foundation.
 
 | package | version | licence |
 |---|---|---|

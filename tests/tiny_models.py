@@ -36,7 +36,7 @@ def tiny_llama_dir(
     vocab: int | None = None,
     **extra: Any,
 ) -> Path:
-    """A transformers directory of random weights, with `tiny_tokenizer`. Logits are spread enough to have clear argmaxes.
+    """A transformers directory of random weights, with `tiny_tokenizer`; logits are spread, so that argmaxes are clear.
 
     vocab: None takes the tokenizer's size. extra: more fields of the transformers config.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
@@ -121,6 +120,5 @@ def save_weights(model: LlamaModel, path: Path) -> None:
 
 
 def load_weights(model: LlamaModel, path: Path) -> None:
-    """Inverse of `save_weights`; layers that `model` does not have are left out, the tied lm_head follows the embedding."""
+    """Inverse of `save_weights`. Layers that `model` lacks are left out; the tied lm_head follows the embedding."""
     model.load_state_dict({k: v for k, v in load_file(path).items() if k in model.state_dict()}, strict=False)
-    torch.nn.Module.requires_grad_(model, True)

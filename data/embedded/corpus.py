@@ -40,18 +40,8 @@ SOURCES = {
     "pydantic": "MIT",
     "yaml": "MIT",
 }
-SKIPPED_PARTS = {
-    "test",
-    "tests",
-    "testing",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-    "site-packages",
-    "vendor",
-    "_vendor",
-    "vendored",
-}
+TESTS = {"test", "tests", "testing"}
+VENDORED = {"site-packages", "vendor", "_vendor", "vendored", "idlelib", "lib2to3", "turtledemo"}
 MAX_FILE_BYTES = 400_000
 MIN_LINES, MAX_LINES = 3, 18
 MAX_CHARS = 900

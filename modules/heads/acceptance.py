@@ -56,9 +56,7 @@ class AcceptanceHead(nn.Module):
         self.config = config
         first = ResidualBlock(config.hidden_size)
         count = config.num_blocks
-        blocks = (
-            [first] * count if config.tied else [first, *(ResidualBlock(config.hidden_size) for _ in range(count - 1))]
-        )
+        more = [first if config.tied else ResidualBlock(config.hidden_size) for _ in range(count - 1)]
         self.blocks = nn.ModuleList([first, *more][:count])
         self.out = nn.Linear(config.hidden_size, 1)
 
