@@ -189,8 +189,8 @@ def render(
 
 Small Llama models that ship with Draftsmith, so that the pipeline runs and is tested on real, trained weights without
 a download: `target` (12 layers), `draft` (2 layers), `draft-small` (1 layer), hidden size 128, one tokenizer
-(byte-level BPE, 2048 pieces), bf16. They edit short Python functions; they are instruments for measuring speculative decoding, not
-assistants. Made by `draftsmith embedded build`.
+(byte-level BPE, 2048 pieces), bf16. They edit short Python functions; they are instruments for measuring speculative
+decoding, not assistants. Made by `draftsmith embedded build`.
 
 ## Corpus
 

@@ -21,48 +21,8 @@ from draftsmith.data.embedded.corpus import (
     strip_docstring,
 )
 
-NEW_NAMES = tuple(
-    # fmt: off
-    [
-        "value",
-        "item",
-        "data",
-        "source",
-        "target",
-        "index",
-        "count",
-        "size",
-        "name",
-        "path",
-        "key",
-        "text",
-        "result",
-        "obj",
-        "node",
-        "other",
-        "config",
-        "options",
-        "first",
-        "second",
-        "total",
-        "flag",
-        "mode",
-        "limit",
-        "start",
-        "offset",
-        "buffer",
-        "entry",
-        "parent",
-        "child",
-        "label",
-        "state",
-        "handle",
-        "record",
-        "kind",
-        "level",
-    ]
-    # fmt: on
-)
+_NEW_NAMES = """value item data source target index count size name path key text result obj node other config options
+first second total flag mode limit start offset buffer entry parent child label state handle record kind level"""
 EXCEPTIONS = ["ValueError", "TypeError", "KeyError", "OSError", "RuntimeError", "AttributeError"]
 MAX_DOC_CHARS = 160
 
@@ -127,7 +87,7 @@ def rename(function: Function, rng: random.Random) -> tuple[str, str] | None:
         return None
     old = rng.choice(arguments)
     taken = _identifiers(node)
-    free = [name for name in NEW_NAMES if name not in taken]
+    free = [name for name in _NEW_NAMES.split() if name not in taken]
     new = rng.choice(free)
     edited = ast.unparse(_Rename(old, new).visit(parse_function(ast.unparse(node))))
     return f"Rename {old} to {new}:\n\n{ast.unparse(node)}", edited
