@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from draftsmith.modules.decoding.batch import generate_batch
+from draftsmith.data.batched import answer, by_length, row_uniforms
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
@@ -67,14 +68,13 @@ class TaskScore:
 
 def answer_all(lm: CausalLM, questions: Sequence[Question], temperature: float, seed: int) -> list[list[int]]:
     """The target's answers, batched by prompt length."""
-    order = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt_ids))
     answers: list[list[int]] = [[] for _ in questions]
-    params = SamplingParams(temperature)
-    for start in range(0, len(order), BATCH):
-        group = order[start : start + BATCH]
+    for group in by_length([len(question.prompt_ids) for question in questions], BATCH):
+        uniforms = torch.from_numpy(np.stack([row_uniforms("card", seed, row, MAX_NEW_TOKENS) for row in group]))
         prompts = [questions[i].prompt_ids for i in group]
-        for i, answer in zip(group, generate_batch(lm, prompts, group, params, MAX_NEW_TOKENS, seed), strict=True):
-            answers[i] = answer
+        found = answer(lm, prompts, SamplingParams(temperature), MAX_NEW_TOKENS, uniforms if temperature else None)
+        for i, tokens in zip(group, found, strict=True):
+            answers[i] = tokens
     return answers
 
 
@@ -95,18 +95,18 @@ def score_pair(
     scores: dict[str, TaskScore] = defaultdict(TaskScore)
     ends = set(target.info.eos_ids)
     drafter = DraftModelDrafter(draft, FixedLength(5), target.info.max_position)
-    for question, answer, sample in zip(questions, greedy, sampled, strict=True):
+    for question, text, sample in zip(questions, greedy, sampled, strict=True):
         score = scores[question.task]
         score.prompts += 1
-        score.exact += tuple(answer) == question.answer_ids
-        score.ended += answer[-1] in ends
-        ngrams = [tuple(answer[i : i + 4]) for i in range(len(answer) - 3)]
+        score.exact += tuple(text) == question.answer_ids
+        score.ended += text[-1] in ends
+        ngrams = [tuple(text[i : i + 4]) for i in range(len(text) - 3)]
         score.ngrams += len(ngrams)
         score.distinct += len(set(ngrams))
         score.sampled_tokens += len(sample)
         score.overlap += _compare(target, draft, question.prompt_ids, sample)[0]
-        score.greedy_tokens += len(answer)
-        score.agreed += _compare(target, draft, question.prompt_ids, answer)[1]
+        score.greedy_tokens += len(text)
+        score.agreed += _compare(target, draft, question.prompt_ids, text)[1]
         if score.prompts <= chain_prompts_per_task:
             source = TorchSource(seed)
             made = generate(target, drafter, question.prompt_ids, SamplingParams(), MAX_NEW_TOKENS, source)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 from torch import Tensor
 
@@ -73,22 +71,6 @@ class TorchSource:
 
     def draw(self, probs: Tensor) -> int:
         return pick(probs, self.uniform())
-
-
-class RowSources:
-    """Uniforms for rows that are sampled together, each from its own (seed, row) stream, so that a row's tokens do not
-    depend on which rows share its batch."""
-
-    def __init__(self, seed: int, rows: list[int]):
-        self._streams = [random.Random(f"{seed}/{row}") for row in rows]
-
-    def select(self, rows: list[int]) -> None:
-        self._streams = [self._streams[row] for row in rows]
-
-    def draw(self, probs: Tensor) -> Tensor:
-        """One index for each row of probs [B, V]: int64 [B]."""
-        uniforms = torch.tensor([stream.random() for stream in self._streams], dtype=torch.float64, device=probs.device)
-        return draw_rows(probs, uniforms)
 
 
 def draw_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
