@@ -118,6 +118,7 @@ def run(config: PromptsConfig) -> Path:
             if row is not None:
                 rows.append(row)
                 counts["prompt_tokens"] += len(row["prompt_ids"])
+                counts["tokens"] += len(row.get("input_ids", ()))
             advance(1)
         return ShardContent(rows, dict(counts))
 

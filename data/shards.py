@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from safetensors import SafetensorError
 from torch import Tensor
 
 from draftsmith.data.manifest import (
@@ -122,6 +123,11 @@ def rank_and_world() -> tuple[int, int]:
     return rank, world
 
 
+def local_rank() -> int:
+    """This process' number on its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
 def run_stage(plan: Plan, make_shard: Callable[[Shard, Advance], ShardContent]) -> Manifest:
     """Make the shards of this rank that are not there, then (rank 0) the manifest; others wait for it.
 
@@ -214,9 +220,9 @@ def _write(plan: Plan, path: Path, write: Callable[[Path], object]) -> None:
         finally:
             os.close(descriptor)
         publish(temporary, path)
-    except OSError as error:  # a full disk, above all
+    except (OSError, SafetensorError) as error:  # a full disk, above all
         remedy = f"Free some space, then continue: {plan.command}"
-        raise InputError(str(path), error.strerror or error, "room to write", remedy) from error
+        raise InputError(str(path), error, "room to write", remedy) from error
     finally:
         temporary.unlink(missing_ok=True)
 

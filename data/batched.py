@@ -1,0 +1,97 @@
+"""Many answers at once: what one prompt at a time wastes is the reading of the weights, once for every token."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.modules.sampling import draw_rows, probabilities
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import SamplingParams
+
+# Rows that have ended cost compute until they are dropped, and dropping copies the cache: drop a fifth at a time.
+DROP_SHARE = 0.2
+
+
+def row_uniforms(stage: str, seed: int, row: int, count: int) -> np.ndarray:
+    """`count` uniforms in [0, 1), float64, of this row alone: they do not depend on which rows share its batch.
+
+    stage: part of the stream's name. Two stages must not share a stream: labels drawn with the uniforms that drew the
+    text would agree with it far too often.
+    """
+    name = hashlib.sha256(f"{stage}/{seed}/{row}".encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(name[:16], "little"))).random(count)
+
+
+@torch.inference_mode()
+def answer(
+    lm: CausalLM, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, uniforms: Tensor | None
+) -> list[list[int]]:
+    """The target's answers, each up to and including an end token, `max_new_tokens`, or the end of the context.
+
+    prompts: each shorter than the context. uniforms: [B, max_new_tokens] float64, [i, j] draws token j of row i;
+    None when greedy.
+    """
+    limits = torch.tensor([min(max_new_tokens, lm.info.max_position - len(prompt)) for prompt in prompts])
+    end_tokens = torch.tensor(lm.info.eos_ids, dtype=torch.int64, device=lm.device)
+    answers = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
+    lengths = limits.clone()
+    steps = int(limits.max())
+    session, logits = lm.batch_session(prompts, max(len(p) for p in prompts) + steps)
+    rows = torch.arange(len(prompts))  # the prompts that are still in the session
+    alive = torch.ones(len(prompts), dtype=torch.bool)  # of them, those that have not ended
+    for step in range(steps):
+        tokens = _draw(logits, params, None if uniforms is None else uniforms[rows, step])
+        answers[rows, step] = tokens.cpu()
+        ended = alive & torch.isin(tokens, end_tokens).cpu()
+        lengths[rows[ended]] = step + 1
+        full = step + 1 >= limits[rows]  # another token would have no position in the context
+        alive &= ~ended & ~full
+        if not alive.any():
+            break
+        if full.any() or alive.sum() <= (1 - DROP_SHARE) * len(alive):
+            kept = alive.nonzero()[:, 0]
+            session.select(kept.to(lm.device))
+            rows, tokens = rows[kept], tokens[kept.to(lm.device)]
+            alive = alive[kept]
+        logits = session.step(tokens)
+    return [answers[i, :length].tolist() for i, length in enumerate(lengths.tolist())]
+
+
+def _draw(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> Tensor:
+    """One token a row, [B] on the logits' device."""
+    if params.greedy:
+        return logits.argmax(-1)
+    assert uniforms is not None
+    return draw_rows(probabilities(logits, params), uniforms.to(logits.device))
+
+
+def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Row numbers in batches of like length, longest first, so that running out of memory shows at once."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """[B, T] int64, zeros behind the shorter rows: attention is causal, so they are seen by nothing that counts."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+
+
+def pick_device(device: str) -> str:
+    """`auto` is this rank's CUDA device where there is one, else the CPU."""
+    if device != "auto":
+        return device
+    from draftsmith.data.shards import local_rank
+
+    return f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu"
+
+
+def set_threads(num_threads: int) -> None:
+    """CPU threads of torch; 0 leaves torch's own choice."""
+    if num_threads:
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,185 @@
+"""Artefacts as torch data sets: one row a sample, and the collate functions that pad them to the right.
+
+What a sample is depends on (seed, epoch, row) and nothing else: not on the order of reading, nor on who reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from draftsmith.data.features import key
+from draftsmith.data.manifest import Manifest, open_artefact
+from draftsmith.data.shards import Rows
+from draftsmith.modules.types import FeatureBatch, InputError
+
+Item = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class AcceptanceTokens:
+    """A batch of labelled text, before the draft has read it. Position t of a row holds z_t.
+
+    Where loss_mask is true, z_t is a drafted token y_t and accept_prob, log_q and overlap are its labels; elsewhere
+    they are 0.
+    """
+
+    z_ids: Tensor  # [B, T] int64
+    loss_mask: Tensor  # [B, T] bool
+    accept_prob: Tensor  # [B, T] float32
+    log_q: Tensor  # [B, T] float32
+    overlap: Tensor  # [B, T] float32
+    attention_mask: Tensor  # [B, T] bool, false on padding
+
+
+class AcceptanceDataset(Dataset):
+    """Rows of an `acceptance` artefact with tokens mixed anew in every epoch (SpecDec++, section 3.3).
+
+    z_t is the target's token x_t with probability `mix`, else the drafted y_t; the loss counts the latter only.
+    """
+
+    def __init__(self, directory: Path, mix: float = 0.15, seed: int = 0, identity: Mapping[str, Any] | None = None):
+        if not 0 <= mix < 1:
+            raise InputError("mix", mix, "a probability in [0, 1)", "The paper's is 0.15.")
+        self.manifest: Manifest = open_artefact(directory, "acceptance", identity)
+        self.mix, self.seed = mix, seed
+        columns = ["input_ids", "prompt_length", "draft_ids", "accept_prob", "log_q", "overlap"]
+        self._table = Rows(directory, self.manifest, columns).table()
+        self._lists = {name: _Lists(self._table[name]) for name in columns if name != "prompt_length"}
+        self._prompt_lengths = self._table["prompt_length"].to_numpy()
+        # Shared memory, so that reader processes that live on into the next epoch see it change.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return self._lists["input_ids"].lengths.tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Redraw which tokens are mixed in."""
+        self._epoch.fill_(epoch)
+
+    def __len__(self) -> int:
+        return len(self._prompt_lengths)
+
+    def __getitem__(self, row: int) -> Item:
+        """z_ids [T] int64, loss_mask [T] bool, accept_prob, log_q and overlap [T] float32."""
+        ids = self._lists["input_ids"][row].astype(np.int64)
+        start = int(self._prompt_lengths[row])
+        uniforms = _generator("mix", self.seed, int(self._epoch), row).random(len(ids) - start)
+        drafted = np.zeros(len(ids), dtype=bool)
+        drafted[start:] = uniforms >= self.mix
+        own = drafted[start:]
+        ids[start:][own] = self._lists["draft_ids"][row][own]
+        item = {"z_ids": torch.from_numpy(ids), "loss_mask": torch.from_numpy(drafted)}
+        for name in ("accept_prob", "log_q", "overlap"):
+            values = np.zeros(len(ids), dtype=np.float32)
+            values[start:][own] = self._lists[name][row][own]
+            item[name] = torch.from_numpy(values)
+        return item
+
+
+class FeatureDataset(Dataset):
+    """Rows of a `features` artefact; the safetensors files stay open, and only what is asked for is read.
+
+    check: `sha256` reads the whole artefact once at the start to see that it is intact; `size` does not.
+    """
+
+    def __init__(self, directory: Path, identity: Mapping[str, Any] | None = None, check: str = "sha256"):
+        self.manifest: Manifest = open_artefact(directory, "features", identity, check)
+        self._directory = Path(directory)
+        self._table = Rows(directory, self.manifest, ["row", "shard", "length", "input_ids", "loss_mask"]).table()
+        self._rows, self._shards = self._table["row"].to_numpy(), self._table["shard"].to_pylist()
+        self._ids, self._masks = _Lists(self._table["input_ids"]), _Lists(self._table["loss_mask"])
+        self._files: dict[tuple[int, str], Any] = {}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return self._table["length"].to_pylist()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Item:
+        """Fields of FeatureBatch for one row: input_ids [T], features [T, H] bf16, loss_mask [T], position_ids [T]."""
+        ids = torch.from_numpy(self._ids[row].astype(np.int64))
+        return {
+            "input_ids": ids,
+            "features": self._open(self._shards[row]).get_tensor(key(int(self._rows[row]))),
+            "loss_mask": torch.from_numpy(self._masks[row].astype(bool)),
+            "position_ids": torch.arange(len(ids)),
+        }
+
+    def _open(self, name: str) -> Any:
+        """The file, opened once in each process: a forked reader must not share its parent's."""
+        from safetensors import SafetensorError, safe_open
+
+        place = (os.getpid(), name)
+        if place not in self._files:
+            path = self._directory / name
+            try:
+                self._files[place] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                remedy = f"Delete it and run the stage again, which rebuilds just this shard: {self.manifest.command}"
+                raise InputError(str(path), f"unreadable ({error})", "a safetensors shard", remedy) from error
+        return self._files[place]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}}  # open files do not travel to a spawned reader
+
+
+class _Lists:
+    """A list column as one flat numpy array and offsets: a row is a slice, not Python numbers."""
+
+    def __init__(self, column: pa.ChunkedArray):
+        array = column.combine_chunks()
+        if isinstance(array, pa.ChunkedArray):  # older pyarrow keeps the wrapper
+            array = array.chunk(0)
+        self._offsets = array.offsets.to_numpy()
+        self._values = array.values.to_numpy(zero_copy_only=False)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self._offsets)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self._values[self._offsets[row] : self._offsets[row + 1]]
+
+
+def _generator(*key: object) -> np.random.Generator:
+    """A stream of its own for every key."""
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+
+
+def collate_acceptance(items: Sequence[Item]) -> AcceptanceTokens:
+    """Rows padded at the right with zeros, false in both masks."""
+    return AcceptanceTokens(**_padded(items), attention_mask=_attention_mask(items, "z_ids"))
+
+
+def collate_features(items: Sequence[Item]) -> FeatureBatch:
+    """Rows padded at the right with zeros, false in both masks."""
+    return FeatureBatch(**_padded(items), attention_mask=_attention_mask(items, "input_ids"))
+
+
+def _padded(items: Sequence[Item]) -> dict[str, Tensor]:
+    def pad(name: str) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True)
+
+    return {name: pad(name) for name in items[0]}
+
+
+def _attention_mask(items: Sequence[Item], name: str) -> Tensor:
+    lengths = torch.tensor([len(item[name]) for item in items])
+    return torch.arange(int(lengths.max()))[None] < lengths[:, None]

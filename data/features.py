@@ -1,0 +1,187 @@
+"""Stage `data features`: the target's hidden states along its responses, which EAGLE heads learn to foresee.
+
+The feature of position t is the hidden state after the final norm once x_t was read (EAGLE-1, section 3); unshifted.
+Stored in bf16, one safetensors file a shard with one key a row ("0000012"), beside a Parquet index.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from draftsmith.data.batched import by_length, pad_right, pick_device, set_threads
+from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
+from draftsmith.data.models import load_lm, tokenizer_identity
+from draftsmith.data.progress import Advance, say
+from draftsmith.data.prompts import check_not_negative, check_positive
+from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, rank_and_world, read_done, run_stage
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError
+
+FIELDS = (
+    Field("id", "string"),
+    Field("row", "int64"),
+    Field("shard", "string"),
+    Field("length", "int32"),
+    Field("input_ids", "list<int32>", ("T",)),
+    Field("prompt_length", "int32"),
+    Field("loss_mask", "list<bool>", ("T",)),
+    Field("task", "string"),
+    Field("features", "bfloat16", ("T", "H")),
+)
+BYTES_PER_VALUE = 2
+# Beside the states each token has an id and a mask bit in the index; and a file system is never filled to the brim.
+INDEX_BYTES_PER_TOKEN = 5
+SPARE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class FeaturesConfig:
+    """Which text the target reads.
+
+    Attributes:
+        responses: Directory that `data responses` wrote with this target, or `data prompts --supervised`.
+        target: Directory or hub id of the target model, or embedded:target.
+        output: Directory to write.
+        max_bytes: Most bytes to write; 0 leaves it to the free disk space.
+        limit: Only the first so many rows; 0 takes all.
+        batch_size: Rows read together.
+        rows_per_shard: Rows in each shard; their features are in memory at once.
+        dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own. Stored is bfloat16.
+        engine: How the model runs: lean for Llama-family weights, hf for any transformers model.
+        device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
+        num_threads: CPU threads; 0 is torch's own choice.
+        trust_remote_code: Let the model's repository run its own code.
+    """
+
+    responses: Path = volatile()
+    target: str = volatile()
+    output: Path = volatile()
+    max_bytes: int = volatile(0)
+    limit: int = 0
+    batch_size: int = 8
+    rows_per_shard: int = 128
+    dtype: str = "float32"
+    engine: Literal["auto", "lean", "hf"] = "auto"
+    device: str = volatile("auto")
+    num_threads: int = volatile(0)
+    trust_remote_code: bool = volatile(False)
+
+    def __post_init__(self) -> None:
+        check_positive(self, "batch_size", "rows_per_shard")
+        check_not_negative(self, "limit", "num_threads", "max_bytes")
+
+
+def run(config: FeaturesConfig) -> Path:
+    """Write the artefact `features`; returns its directory."""
+    set_threads(config.num_threads)
+    lm = load_lm(config.target, config.dtype, pick_device(config.device), config.engine, config.trust_remote_code)
+    manifest = open_texts(config.responses, config.target, lm)
+    rows = Rows(config.responses, manifest)
+    plan = Plan(
+        kind="features",
+        stage="data features",
+        directory=config.output,
+        config=config,
+        num_rows=min(len(rows), config.limit) if config.limit else len(rows),
+        rows_per_shard=config.rows_per_shard,
+        fields=FIELDS,
+        inputs={manifest.kind: manifest.digest},
+        identity={**manifest.identity, "target": lm.info.identity},
+        sampling=manifest.sampling,
+    )
+    check_room(plan, rows, lm.info.hidden_size, config.max_bytes)
+
+    def make(shard: Shard, advance: Advance) -> ShardContent:
+        return read_shard(lm, rows, shard, config.batch_size, advance)
+
+    run_stage(plan, make)
+    return config.output
+
+
+def open_texts(directory: Path, target: str, lm: CausalLM) -> Manifest:
+    """Responses of this target, or supervised prompts of its tokenizer.
+
+    Raises:
+        InputError: another artefact, or prompts without answers.
+    """
+    tokenizer = tokenizer_identity(target)["tokenizer"]
+    manifest = Manifest.read(directory)
+    identity: dict[str, Any] = {"tokenizer": tokenizer}
+    if manifest.kind == "responses":
+        identity["target"] = lm.info.identity
+    manifest = open_artefact(directory, ("responses", "prompts"), identity)
+    if manifest.kind == "prompts" and "loss_mask" not in {field.name for field in manifest.fields}:
+        remedy = "Make responses first (data responses), or data prompts --supervised."
+        raise InputError("responses", "prompts without answers", "responses, or supervised prompts", remedy)
+    return manifest
+
+
+def check_room(plan: Plan, rows: Rows, hidden_size: int, max_bytes: int) -> None:
+    """Say how much will be written, and stop before the first byte where that is too much.
+
+    Raises:
+        InputError: more than `max_bytes`, or more than the disk has free for the shards that are not there yet.
+    """
+    per_token = hidden_size * BYTES_PER_VALUE + INDEX_BYTES_PER_TOKEN
+    lengths = [len(row["input_ids"]) for row in rows.iterate(0, plan.num_rows)]
+    total = sum(lengths) * per_token
+    left = [shard for shard in plan.shards if read_done(plan.directory, shard) is None]
+    needed = sum(sum(lengths[shard.start : shard.stop]) for shard in left) * per_token
+    if rank_and_world()[0] == 0:
+        shape = f"{sum(lengths):,} tokens x {hidden_size} x {BYTES_PER_VALUE} bytes and an index"
+        say(f"features: {plan.num_rows:,} rows, {shape}: {total:,} bytes ({total / 1e9:,.2f} GB), {needed:,} to go")
+    if max_bytes and total > max_bytes:
+        raise InputError("max_bytes", f"{total:,} bytes to write", f"at most {max_bytes:,}", "Raise it or use --limit.")
+    existing = next(path for path in (plan.directory, *plan.directory.resolve().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed and needed + SPARE_BYTES > free:
+        found = f"{free:,} bytes free at {existing}"
+        expected = f"{needed + SPARE_BYTES:,} for what is left to write"
+        raise InputError("output", found, expected, "Free some space, use --limit or another disk.")
+
+
+@torch.inference_mode()
+def read_shard(lm: CausalLM, source: Rows, shard: Shard, batch_size: int, advance: Advance) -> ShardContent:
+    """Features of every row of a shard, in batches of like length."""
+    rows = source.read(shard.start, shard.stop)
+    for offset, row in enumerate(rows):
+        if len(row["input_ids"]) > lm.info.max_position:
+            found, expected = f"{len(row['input_ids'])} tokens", f"at most {lm.info.max_position}, the target's context"
+            raise InputError(f"row {shard.start + offset}", found, expected, "Make shorter ones, or use --limit.")
+    tensors: dict[str, torch.Tensor] = {}
+    for batch in by_length([len(row["input_ids"]) for row in rows], batch_size):
+        features = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm.device))
+        for i, row_features in zip(batch, features.to(torch.bfloat16).cpu(), strict=True):
+            # A copy: a view would keep, and safetensors would refuse, the padded batch behind it.
+            tensors[key(shard.start + i)] = row_features[: len(rows[i]["input_ids"])].clone()
+        advance(len(batch))
+    made = [index_row(shard.start + i, shard, row) for i, row in enumerate(rows)]
+    counts = {"tokens": sum(row["length"] for row in made), "loss_tokens": sum(sum(row["loss_mask"]) for row in made)}
+    return ShardContent(made, counts, dict(sorted(tensors.items())))
+
+
+def key(row: int) -> str:
+    """Name of a row's features in its safetensors file."""
+    return f"{row:07d}"
+
+
+def index_row(number: int, shard: Shard, row: dict[str, Any]) -> dict[str, Any]:
+    """The index entry of a response, or of a supervised prompt, which has its own mask."""
+    ids = row["input_ids"]
+    start = row["prompt_length"] if "prompt_length" in row else len(row["prompt_ids"])
+    mask = row["loss_mask"] if "loss_mask" in row else [position >= start for position in range(len(ids))]
+    return {
+        "id": row["id"],
+        "row": number,
+        "shard": f"{shard.name}.safetensors",
+        "length": len(ids),
+        "input_ids": ids,
+        "prompt_length": start,
+        "loss_mask": mask,
+        "task": row["task"],
+    }

@@ -1,0 +1,204 @@
+"""`data inspect`: what an artefact holds, and rows of it with their masks and labels in colour."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from draftsmith.data.manifest import Manifest, open_artefact, volatile
+from draftsmith.data.models import load_tokenizer, tokenizer_identity
+from draftsmith.data.prompts import check_not_negative
+from draftsmith.data.shards import Rows
+from draftsmith.modules.types import InputError
+
+KINDS = ("prompts", "responses", "acceptance", "features")
+PROMPT, COUNTED, REST = "dim", "bold green", "yellow"
+# Lowest acceptance probability of each colour.
+BANDS = ((0.8, "green"), (0.4, "yellow"), (0.0, "red"))
+LABELS_SHOWN = 24
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """Which rows to show.
+
+    Attributes:
+        artefact: Directory of prompts, responses, acceptance labels or features.
+        row: Number of the first row to show.
+        rows: How many rows to show; 0 shows the summary only.
+        tokenizer: Model whose tokenizer turns ids into text; without it, the target that the artefact was made with.
+    """
+
+    artefact: Path = volatile()
+    row: int = 0
+    rows: int = 1
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "row", "rows")
+
+
+def run(config: InspectConfig) -> None:
+    """Print the summary and the rows; every file's hash is checked on the way."""
+    manifest = open_artefact(config.artefact, KINDS)
+    tokenizer = open_tokenizer(manifest, config.tokenizer)
+    rows = Rows(config.artefact, manifest)
+    if config.rows and config.row >= len(rows):
+        raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
+    console = Console(highlight=False)
+    console.print(summary(config.artefact, manifest, rows, tokenizer))
+    for number in range(config.row, min(config.row + config.rows, len(rows))):
+        show_row(console, number, rows.read(number, number + 1)[0], manifest, config.artefact, tokenizer)
+
+
+def open_tokenizer(manifest: Manifest, name: str | None) -> Any:
+    """The tokenizer the artefact was made with.
+
+    Raises:
+        InputError: it can not be found, or is another one.
+    """
+    name = name or manifest.config.get("target")
+    if not name:
+        raise InputError("tokenizer", "none recorded", "a model's directory or hub id", "Pass --tokenizer MODEL.")
+    found, expected = tokenizer_identity(name)["tokenizer"], manifest.identity.get("tokenizer")
+    if found != expected:
+        raise InputError("tokenizer", f"{found} of {name}", f"{expected}, as recorded", "Pass --tokenizer MODEL.")
+    return load_tokenizer(name)
+
+
+def summary(directory: Path, manifest: Manifest, rows: Rows, tokenizer: Any) -> Table:
+    """What the manifest says, and for responses how the text relates to the tokens."""
+    table = Table(title=f"{manifest.kind} in {directory}", show_header=False, title_justify="left")
+    table.add_column(style="cyan")
+    table.add_column(overflow="fold")
+    for name, value in manifest.counts.items():
+        table.add_row(name.replace("_", " "), f"{value:,}")
+    if manifest.kind == "responses":
+        for name, text in round_trips(rows, tokenizer).items():
+            table.add_row(name, text)
+    table.add_row("bytes", f"{sum(entry.bytes for entry in manifest.files):,}, every hash right")
+    if manifest.sampling is not None:
+        table.add_row("sampling", ", ".join(f"{name} {value:g}" for name, value in manifest.sampling.items()))
+    for name, value in manifest.identity.items():
+        text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        table.add_row(name, str(text))
+    table.add_row("made by", manifest.command)
+    return table
+
+
+def round_trips(rows: Rows, tokenizer: Any) -> dict[str, str]:
+    """How many answers survive the way through text exactly: sampled ids -> text -> ids for rows whose ids are the
+    model's own; the server's text -> ids -> text, with as many tokens as it counted, for re-tokenised ones."""
+    totals, exact = {False: 0, True: 0}, {False: 0, True: 0}
+    for row in rows.iterate():
+        kind = row["retokenised"]
+        totals[kind] += 1
+        exact[kind] += retokenised_exactly(row, tokenizer) if kind else sampled_exactly(row, tokenizer)
+    names = {False: "token ids as sampled", True: "re-tokenised text"}
+    return {
+        names[kind]: f"{total:,} rows, {exact[kind]:,} round-trip exactly" for kind, total in totals.items() if total
+    }
+
+
+def answer_of(row: dict[str, Any]) -> list[int]:
+    return row["input_ids"][row["prompt_length"] :]
+
+
+def sampled_exactly(row: dict[str, Any], tokenizer: Any) -> bool:
+    """True where tokenising the answer's text gives the sampled ids back."""
+    ids = answer_of(row)
+    return tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] == ids
+
+
+def retokenised_exactly(row: dict[str, Any], tokenizer: Any) -> bool:
+    """True where nothing speaks against the ids being those that the server sampled: they give its text back, and they
+    are as many as it counted (where it counted)."""
+    ids = answer_of(row)
+    same_text = tokenizer.decode(ids, skip_special_tokens=True) == row["text"]
+    return same_text and row["server_tokens"] in (None, len(ids))
+
+
+def show_row(
+    console: Console, number: int, row: dict[str, Any], manifest: Manifest, directory: Path, tokenizer: Any
+) -> None:
+    """One row: its text, coloured by what the loss counts or by how likely a drafted token is kept."""
+    task = f", task {row['task']}" if row.get("task") else ""
+    console.rule(f"row {number}, id {row['id']}{task}", align="left")
+    if manifest.kind == "acceptance":
+        show_labels(console, row, tokenizer)
+        return
+    if manifest.kind == "prompts":
+        ids = row.get("input_ids") or row["prompt_ids"]
+        mask = row.get("loss_mask") or [False] * len(ids)
+    else:
+        ids = row["input_ids"]
+        mask = row.get("loss_mask") or [position >= row["prompt_length"] for position in range(len(ids))]
+    console.print(masked_text(ids, mask, tokenizer, marked=not console.is_terminal))
+    notes = [f"{len(ids)} tokens", f"{sum(mask)} counted by the loss"]
+    if manifest.kind == "responses":
+        notes.append("ended" if row["ended"] else "cut off")
+        notes += ["re-tokenised"] if row["retokenised"] else []
+    if manifest.kind == "features":
+        notes.append(feature_note(directory, row))
+    console.print(Text(", ".join(notes), style="cyan"))
+    if manifest.kind == "prompts":
+        for message in json.loads(row["messages"]):
+            console.print(Text(f"{message['role']}: {message['content']}", style=PROMPT), soft_wrap=True)
+
+
+def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, marked: bool) -> Text:
+    """The text, what the mask covers in COUNTED. marked: brackets around it too, for where colour does not show."""
+    text, start = Text(), 0
+    for end in range(1, len(ids) + 1):
+        if end < len(ids) and bool(mask[end]) == bool(mask[start]):
+            continue
+        piece = tokenizer.decode(ids[start:end])  # whole runs: a character may be several tokens
+        counted = bool(mask[start])
+        text.append(f"⟦{piece}⟧" if counted and marked else piece, style=COUNTED if counted else PROMPT)
+        start = end
+    return text
+
+
+def show_labels(console: Console, row: dict[str, Any], tokenizer: Any) -> None:
+    """The target's answer, each token coloured by how likely it is that the draft's proposal there is kept, and a table
+    of the first positions."""
+    start, probs = row["prompt_length"], row["accept_prob"]
+    text = Text(tokenizer.decode(row["input_ids"][:start]), style=PROMPT)
+    for token, prob in zip(answer_of(row), probs, strict=True):
+        text.append(tokenizer.decode([token]), style=band(prob))
+    console.print(text)
+    legend = Text("P of the drafted token: ")
+    for lowest, style in BANDS:
+        legend.append(f">= {lowest} ", style=style)
+    legend.append(f"mean {sum(probs) / len(probs):.3f}, mean overlap {sum(row['overlap']) / len(probs):.3f}")
+    console.print(legend)
+    table = Table("position", "target X", "draft Y", "P", "overlap", "log p(Y)", "log q(Y)")
+    for j in range(min(LABELS_SHOWN, len(probs))):
+        shown = (tokenizer.decode([ids[j]]) for ids in (answer_of(row), row["draft_ids"]))
+        numbers = (f"{row[name][j]:.3f}" for name in ("accept_prob", "overlap", "log_p", "log_q"))
+        table.add_row(str(start + j), *(Text(repr(piece)) for piece in shown), *numbers, style=band(probs[j]))
+    console.print(table)
+
+
+def band(prob: float) -> str:
+    """Colour of an acceptance probability."""
+    return next(style for lowest, style in BANDS if prob >= lowest)
+
+
+def feature_note(directory: Path, row: dict[str, Any]) -> str:
+    """Shape and scale of a row's features, and whether all are finite."""
+    from safetensors import safe_open
+
+    from draftsmith.data.features import key
+
+    with safe_open(Path(directory) / row["shard"], framework="pt") as file:
+        features = file.get_tensor(key(row["row"])).float()
+    finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
+    return f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}"
