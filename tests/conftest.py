@@ -1,16 +1,16 @@
-"""What every test shares: tests marked `gpu` skip where there is no CUDA device."""
+"""What every test shares: one torch thread, and tests marked `gpu` skip where there is no CUDA device."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+
+# The models of the tests are so small that a second thread costs more than it gives, and starves other processes.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
+    if marked and not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,201 @@
+"""The emitted law equals the target's, by enumeration of every branch of whole rounds through the production loop.
+
+No sampling and no tolerance for luck: 1e-10 is a thousand times what float64 sums of some thousand branches lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from table_models import PROMPT, Branches, H, TableLM, V, decoded_law, enumerate_branches, target_law, total_variation
+
+from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.protocols import DraftTree
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP
+from draftsmith.modules.heads.eagle import EagleConfig, EagleDrafter, EagleHead
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.types import SamplingParams
+
+EXACT = 1e-10
+CAUGHT = 1e-3
+CAPACITY = 32
+SETTINGS = {
+    "T=1": SamplingParams(temperature=1.0),
+    "T=0.7,top_k=2": SamplingParams(temperature=0.7, top_k=2),
+    "T=1.5,top_p=0.8": SamplingParams(temperature=1.5, top_p=0.8),
+}
+
+
+@pytest.fixture(params=list(SETTINGS))
+def params(request):
+    return SETTINGS[request.param]
+
+
+def random_acceptance_head(seed: int) -> AcceptanceHead:
+    """Its outputs are spread over (0, 1), so that drafts stop at different lengths."""
+    torch.manual_seed(seed)
+    head = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=2)).requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_()
+    return head
+
+
+def random_eagle_head(seed: int) -> EagleHead:
+    torch.manual_seed(seed)
+    llama = LlamaConfig(
+        vocab_size=V, hidden_size=H, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=H,
+        max_position=CAPACITY,
+    )  # fmt: skip
+    head = EagleHead(EagleConfig(llama)).double().requires_grad_(False)
+    head.fc.weight.normal_()
+    return head
+
+
+class TableTrees:
+    """Draws nothing: a tree that is a function of what was emitted, with siblings, two depths and an equal sibling."""
+
+    PARENTS = (-1, -1, 0, 0, 1, -1, 2)
+
+    draft_calls = 1
+
+    def start(self, prompt, features, first_token):
+        self._seen = [*prompt, first_token]
+
+    def propose(self, max_drafted, params, source):
+        # Node 5 may repeat a sibling's token; depth 3 is reached by node 6 where there is room for it.
+        tokens = tuple((sum(self._seen) + 3 * len(self._seen) + shift) % V for shift in (0, 1, 2, 3, 1, 0, 2))
+        depths = [1, 1, 2, 2, 2, 1, 3]
+        nodes = [i for i, depth in enumerate(depths) if depth <= max_drafted]
+        return DraftTree(tuple(tokens[i] for i in nodes), tuple(self.PARENTS[i] for i in nodes))
+
+    def advance(self, emitted: Sequence[int], features):
+        self._seen += emitted
+
+
+def method(name: str, target: TableLM, seed: int = 7):
+    """A function that makes a fresh drafter, as every branch starts from nothing."""
+    draft = TableLM(seed + 100)
+    if name == "ar":
+        return lambda: None
+    if name.startswith("spec:k="):
+        return lambda: DraftModelDrafter(draft, FixedLength(int(name[-1])), CAPACITY)
+    if name.startswith("specdec++"):
+        head = random_acceptance_head(seed)
+        stop = {"h": 0.6, "min_drafted": 1, "max_drafted": 3, "calibrated": name.endswith("calibrated")}
+        return lambda: DraftModelDrafter(draft, SpecDecPP(head, **stop), CAPACITY)
+    if name.startswith("eagle:k="):
+        head = random_eagle_head(seed)
+        return lambda: EagleDrafter(head, target, FixedLength(int(name[-1])), CAPACITY)
+    assert name == "tree"
+    return TableTrees
+
+
+METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "eagle:k=2", "tree"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_emitted_law_is_the_targets(name, params):
+    # Room for whole drafts after the first token; three tokens reach into the second round after any rejection.
+    target = TableLM(1)
+    law = decoded_law(target, method(name, target), params, length=3, max_new_tokens=8)
+    assert total_variation(law, target_law(target, params, 3)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["spec:k=2", "eagle:k=1", "specdec++", "tree"])
+@pytest.mark.parametrize("seed", [2, 3])
+def test_other_tables_too(name, seed):
+    target, params = TableLM(seed), SETTINGS["T=1"]
+    law = decoded_law(target, method(name, target, seed), params, length=3, max_new_tokens=8)
+    assert total_variation(law, target_law(target, params, 3)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["spec:k=2", "eagle:k=2", "tree"])
+def test_end_tokens_and_the_limit_cut_the_same_law(name):
+    target, params = TableLM(4), SETTINGS["T=1"]
+    law = decoded_law(target, method(name, target), params, length=4, max_new_tokens=4, eos_ids=(1, 3))
+    assert any(len(tokens) < 4 for tokens in law)
+    assert total_variation(law, target_law(target, params, 4, eos_ids=(1, 3))) < EXACT
+
+
+def test_the_draft_of_full_support_is_exact():
+    # Every token can be drafted and nearly every one rejected: other branches than with sparse laws.
+    target, draft = TableLM(5, support=(V,)), TableLM(6, support=(V,))
+    law = decoded_law(
+        target, lambda: DraftModelDrafter(draft, FixedLength(2), CAPACITY), SETTINGS["T=1"], 2, max_new_tokens=8
+    )
+    assert total_variation(law, target_law(target, SETTINGS["T=1"], 2)) < EXACT
+
+
+def test_a_draft_equal_to_the_target_is_never_rejected():
+    target, params = TableLM(1), SETTINGS["T=1.5,top_p=0.8"]
+
+    def run(source: Branches):
+        drafter = DraftModelDrafter(TableLM(1), FixedLength(2), CAPACITY)
+        return generate(target, drafter, PROMPT, params, 4, source).trace
+
+    for trace, _ in enumerate_branches(run):
+        assert trace.num_accepted == trace.num_draft_tokens == 2 and trace.num_discarded == 0
+
+
+def test_the_stop_policy_is_exercised_at_several_lengths():
+    # Else the SpecDec++ cases above would be fixed lengths in disguise. The head reads a token one forward after it was
+    # drafted, so a draft has two tokens at least.
+    target, params = TableLM(1), SETTINGS["T=1"]
+    make = method("specdec++", target)
+
+    def run(source: Branches):
+        return generate(target, make(), PROMPT, params, 5, source).trace.steps[0].num_drafted
+
+    assert {length for length, _ in enumerate_branches(run)} == {2, 3}
+
+
+def test_trees_are_walked_to_every_depth():
+    target, params = TableLM(1, support=(V,)), SETTINGS["T=1"]
+
+    def run(source: Branches):
+        return generate(target, TableTrees(), PROMPT, params, 5, source).trace.steps[0].num_accepted
+
+    assert {accepted for accepted, _ in enumerate_branches(run)} == {0, 1, 2, 3}
+
+
+class DropsByValue(DraftModelDrafter):
+    """Wrong: the last sampled token leaves the draft when it is token 0."""
+
+    def propose(self, max_drafted, params, source):
+        tree = super().propose(max_drafted, params, source)
+        if tree.tokens and tree.tokens[-1] == 0:
+            return DraftTree(tree.tokens[:-1], tree.parents[:-1], tree.draft_prob[:-1])
+        return tree
+
+
+class CallsTopKSampled(DraftModelDrafter):
+    """Wrong: the most probable token is drafted, and then accepted with p/q as if it had been drawn."""
+
+    class _Most:
+        def draw(self, probs):
+            return int(probs.argmax())
+
+    def propose(self, max_drafted, params, source):
+        return super().propose(max_drafted, params, self._Most())
+
+
+class ForgetsToNormalise(DraftModelDrafter):
+    """Wrong: q as verified is the draft's law before it was truncated and renormalised."""
+
+    def propose(self, max_drafted, params, source):
+        tree = super().propose(max_drafted, params, source)
+        if not tree.tokens:
+            return tree
+        return DraftTree(tree.tokens, tree.parents, 0.8 * tree.draft_prob)
+
+
+@pytest.mark.parametrize("wrong", [DropsByValue, CallsTopKSampled, ForgetsToNormalise])
+def test_a_biased_drafter_is_caught(wrong):
+    target, draft, params = TableLM(5, support=(V,)), TableLM(6, support=(V,)), SETTINGS["T=1"]
+    law = decoded_law(target, lambda: wrong(draft, FixedLength(1), CAPACITY), params, length=2, max_new_tokens=8)
+    assert sum(law.values()) == pytest.approx(1)  # a law, but another one
+    assert total_variation(law, target_law(target, params, 2)) > CAUGHT

@@ -1,0 +1,87 @@
+"""Compaction of the cache, and the mask of a tree, against what they mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.modules.kv_cache import KVCache
+from draftsmith.modules.lean import tree_mask
+
+LAYERS, BATCH, HEADS, CAPACITY, DIM = 2, 3, 2, 12, 4
+CPU = torch.device("cpu")
+
+
+def filled_cache(length: int) -> KVCache:
+    """Layer l, key or value, row b and slot s hold the number that says so."""
+    cache = KVCache(LAYERS, BATCH, HEADS, CAPACITY, DIM, torch.float32, CPU)
+    shape = (BATCH, HEADS, length, DIM)
+    rows = torch.arange(BATCH).view(-1, 1, 1, 1)
+    slots = torch.arange(length).view(1, 1, -1, 1)
+    for layer in range(LAYERS):
+        content = 1000 * layer + 100 * rows + slots
+        cache.write(layer, 0, content.expand(shape).float(), -content.expand(shape).float())
+    cache.length = length
+    return cache
+
+
+def slots_of(cache: KVCache, layer: int, row: int) -> list[int]:
+    keys, values = cache.data[layer, 0, row, 0, :, 0], cache.data[layer, 1, row, 0, :, 0]
+    assert torch.equal(keys, -values)
+    return (keys[: cache.length] - 1000 * layer - 100 * row).int().tolist()
+
+
+@pytest.mark.parametrize(
+    ("length", "slots", "kept"),
+    [
+        (4, (), [0, 1, 2, 3]),
+        (4, (4, 5), [0, 1, 2, 3, 4, 5]),  # contiguous: in place
+        (4, (6, 9), [0, 1, 2, 3, 6, 9]),
+        (4, (5, 6), [0, 1, 2, 3, 5, 6]),  # source and destination overlap
+        (0, (3,), [3]),
+        (0, (), []),
+        (10, (), list(range(10))),
+    ],
+)
+def test_keep_moves_the_accepted_path_behind_the_kept_tokens(length, slots, kept):
+    cache = filled_cache(10)
+    cache.keep(length, slots)
+    assert cache.length == len(kept)
+    for layer in range(LAYERS):
+        for row in range(BATCH):
+            assert slots_of(cache, layer, row) == kept
+
+
+def test_write_returns_everything_up_to_the_new_slots():
+    cache = filled_cache(5)
+    new = torch.full((BATCH, HEADS, 2, DIM), 7.0)
+    keys, values = cache.write(1, 5, new, new + 1)
+    assert keys.shape == (BATCH, HEADS, 7, DIM)
+    assert keys[0, 0, :, 0].tolist() == [1000, 1001, 1002, 1003, 1004, 7, 7]
+    assert values[0, 0, 5:, 0].tolist() == [8, 8]
+    assert cache.length == 5  # written, not kept
+
+
+def test_selected_rows_stay_writable():
+    cache = filled_cache(4)
+    cache.select_rows(torch.tensor([2, 0]))
+    assert slots_of(cache, 1, 0)[0] == 200  # row 0 was row 2
+    new = torch.full((2, HEADS, 1, DIM), 5.0)
+    keys, _ = cache.write(0, 4, new, new)
+    assert keys[:, 0, 4, 0].tolist() == [5, 5] and cache.data[0, 0, 1, 0, 4, 0] == 5
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=12), st.integers(0, 5))
+@settings(max_examples=100, deadline=None)
+def test_a_node_sees_the_kept_tokens_its_ancestors_and_itself(choices, start):
+    parents = [choice % (i + 1) - 1 for i, choice in enumerate(choices)]
+    depths, mask = tree_mask(parents, start, CPU)
+    for node in range(len(parents)):
+        path, at = set(), node
+        while at >= 0:
+            path.add(at)
+            at = parents[at]
+        assert depths[node] == len(path) - 1
+        assert mask[node].nonzero()[:, 0].tolist() == [*range(start), *(start + i for i in sorted(path))]

@@ -1,0 +1,126 @@
+"""The losses against their formulas, written out in float64, and what masks must keep out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from draftsmith.modules.losses import acceptance_loss, eagle_loss
+from draftsmith.modules.types import AcceptanceBatch
+
+# The losses are taken in float32 and summed over tens of tokens.
+TOLERANCE = 1e-5
+
+
+def acceptance_case(seed: int = 0):
+    rng = torch.Generator().manual_seed(seed)
+    logit = 2 * torch.randn(3, 9, generator=rng)
+    prob = torch.rand(3, 9, generator=rng)
+    prob[0, 0], prob[1, 1] = 0.0, 1.0
+    mask = torch.rand(3, 9, generator=rng) < 0.6
+    mask[0, 0] = mask[1, 1] = True
+    return logit, AcceptanceBatch(torch.zeros(3, 9, 4), prob, mask)
+
+
+@pytest.mark.parametrize(("w_acc", "w_rej"), [(1.0, 6.0), (1.0, 1.0), (2.0, 3.0)])
+def test_acceptance_loss_is_the_papers(w_acc, w_rej):
+    logit, batch = acceptance_case()
+    total = kl = 0.0
+    count = 0
+    for b in range(3):
+        for t in range(9):
+            if not batch.loss_mask[b, t]:
+                continue
+            prob, predicted = float(batch.accept_prob[b, t]), 1 / (1 + math.exp(-float(logit[b, t])))
+            total += -w_acc * prob * math.log(predicted) - w_rej * (1 - prob) * math.log(1 - predicted)
+            kl += prob * math.log(prob / predicted) if prob else 0.0
+            kl += (1 - prob) * math.log((1 - prob) / (1 - predicted)) if prob < 1 else 0.0
+            count += 1
+    output = acceptance_loss(logit, batch, w_acc, w_rej)
+    assert output.loss.item() == pytest.approx(total / count, rel=TOLERANCE)
+    assert output.sums["loss"].item() == pytest.approx(total, rel=TOLERANCE)
+    assert output.sums["kl"].item() == pytest.approx(kl, rel=TOLERANCE)
+    assert output.counts["loss"].item() == output.counts["kl"].item() == count
+
+
+def test_acceptance_loss_has_its_optimum_where_the_design_says():
+    # w_acc P / (w_acc P + w_rej (1 - P)): what `calibrated` undoes.
+    prob, w_acc, w_rej = 0.7, 1.0, 6.0
+    best = w_acc * prob / (w_acc * prob + w_rej * (1 - prob))
+    logit = torch.tensor([[math.log(best / (1 - best))]], requires_grad=True)
+    batch = AcceptanceBatch(torch.zeros(1, 1, 4), torch.tensor([[prob]]), torch.tensor([[True]]))
+    acceptance_loss(logit, batch, w_acc, w_rej).loss.backward()
+    assert abs(logit.grad.item()) < 1e-6
+
+
+def test_acceptance_loss_ignores_what_the_mask_hides_and_stays_finite_at_extreme_logits():
+    logit, batch = acceptance_case()
+    expected = acceptance_loss(logit, batch).loss
+    spoiled = torch.where(batch.loss_mask, logit, torch.nan)
+    prob = torch.where(batch.loss_mask, batch.accept_prob, torch.nan)
+    assert acceptance_loss(spoiled, AcceptanceBatch(batch.hidden, prob, batch.loss_mask)).loss == expected
+    assert torch.isfinite(acceptance_loss(logit * 1e4, batch).loss)
+
+
+def test_losses_of_an_empty_mask_are_zero():
+    logit, batch = acceptance_case()
+    nothing = torch.zeros_like(batch.loss_mask)
+    assert acceptance_loss(logit, AcceptanceBatch(batch.hidden, batch.accept_prob, nothing)).loss == 0
+    hidden = torch.randn(3, 9, 4)
+    assert eagle_loss(hidden, hidden, nothing, torch.nn.Linear(4, 7)).loss == 0
+
+
+def eagle_case(seed: int = 0):
+    rng = torch.Generator().manual_seed(seed)
+    hidden, wanted = (2 * torch.randn(2, 5, 6, generator=rng) for _ in range(2))
+    lm_head = torch.randn(11, 6, generator=rng)
+    mask = torch.tensor([[True, False, True, True, False], [False, True, True, False, False]])
+    return hidden, wanted, mask, lm_head
+
+
+@pytest.mark.parametrize(("feature_weight", "token_weight"), [(1.0, 0.1), (0.5, 2.0)])
+def test_eagle_loss_is_the_papers(feature_weight, token_weight):
+    hidden, wanted, mask, weight = eagle_case()
+    feature = token = 0.0
+    top1 = top3 = 0
+    for b, t in mask.nonzero().tolist():
+        difference = (hidden[b, t].double() - wanted[b, t].double()).abs()
+        feature += float(torch.where(difference < 1, difference**2 / 2, difference - 0.5).mean())
+        scores = weight.double() @ hidden[b, t].double()
+        log_q = scores - scores.logsumexp(0)
+        target_scores = weight.double() @ wanted[b, t].double()
+        p = (target_scores - target_scores.logsumexp(0)).exp()
+        token += -float((p * log_q).sum())
+        rank = int((scores > scores[target_scores.argmax()]).sum())
+        top1, top3 = top1 + (rank < 1), top3 + (rank < 3)
+    count = int(mask.sum())
+    output = eagle_loss(hidden, wanted, mask, lambda x: x @ weight.T, feature_weight, token_weight)
+    assert output.loss.item() == pytest.approx((feature_weight * feature + token_weight * token) / count, rel=TOLERANCE)
+    assert output.sums["feature_loss"].item() == pytest.approx(feature, rel=TOLERANCE)
+    assert output.sums["token_loss"].item() == pytest.approx(token, rel=TOLERANCE)
+    assert (output.sums["top1"].item(), output.sums["top3"].item()) == (top1, top3)
+    assert {n.item() for n in output.counts.values()} == {count}
+
+
+def test_eagle_loss_does_not_train_the_target_and_ignores_hidden_rows():
+    hidden, wanted, mask, weight = eagle_case()
+    hidden.requires_grad_()
+    wanted.requires_grad_()
+    eagle_loss(hidden, wanted, mask, lambda x: x @ weight.T, 0.0, 1.0).loss.backward()
+    assert wanted.grad is None or not wanted.grad.any()
+    assert hidden.grad[mask].any(-1).all() and not hidden.grad[~mask].any()
+
+
+def test_losses_are_means_over_tokens_whatever_the_batches():
+    # Two batches' sums and counts give the mean over all tokens, which the mean of the two means is not.
+    hidden, wanted, mask, weight = eagle_case()
+
+    def head(x):
+        return x @ weight.T
+
+    whole = eagle_loss(hidden, wanted, mask, head)
+    parts = [eagle_loss(hidden[b : b + 1], wanted[b : b + 1], mask[b : b + 1], head) for b in range(2)]
+    total, count = sum(p.sums["loss"] for p in parts), sum(p.counts["loss"] for p in parts)
+    assert (total / count).item() == pytest.approx(whole.loss.item(), rel=TOLERANCE)

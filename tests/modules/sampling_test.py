@@ -1,0 +1,149 @@
+"""Warping against a formula in float64 and transformers' own warpers; draws at the edges of the unit interval."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from draftsmith.modules.sampling import TorchSource, draw_rows, pick, probabilities, residual
+from draftsmith.modules.types import InputError, SamplingParams
+
+LARGEST_UNIFORM = 1 - 2**-53  # the largest float64 below one
+
+
+def law_by_definition(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+    """[V] in float64, token by token: sort, cut after k, cut where the mass reaches top_p."""
+    weights = torch.exp((logits.double() - logits.double().max()) / temperature).tolist()
+    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    if top_k:
+        boundary = weights[order[min(top_k, len(order)) - 1]]
+        order = [i for i in order if weights[i] >= boundary]
+    total, mass, law = sum(weights[i] for i in order), 0.0, [0.0] * len(weights)
+    for i in order:
+        if mass >= top_p:
+            break
+        law[i] = weights[i]
+        mass += weights[i] / total
+    return torch.tensor(law, dtype=torch.float64) / sum(law)
+
+
+SETTINGS = [
+    (temperature, top_k, top_p)
+    for temperature in (0.3, 1.0, 1.7)
+    for top_k in (0, 1, 7, 99)
+    for top_p in (0.4, 0.9, 1.0)
+]
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
+def test_probabilities_are_the_definitions(temperature, top_k, top_p):
+    logits = 3 * torch.randn(8, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    laws = probabilities(logits, SamplingParams(temperature, top_k, top_p))
+    for row, law in zip(logits, laws, strict=True):
+        torch.testing.assert_close(law, law_by_definition(row, temperature, top_k, top_p), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
+def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
+    logits = 3 * torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
+    scores = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    laws = probabilities(logits, SamplingParams(temperature, top_k, top_p))
+    assert torch.equal(laws > 0, scores.softmax(-1) > 0)
+    torch.testing.assert_close(laws, scores.softmax(-1), atol=1e-6, rtol=0)  # float32 rounding of a sum of 50
+
+
+def test_ties_at_the_top_k_boundary_are_all_kept_as_in_transformers():
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    law = probabilities(logits, SamplingParams(1.0, top_k=2))
+    assert (law > 0).tolist() == [[True, True, True, True, False]]
+    assert torch.equal(law > 0, TopKLogitsWarper(2)(None, logits) > -torch.inf)
+
+
+def test_ties_at_the_top_p_boundary_keep_the_smallest_set_from_the_lowest_index():
+    logits = torch.log(torch.tensor([[0.2, 0.2, 0.2, 0.2, 0.2]], dtype=torch.float64))
+    law = probabilities(logits, SamplingParams(1.0, top_p=0.5))
+    torch.testing.assert_close(law, torch.tensor([[1, 1, 1, 0, 0]], dtype=torch.float64) / 3)
+    # transformers breaks ties by its sort; how many survive is defined.
+    assert (TopPLogitsWarper(0.5)(None, logits) > -torch.inf).sum() == 3
+
+
+def test_greedy_is_one_hot_on_the_lowest_index_of_the_maximum():
+    assert probabilities(torch.tensor([1.0, 5.0, 5.0]), SamplingParams()).tolist() == [0, 1, 0]
+
+
+def test_half_precision_logits_are_widened_before_the_softmax():
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    law = probabilities(logits, SamplingParams(1.0))
+    assert law.dtype == torch.float32
+    torch.testing.assert_close(law.double(), logits.double().softmax(-1), atol=1e-7, rtol=0)
+    assert (logits.softmax(-1).double() - logits.double().softmax(-1)).abs().sum() / 2 > 1e-4  # what it prevents
+
+
+def test_leading_dimensions_are_rows():
+    logits = torch.randn(2, 3, 11, generator=torch.Generator().manual_seed(2))
+    params = SamplingParams(0.8, 4, 0.9)
+    torch.testing.assert_close(probabilities(logits, params)[1, 2], probabilities(logits[1, 2], params))
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}])
+def test_senseless_settings_are_refused(wrong):
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+def test_residual_by_hand():
+    p, q = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([0.1, 0.6, 0.1, 0.2])
+    torch.testing.assert_close(residual(p, q), torch.tensor([0.8, 0.0, 0.2, 0.0]))
+    assert torch.equal(residual(p, p), p)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("uniform", [0.0, 2**-1074, 0.5, LARGEST_UNIFORM])
+def test_a_token_of_probability_zero_is_never_drawn(uniform, dtype):
+    for law in ([0, 0.5, 0, 0.5, 0], [0, 0, 1, 0], [1, 0, 0], [0, 0, 1e-30, 0], [0.1] * 10 + [0]):
+        probs = torch.tensor(law, dtype=dtype)
+        probs = probs / probs.sum()
+        assert probs[pick(probs, uniform)] > 0
+        assert probs[draw_rows(probs[None], torch.tensor([uniform], dtype=torch.float64))[0]] > 0
+
+
+@given(st.lists(st.sampled_from([0.0, 1e-20, 0.1, 1.0, 3.0]), min_size=1, max_size=9), st.floats(0, LARGEST_UNIFORM))
+@settings(max_examples=200, deadline=None)
+def test_any_law_and_any_uniform_draw_a_possible_token(weights, uniform):
+    probs = torch.tensor(weights)
+    if probs.sum() == 0:
+        return
+    probs = probs / probs.sum()
+    rows = draw_rows(torch.stack([probs, probs.flip(0)]), torch.tensor([uniform, uniform], dtype=torch.float64))
+    assert probs[pick(probs, uniform)] > 0 and probs[rows[0]] > 0 and probs.flip(0)[rows[1]] > 0
+
+
+def test_draws_are_the_inverse_cdf():
+    probs = torch.tensor([0.25, 0.0, 0.5, 0.25], dtype=torch.float64)
+    uniforms = [0.0, 0.2499, 0.25, 0.7499, 0.75, LARGEST_UNIFORM]
+    assert [pick(probs, u) for u in uniforms] == [0, 0, 2, 2, 3, 3]
+    assert draw_rows(probs.expand(6, 4), torch.tensor(uniforms, dtype=torch.float64)).tolist() == [0, 0, 2, 2, 3, 3]
+
+
+def test_rows_are_drawn_like_single_laws():
+    rng = torch.Generator().manual_seed(3)
+    probs = torch.rand(64, 20, generator=rng, dtype=torch.float64).pow(4)
+    probs = probs / probs.sum(-1, keepdim=True)
+    uniforms = torch.rand(64, generator=rng, dtype=torch.float64)
+    singles = [pick(row, u) for row, u in zip(probs, uniforms.tolist(), strict=True)]
+    assert draw_rows(probs, uniforms).tolist() == singles
+
+
+def test_a_source_repeats_itself_and_its_coins_have_the_right_odds():
+    first, second = TorchSource(5), TorchSource(5)
+    assert [first.uniform() for _ in range(600)] == [second.uniform() for _ in range(600)]
+    assert not any(first.accept(0.0) for _ in range(300)) and all(first.accept(1.0) for _ in range(300))
+    heads = sum(first.accept(0.3) for _ in range(20_000))
+    assert abs(heads - 6000) < 5 * (20_000 * 0.21) ** 0.5  # plumbing only: five standard deviations, one seed

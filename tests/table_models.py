@@ -1,0 +1,205 @@
+"""Language models that are tables of laws, and a source that follows every branch: decodings can be enumerated."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.targets.base import ModelInfo, Scores
+from draftsmith.modules.types import SamplingParams
+
+V, H = 4, 6
+PROMPT = (2, 0)
+
+
+class Branches:
+    """A `Source` that replays one branch and queues the others; `weight` is the branch's exact probability."""
+
+    def __init__(self, path: list[int]):
+        self.path, self.at, self.weight = path, 0, 1.0
+        self.alternatives: list[list[int]] = []
+
+    def _choose(self, probs: list[float]) -> int:
+        possible = [i for i, p in enumerate(probs) if p > 0]
+        if self.at == len(self.path):
+            self.alternatives += [self.path[: self.at] + [i] for i in possible[1:]]
+            self.path = self.path[: self.at] + [possible[0]]
+        choice = self.path[self.at]
+        self.at += 1
+        self.weight *= probs[choice]
+        return choice
+
+    def accept(self, prob: float) -> bool:
+        return self._choose([1 - prob, prob]) == 1
+
+    def draw(self, probs: Tensor) -> int:
+        return self._choose(probs.tolist())
+
+
+def enumerate_branches(run: Callable[[Branches], Any]) -> Iterator[tuple[Any, float]]:
+    """Yield (result, weight) over all branches of `run(source)`."""
+    queue: list[list[int]] = [[]]
+    while queue:
+        source = Branches(queue.pop())
+        result = run(source)
+        queue += source.alternatives
+        yield result, source.weight
+
+
+class TableLM:
+    """A `CausalLM` whose logits and features are arbitrary functions of the whole prefix, in float64.
+
+    A law depends on every token and on their order, so a decoder that keeps, feeds or scores a wrong token is found.
+    Two or three tokens of the V have mass, others than the next model's: p and q have zeros in different places.
+    """
+
+    def __init__(self, seed: int, support: tuple[int, ...] = (2, 3), max_position: int = 64):
+        self.seed, self.support = seed, support
+        self.device, self.dtype = torch.device("cpu"), torch.float64
+        self.info = ModelInfo(H, V, 1, max_position, (), {"config": f"table-{seed}"})
+        rng = torch.Generator().manual_seed(seed)
+        self._embedding = torch.randn(V, H, generator=rng, dtype=torch.float64)
+        self._lm_head = torch.randn(V, H, generator=rng, dtype=torch.float64)
+        self._rows: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def row(self, prefix: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Logits [V] and feature [H] after `prefix`."""
+        if prefix not in self._rows:
+            index = 0
+            for token in prefix:  # a number of the prefix in base V + 1: unique, and the same in every process
+                index = index * (V + 1) + token + 1
+            rng = torch.Generator().manual_seed(1_000_003 * self.seed + index)
+            logits = 1.5 * torch.randn(V, generator=rng, dtype=torch.float64)
+            size = self.support[int(torch.randint(len(self.support), (1,), generator=rng))]
+            logits[torch.randperm(V, generator=rng)[size:]] = -torch.inf
+            self._rows[prefix] = (logits, torch.randn(H, generator=rng, dtype=torch.float64))
+        return self._rows[prefix]
+
+    def session(self, capacity: int) -> TableSession:
+        return TableSession(self, capacity)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self._embedding[input_ids]
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return hidden @ self._lm_head.T
+
+    def features(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        rows = [[self.row(tuple(ids[: t + 1]))[1] for t in range(len(ids))] for ids in input_ids.tolist()]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> Any:
+        raise NotImplementedError("tables are decoded one sequence at a time")
+
+
+class TableSession:
+    """Remembers which tokens are cached and nothing else; the prefix of a token is what it can see."""
+
+    def __init__(self, lm: TableLM, capacity: int):
+        self._lm, self._capacity = lm, capacity
+        self._cached: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self._cached)
+
+    def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
+        parents = range(-1, len(tokens) - 1) if parents is None else parents
+        kept = tuple(self._cached)
+        prefixes: list[tuple[int, ...]] = []
+        for token, parent in zip(tokens, parents, strict=True):
+            prefixes.append((*(kept if parent < 0 else prefixes[parent]), token))
+        assert max(len(prefix) for prefix in prefixes) <= self._lm.info.max_position, "past the context"
+        self._cached += tokens
+        assert len(self._cached) <= self._capacity, "past the session's capacity"
+        rows = [self._lm.row(prefix) for prefix in prefixes]
+        logits = torch.stack([row[0] for row in rows[len(rows) - num_logits :]])
+        return Scores(logits, torch.stack([row[1] for row in rows]))
+
+    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
+        assert all(slot >= length for slot in slots) and list(slots) == sorted(set(slots))
+        self._cached = self._cached[:length] + [self._cached[slot] for slot in slots]
+
+
+def warped(logits: Tensor, params: SamplingParams) -> list[float]:
+    """The law [V] of logits [V] by the definition, in Python floats: no code shared with `modules/sampling.py`."""
+    weights = [(float(x) / params.temperature) for x in logits]
+    top = max(weights)
+    probs = [2.718281828459045 ** (w - top) for w in weights]
+    if params.top_k:
+        boundary = sorted(probs, reverse=True)[: params.top_k][-1]
+        probs = [p if p >= boundary else 0.0 for p in probs]
+    probs = [p / sum(probs) for p in probs]
+    kept, mass = set(), 0.0
+    for i in sorted(range(len(probs)), key=lambda i: (-probs[i], i)):
+        if mass >= params.top_p:
+            break
+        kept.add(i)
+        mass += probs[i]
+    probs = [p if i in kept else 0.0 for i, p in enumerate(probs)]
+    return [p / sum(probs) for p in probs]
+
+
+def target_law(
+    target: TableLM, params: SamplingParams, length: int, eos_ids: Sequence[int] = ()
+) -> dict[tuple[int, ...], float]:
+    """The exact law of the first `length` tokens after PROMPT, cut after an end token: the definition of lossless."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        grown: dict[tuple[int, ...], float] = defaultdict(float)
+        for tokens, weight in law.items():
+            if tokens and tokens[-1] in eos_ids:
+                grown[tokens] += weight
+                continue
+            for token, p in enumerate(warped(target.row((*PROMPT, *tokens))[0], params)):
+                if p > 0:
+                    grown[(*tokens, token)] += weight * p
+        law = grown
+    return dict(law)
+
+
+class _Enough(Exception):
+    """Raised by the observer of rounds: the tokens under test have been emitted."""
+
+
+def decoded_law(
+    target: TableLM,
+    make_drafter: Callable[[], Any],
+    params: SamplingParams,
+    length: int,
+    max_new_tokens: int,
+    eos_ids: Sequence[int] = (),
+) -> dict[tuple[int, ...], float]:
+    """The law of the first `length` tokens that the production loop emits, every branch followed.
+
+    A branch ends with the round that emits the last of them: what comes later sums to one.
+    """
+
+    def run(source: Branches) -> tuple[int, ...]:
+        emitted: list[int] = []
+
+        def watch(done: Any) -> None:
+            emitted.extend(done.tokens)
+            if len(emitted) >= length:
+                raise _Enough
+
+        try:
+            generate(target, make_drafter(), PROMPT, params, max_new_tokens, source, eos_ids, watch)
+        except _Enough:
+            pass
+        return tuple(emitted[:length])
+
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    for tokens, weight in enumerate_branches(run):
+        law[tokens] += weight
+    return dict(law)
+
+
+def total_variation(first: dict[tuple[int, ...], float], second: dict[tuple[int, ...], float]) -> float:
+    """Half the summed differences; 1 for laws that never agree."""
+    return sum(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in {*first, *second}) / 2
