@@ -1,0 +1,211 @@
+"""`draftsmith demo`: the whole pipeline on the embedded models, each step as the command that would run it alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+TARGET, DRAFT, PROMPTS = "embedded:target", "embedded:draft", "embedded:prompts"
+SPEC_K = (3, 5, 8, 12)
+EAGLE_K = (3, 5, 7, 9)
+THRESHOLDS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Runs prompts, responses, labels, features, both trainings and the bench on the models that ship.
+
+    Attributes:
+        output: Directory of everything it makes; what is there already is not made again.
+        full: Train longer and measure on more prompts (about 25 minutes instead of 8).
+        num_threads: CPU threads of the stages that make data and train; the bench takes one.
+        seed: Of the trainings and of the order of samples.
+    """
+
+    output: Path = Path("runs/demo")
+    full: bool = False
+    num_threads: int = 2
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How much the demo does (configs/demo.yaml)."""
+
+    tasks: str
+    train_prompts: int
+    max_new_tokens: int
+    acceptance_epochs: int
+    eagle_steps: int
+    dev_prompts: int
+    test_prompts: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the pipeline. It is done when `done` exists, which its command writes last."""
+
+    title: str
+    argv: tuple[str, ...]
+    done: Path
+
+
+def load_profile(full: bool) -> Profile:
+    """`quick`, with the changes of `full`."""
+    raw = yaml.safe_load((files("draftsmith.configs") / "demo.yaml").read_text())
+    profile = Profile(**raw["quick"])
+    unknown = set(raw["full"]) - {field.name for field in fields(Profile)}
+    assert not unknown, f"configs/demo.yaml: unknown {unknown}"
+    return replace(profile, **raw["full"]) if full else profile
+
+
+def run(config: DemoConfig) -> Path:
+    """Run what is missing, then print the table and where everything lies."""
+    profile = load_profile(config.full)
+    # Data is the same for both sizes; what depends on the size has a folder of its own.
+    data, sized = config.output, config.output / ("full" if config.full else "quick")
+    console = Console(highlight=False)
+    started = time.monotonic()
+    steps = [*data_steps(config, profile, data), *training_steps(config, profile, data, sized)]
+    for step in steps:
+        execute(step, console)
+    execute(bench_step(config, profile, sized, "dev", dev_methods(), profile.dev_prompts, repeats=2), console)
+    chosen = choose(read_results(sized / "dev"))
+    methods = [*chosen.values(), "hf", "hf-assisted:k=5"]
+    execute(bench_step(config, profile, sized, "test", methods, profile.test_prompts, profile.repeats), console)
+    report(console, config, sized, chosen, time.monotonic() - started)
+    return config.output
+
+
+def execute(step: Step, console: Console) -> None:
+    """Run a step's command through the command line's own parser, unless it is done."""
+    from draftsmith.launch.cli import dispatch
+
+    console.print(f"\n[bold]{step.title}[/bold]" + (" [dim](done before)[/dim]" if step.done.exists() else ""))
+    console.print(f"  draftsmith {shlex.join(step.argv)}", style="cyan", soft_wrap=True)
+    if step.done.exists():
+        return
+    started = time.monotonic()
+    dispatch(list(step.argv))
+    console.print(f"  [dim]{time.monotonic() - started:.0f} s[/dim]")
+
+
+def data_steps(config: DemoConfig, profile: Profile, data: Path) -> list[Step]:
+    """Prompts, the target's own greedy answers, labels for greedy decoding, and features."""
+    threads = ("--num_threads", str(config.num_threads))
+    prompts = ("data", "prompts", "--source", PROMPTS, "--target", TARGET, "--split", "train", "--task", profile.tasks)
+    made = {name: data / name for name in ("prompts", "responses", "acceptance", "features")}
+    output = {name: ("--output", str(path)) for name, path in made.items()}
+    responses = ("--responses", str(made["responses"]), "--target", TARGET)
+    answers = ("data", "responses", "--prompts", str(made["prompts"]), "--target", TARGET, "--temperature", "0")
+    answers += ("--max_new_tokens", str(profile.max_new_tokens), "--batch_size", "64")
+    argvs = {
+        "prompts": ("Prompts", (*prompts, "--limit", str(profile.train_prompts))),
+        "responses": ("Responses: the target answers, greedily, as it will decode", (*answers, *threads)),
+        "acceptance": (
+            "Labels: which drafted tokens does the target keep?",
+            ("data", "acceptance", *responses, "--draft", DRAFT, "--temperature", "0", *threads),
+        ),
+        "features": ("Features: the target's hidden states", ("data", "features", *responses, *threads)),
+    }
+    return [Step(title, (*argv, *output[name]), made[name] / "manifest.json") for name, (title, argv) in argvs.items()]
+
+
+def training_steps(config: DemoConfig, profile: Profile, data: Path, sized: Path) -> list[Step]:
+    """The acceptance head for the draft, and the EAGLE head for the target."""
+    common = ("--seed", str(config.seed), "--num_threads", str(config.num_threads), "--resume", "true")
+    acceptance, eagle = sized / "acceptance-head", sized / "eagle-head"
+    train_acceptance = (
+        *("train", "acceptance", "--config", "acceptance-small"),
+        *("--data", str(data / "acceptance"), "--draft", DRAFT),
+        *("--epochs", str(profile.acceptance_epochs), "--output", str(acceptance)),
+    )
+    train_eagle = (
+        *("train", "eagle", "--config", "eagle-small"),
+        *("--data", str(data / "features"), "--target", TARGET),
+        *("--max_steps", str(profile.eagle_steps), "--output", str(eagle)),
+    )
+    return [
+        Step("Acceptance head (SpecDec++)", (*train_acceptance, *common), acceptance / "best" / "manifest.json"),
+        Step("EAGLE head", (*train_eagle, *common), eagle / "best" / "manifest.json"),
+    ]
+
+
+def bench_step(
+    config: DemoConfig, profile: Profile, sized: Path, split: str, methods: Sequence[str], limit: int, repeats: int
+) -> Step:
+    """Methods against each other on held-out prompts, answers to the end token."""
+    argv = (
+        *("eval", "bench", "--target", TARGET, "--draft", DRAFT),
+        *("--acceptance", str(sized / "acceptance-head" / "best"), "--eagle", str(sized / "eagle-head" / "best")),
+        *("--methods", ",".join(methods), "--prompts", PROMPTS, "--split", split, "--tasks", profile.tasks),
+        *("--limit", str(limit), "--max_new_tokens", str(profile.max_new_tokens), "--repeats", str(repeats)),
+        *("--seed", str(config.seed), "--output", str(sized / split)),
+    )
+    title = "Settings, chosen on the dev prompts" if split == "dev" else "Measurement on the test prompts"
+    return Step(title, argv, sized / split / "results.json")
+
+
+def dev_methods() -> list[str]:
+    """Every setting that the dev prompts choose from."""
+    spec = [f"spec:k={k}" for k in SPEC_K]
+    stop = [f"specdec++:h={h}:calibrated=on" for h in THRESHOLDS]
+    return [*spec, *stop, *(f"eagle:k={k}" for k in EAGLE_K)]
+
+
+def read_results(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "results.json").read_text())
+
+
+def choose(dev: Mapping[str, Any]) -> dict[str, str]:
+    """The fastest setting of each method on the dev prompts."""
+    best: dict[str, Any] = {}
+    for row in dev["methods"]:
+        name = row["method"].split(":")[0]
+        if name != "ar" and (name not in best or row["tokens_per_s"] > best[name]["tokens_per_s"]):
+            best[name] = row
+    return {name: row["method"] for name, row in best.items()}
+
+
+def head_numbers(head: Path) -> dict[str, Any]:
+    """What training measured on held-out samples, from the head's manifest."""
+    return json.loads((head / "best" / "manifest.json").read_text()).get("metrics", {})
+
+
+def report(console: Console, config: DemoConfig, sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
+    """One table, the acceptance head beside the draft's own confidence, and where everything lies."""
+    from draftsmith.eval.report import markdown_table, results_table
+
+    results = read_results(sized / "test")
+    console.print()
+    console.print(results_table(results))
+    speed = {row["method"]: row["tokens_per_s"] for row in results["methods"]}
+    assisted = speed["hf-assisted:k=5"]
+    lines = [f"{method}: {speed[method] / assisted:.2f}x over hf-assisted:k=5" for method in chosen.values()]
+    numbers = head_numbers(sized / "acceptance-head")
+    lines.append(
+        "acceptance head on held-out tokens: "
+        + ", ".join(f"{name} {value:.3f}" for name, value in sorted(numbers.items()) if isinstance(value, float))
+    )
+    for line in lines:
+        console.print(line)
+    places = {
+        "table": sized / "REPORT.md",
+        "results": sized / "test" / "results.json",
+        "EAGLE head": sized / "eagle-head" / "best",
+        "acceptance head": sized / "acceptance-head" / "best",
+    }
+    (sized / "REPORT.md").write_text("\n".join([markdown_table(results), "", *(f"- {line}" for line in lines), ""]))
+    for name, path in places.items():
+        console.print(f"[dim]{name}:[/dim] {path}")
+    console.print(f"[dim]{seconds / 60:.1f} minutes in this run; run it again and it goes on from what is there[/dim]")
