@@ -1,0 +1,266 @@
+"""`draftsmith eval bench`: methods measured against each other, prompt by prompt on the same machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from draftsmith.data.manifest import git_commit, package_versions, publish, resolved, write_json
+from draftsmith.data.models import load_lm, tokenizer_identity
+from draftsmith.data.progress import bar, say
+from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
+from draftsmith.eval.load import load_models
+from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner, measure
+from draftsmith.eval.methods import HFAssisted, HFGenerate, Models, Named, check_needs, parse_methods
+from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.summary import BASELINE, Clock, prompt_rows, summarise
+from draftsmith.modules.types import InputError, SamplingParams
+
+SCHEMA_VERSION = 1
+RESULTS, PER_PROMPT = "results.json", "prompts.jsonl"
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Measures decoding methods against this engine's own autoregressive decoding.
+
+    target: model directory, hub id or embedded:target.
+    prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
+    draft: draft model, for spec, specdec++ and hf-assisted.
+    eagle: EAGLE head directory, for eagle.
+    acceptance: acceptance head directory, for specdec++; trained for the draft.
+    methods: name:setting=value, separated by commas. ar, spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
+        eagle:k=5, hf, hf-assisted:k=5. ar is always measured.
+    split: keep prompts of this split (train, dev or test of embedded:prompts).
+    tasks: keep prompts of these tasks, separated by commas.
+    limit: measure the first so many prompts.
+    max_new_tokens: longest answer.
+    ignore_eos: go on after the end token, up to max_new_tokens.
+    temperature: 0 is greedy.
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the most probable tokens of this mass; 1 keeps all.
+    dtype: float32, bfloat16, float16 or auto. Equality with ar is checked in float32 only.
+    device: cpu, cuda, cuda:1, ...
+    engine: lean (Llama family), hf (any transformers model), or auto.
+    num_threads: CPU threads. With one, CPU time is the clock; it does not see other programs.
+    seed: of sampling and of the bootstrap.
+    repeats: runs of every method on every prompt; the median counts.
+    trust_remote_code: run code that comes with a model.
+    output: directory that receives results.json and prompts.jsonl.
+    """
+
+    target: str
+    prompts: str
+    draft: str | None = None
+    eagle: str | None = None
+    acceptance: str | None = None
+    methods: str = "ar"
+    split: str | None = None
+    tasks: str | None = None
+    limit: int | None = None
+    max_new_tokens: int = 128
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    device: str = "cpu"
+    engine: Literal["auto", "lean", "hf"] = "auto"
+    num_threads: int = 1
+    seed: int = 0
+    repeats: int = 3
+    trust_remote_code: bool = False
+    output: Path = Path("runs/bench")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def clock(self) -> Clock:
+        """One CPU thread: its own time, which a busy machine does not falsify. Else the wall's."""
+        return "cpu" if torch.device(self.device).type == "cpu" and self.num_threads == 1 else "wall"
+
+
+def run(config: BenchConfig) -> Path:
+    """Measure, print the table and write `output`/results.json, which is there only when the run is complete."""
+    results = bench(config)
+    from rich.console import Console
+
+    from draftsmith.eval.report import results_table, task_table
+
+    console = Console(highlight=False)
+    console.print(results_table(results))
+    by_task = task_table(results)
+    if by_task is not None and by_task.row_count > 1:
+        console.print(by_task)
+    say(f"Written to {config.output / RESULTS}")
+    return config.output
+
+
+def bench(config: BenchConfig) -> dict[str, Any]:
+    """What results.json holds: {"meta": ..., "methods": [...]}. Writes it too."""
+    named = with_baseline(parse_methods(config.methods))
+    params = check(config, named)
+    torch.set_num_threads(config.num_threads)
+    # One prompt more than is measured, where there is one, is the warm-up; else the first is run once more for it.
+    wanted = None if config.limit is None else config.limit + 1
+    prompts = read_prompts(config.prompts, config.target, config.split, config.tasks, wanted)
+    prompts, warm_up = (prompts[:-1], prompts[-1]) if len(prompts) == wanted else (prompts, prompts[0])
+    how = {name: getattr(config, name) for name in ("dtype", "device", "engine", "trust_remote_code")}
+    target = load_lm(config.target, **how)
+    longest = longest_sequence([*prompts, warm_up], config.max_new_tokens, target.info.max_position)
+    models = load_models(named, model_paths(config), longest, params, target, **how)
+    eos_ids = () if config.ignore_eos else target.info.eos_ids
+    runners = make_runners(config, named, models, params, eos_ids)
+    with bar("measuring", len(prompts), "prompts") as advance:
+        measured = measure(
+            runners, prompts, warm_up, config.max_new_tokens, config.repeats, config.seed, lambda _: advance(1)
+        )
+    compare = params.greedy and target.dtype == torch.float32
+    results = {
+        "meta": describe(config, named, models, prompts, eos_ids),
+        "methods": summarise(measured, config.clock, config.seed, compare),
+    }
+    config.output.mkdir(parents=True, exist_ok=True)
+    write_lines(config.output / PER_PROMPT, prompt_rows(measured))
+    write_json(config.output / RESULTS, results)
+    return results
+
+
+def with_baseline(named: Sequence[Named]) -> list[Named]:
+    """`ar` first: every speed-up is against it, listed or not."""
+    rest = [method for method in named if method.label != BASELINE]
+    return [*parse_methods(BASELINE), *rest]
+
+
+def check(config: BenchConfig, named: Sequence[Named]) -> SamplingParams:
+    """What can be found wrong before anything is loaded."""
+    for field, value in (("repeats", config.repeats), ("num_threads", config.num_threads)):
+        if value < 1:
+            raise InputError(field, value, "1 or more", "Raise it.")
+    if config.max_new_tokens < 1:
+        raise InputError("max_new_tokens", config.max_new_tokens, "1 or more", "Ask for at least one token.")
+    for method in named:
+        check_needs(method, model_paths(config))
+    check_device(config.device)
+    return config.sampling
+
+
+def check_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError("device", repr(name), "cpu, cuda or cuda:N", "Correct it.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("device", name, "a device of this machine (no GPU is visible)", "Pass --device cpu.")
+
+
+def model_paths(config: Any) -> dict[str, str | None]:
+    """Flag -> what the user passed."""
+    return {flag: getattr(config, flag) for flag in ("target", "draft", "eagle", "acceptance")}
+
+
+def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int) -> int:
+    """Tokens of the longest prompt with its answer.
+
+    Raises:
+        InputError: a prompt that leaves no room in the context.
+    """
+    longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
+    length = len(longest.prompt_ids)
+    if length >= context:
+        found = f"{length} tokens in prompt {longest.id}"
+        raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten or remove it.")
+    return min(length + max_new_tokens, context)
+
+
+def make_runners(
+    config: BenchConfig, named: Sequence[Named], models: Models, params: SamplingParams, eos_ids: tuple[int, ...]
+) -> dict[str, Runner]:
+    """Label -> method, ready to answer. transformers' models are loaded only for the methods that use them."""
+    loaded: dict[str, Any] = {}
+
+    def hf_model(flag: str) -> Any:
+        if flag not in loaded:
+            path = str(models.paths[flag])
+            loaded[flag] = load_hf_model(path, config.dtype, config.device, config.trust_remote_code)
+        return loaded[flag]
+
+    runners: dict[str, Runner] = {}
+    for label, method in ((item.label, item.method) for item in named):
+        if isinstance(method, HFAssisted):
+            runners[label] = HFRunner(hf_model("target"), params, eos_ids, hf_model("draft"), method.k)
+        elif isinstance(method, HFGenerate):
+            runners[label] = HFRunner(hf_model("target"), params, eos_ids)
+        else:
+            runners[label] = EngineRunner(models.target, method.build(models), params, eos_ids)
+    return runners
+
+
+def describe(
+    config: BenchConfig,
+    named: Sequence[Named],
+    models: Models,
+    prompts: Sequence[BenchPrompt],
+    eos_ids: Sequence[int],
+) -> dict[str, Any]:
+    """Everything that a reader needs to judge the numbers, or to take them again."""
+    ids = json.dumps([prompt.prompt_ids for prompt in prompts]).encode()
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "clock": config.clock,
+        "seed": config.seed,
+        "settings": resolved(config),
+        "methods": {item.label: dataclasses.asdict(item.method) for item in named},  # type: ignore[call-overload]
+        "target": {**models.target.info.identity, **tokenizer_identity(config.target)},
+        "draft": models.draft.info.identity if models.draft is not None else None,
+        "prompts": {"source": config.prompts, "count": len(prompts), "sha256": hashlib.sha256(ids).hexdigest()},
+        "eos_ids": list(eos_ids),
+        "versions": {**package_versions(), "python": platform.python_version()},
+        "git_commit": git_commit(),
+        "hardware": hardware(config.device),
+    }
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """The machine: numbers without it mean little."""
+    found = {
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+    }
+    if torch.device(device).type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(torch.device(device))
+    return found
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """JSON lines, whole or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+    publish(partial, path)

@@ -1,0 +1,198 @@
+"""`draftsmith decode`: one answer, streamed, with drafted tokens and the target's own in two colours."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from draftsmith.data.models import load_lm
+from draftsmith.data.template import load_chat_tokenizer, prompt_ids
+from draftsmith.eval.bench import check_device, longest_sequence, model_paths
+from draftsmith.eval.load import load_models
+from draftsmith.eval.measure import BenchPrompt
+from draftsmith.eval.methods import HFAssisted, HFGenerate, Named, parse_methods
+from draftsmith.modules.decoding.loop import Generation, Round, generate
+from draftsmith.modules.decoding.trace import pool
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import InputError, SamplingParams
+
+DRAFTED, OWN = "green", "yellow"
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Answers one prompt and shows which of its tokens were drafted and accepted, and which the target gave itself.
+
+    prompt: what to ask; `-` reads standard input.
+    target: model directory, hub id or embedded:target.
+    draft: draft model, for spec and specdec++.
+    eagle: EAGLE head directory, for eagle.
+    acceptance: acceptance head directory, for specdec++; trained for the draft.
+    method: ar, spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off or eagle:k=5; auto takes what the given models
+        allow.
+    system: a system message that goes before the prompt.
+    raw: read the prompt as it is, without the chat template.
+    max_new_tokens: longest answer.
+    ignore_eos: go on after the end token, up to max_new_tokens.
+    temperature: 0 is greedy.
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the most probable tokens of this mass; 1 keeps all.
+    dtype: float32, bfloat16, float16 or auto.
+    device: cpu, cuda, cuda:1, ...
+    engine: lean (Llama family), hf (any transformers model), or auto.
+    num_threads: CPU threads.
+    seed: of sampling.
+    trust_remote_code: run code that comes with a model.
+    """
+
+    prompt: str
+    target: str = "embedded:target"
+    draft: str | None = None
+    eagle: str | None = None
+    acceptance: str | None = None
+    method: str = "auto"
+    system: str | None = None
+    raw: bool = False
+    max_new_tokens: int = 256
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    device: str = "cpu"
+    engine: Literal["auto", "lean", "hf"] = "auto"
+    num_threads: int = 1
+    seed: int = 0
+    trust_remote_code: bool = False
+
+
+def run(config: DecodeConfig) -> Generation:
+    """Stream the answer to standard output."""
+    named = choose_method(config)
+    params = SamplingParams(config.temperature, config.top_k, config.top_p)
+    check_device(config.device)
+    torch.set_num_threads(config.num_threads)
+    tokenizer, prompt = encode_prompt(config)
+    how = {name: getattr(config, name) for name in ("dtype", "device", "engine", "trust_remote_code")}
+    target = load_lm(config.target, **how)
+    bench_prompt = BenchPrompt("on the command line", prompt)
+    longest = longest_sequence([bench_prompt], config.max_new_tokens, target.info.max_position)
+    models = load_models([named], model_paths(config), longest, params, target, **how)
+    drafter = named.method.build(models)
+    eos_ids = () if config.ignore_eos else target.info.eos_ids
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(legend(named.label))
+    stream = TokenStream(tokenizer)
+
+    def show(pieces: Iterator[tuple[str, bool]]) -> None:
+        text = Text()
+        for piece, drafted in pieces:
+            text.append(piece, DRAFTED if drafted else OWN)
+        console.print(text, end="")
+
+    def on_round(done: Round) -> None:
+        show(stream.push(done.tokens, done.num_accepted))
+
+    start = time.perf_counter()
+    source = TorchSource(config.seed)
+    generation = generate(
+        target, drafter, prompt, params, config.max_new_tokens, source, eos_ids, on_round=on_round
+    )
+    elapsed = time.perf_counter() - start
+    show(stream.finish())
+    console.print("\n")
+    console.print(Text(footer(generation, elapsed), "dim"))
+    return generation
+
+
+def choose_method(config: DecodeConfig) -> Named:
+    """The method asked for; `auto` is the best that the given models allow."""
+    text = config.method
+    if text == "auto":
+        has_draft, has_head = config.draft is not None, config.acceptance is not None
+        text = "eagle" if config.eagle else "specdec++" if has_draft and has_head else "spec" if has_draft else "ar"
+    named = parse_methods(text)
+    if len(named) > 1:
+        raise InputError("method", repr(text), "one method", "To compare several use `draftsmith eval bench`.")
+    if isinstance(named[0].method, HFGenerate | HFAssisted):
+        raise InputError("method", text, "ar, spec, specdec++ or eagle", "Measure it with `draftsmith eval bench`.")
+    return named[0]
+
+
+def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
+    """Tokenizer, and the prompt's token ids."""
+    from draftsmith.data.models import load_tokenizer
+
+    text = sys.stdin.read() if config.prompt == "-" else config.prompt
+    if not text.strip():
+        raise InputError("prompt", "no text", "a prompt", 'Write it after the command: draftsmith decode "..."')
+    if config.raw:
+        tokenizer = load_tokenizer(config.target)
+        return tokenizer, list(tokenizer(text)["input_ids"])
+    tokenizer = load_chat_tokenizer(config.target)
+    messages = [{"role": "user", "content": text}]
+    if config.system:
+        messages.insert(0, {"role": "system", "content": config.system})
+    return tokenizer, list(prompt_ids(tokenizer, messages))
+
+
+def legend(method: str) -> Text:
+    text = Text.assemble((f"{method}: ", "dim"), ("drafted and accepted", DRAFTED))
+    return text.append(" · ", "dim").append("the target's own", OWN).append("\n")
+
+
+def footer(generation: Generation, elapsed_s: float) -> str:
+    totals = pool([generation.trace])
+    why = "ended by itself" if generation.ended else "cut at the limit"
+    return (
+        f"{totals.num_tokens} tokens ({why}), tau {totals.tau:.2f} ({totals.num_target_calls} target calls, "
+        f"{totals.num_accepted} of {totals.num_draft_tokens} drafted tokens accepted), "
+        f"{totals.num_tokens / elapsed_s:.1f} tokens/s"
+    )
+
+
+class TokenStream:
+    """Text of a growing answer. A token of a byte-level vocabulary may be a part of a character: it is kept back until
+    the character is whole, which then counts for the token that completes it.
+
+    Text is taken as the difference of two decodings that begin a little before the new tokens, since a tokenizer may
+    decode the beginning of a text in another way than its middle.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context, self._shown = 0, 0  # the ids before `_shown` are on the screen, those from `_context` decoded
+
+    def push(self, tokens: Sequence[int], num_accepted: int) -> Iterator[tuple[str, bool]]:
+        """(text, drafted?) of each token that completes some; the first `num_accepted` tokens were drafted."""
+        for number, token in enumerate(tokens):
+            self._ids.append(token)
+            piece = self._new_text(flush=False)
+            if piece:
+                yield piece, number < num_accepted
+
+    def finish(self) -> Iterator[tuple[str, bool]]:
+        """What was kept back: an incomplete character, shown as the replacement character."""
+        piece = self._new_text(flush=True)
+        if piece:
+            yield piece, False
+
+    def _new_text(self, flush: bool) -> str:
+        before = self._decode(self._ids[self._context : self._shown])
+        now = self._decode(self._ids[self._context :])
+        if len(now) <= len(before) or (now.endswith("\ufffd") and not flush):
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return now[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,0 +1,77 @@
+"""Loading what a measurement needs: models and heads that fit each other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from draftsmith.data.heads import head_config, load_head
+from draftsmith.data.models import check_same_tokenizer, load_lm
+from draftsmith.eval.methods import Models, Named, check_needs
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError, SamplingParams
+
+# Tokens beyond prompt and answer that a drafter's cache may hold: no draft of a round is longer.
+DRAFT_ROOM = 130
+
+
+def load_models(
+    named: Iterable[Named],
+    paths: Mapping[str, str | None],
+    sequence_length: int,
+    params: SamplingParams,
+    target: CausalLM,
+    **how: Any,
+) -> Models:
+    """The models that the methods need, on top of the loaded target; others are not read.
+
+    paths: flag -> what the user passed. sequence_length: longest prompt and answer together, in tokens.
+    how: dtype, device, engine, trust_remote_code, as `load_lm` takes them.
+
+    Raises:
+        InputError: a missing or unfitting model, or a draft whose context is too short.
+    """
+    named = list(named)
+    for method in named:
+        check_needs(method, paths)
+    needed = {flag for method in named for flag in method.method.needs}
+    longest = min(sequence_length, target.info.max_position)
+    draft = eagle = acceptance = None
+    if "draft" in needed:
+        draft = load_draft(str(paths["target"]), str(paths["draft"]), target, longest, **how)
+    if "eagle" in needed:
+        eagle = load_head(str(paths["eagle"]), target, kind="eagle")
+    if "acceptance" in needed:
+        acceptance = load_head(str(paths["acceptance"]), draft, kind="acceptance")
+        warn_about_sampling(str(paths["acceptance"]), params)
+    return Models(target, draft, eagle, acceptance, dict(paths), longest + DRAFT_ROOM)
+
+
+def load_draft(target_path: str, path: str, target: CausalLM, longest: int, **how: Any) -> CausalLM:
+    """A draft model that speaks the target's tokens."""
+    check_same_tokenizer(target_path, path)
+    draft = load_lm(path, **how)
+    ours, theirs = target.info, draft.info
+    if theirs.vocab_size != ours.vocab_size:
+        found = f"{path} of vocabulary {theirs.vocab_size}"
+        raise InputError("draft", found, f"{ours.vocab_size}, the target's", "Use a draft of the same family.")
+    if theirs.max_position < longest:
+        found = f"{path} with a context of {theirs.max_position}"
+        raise InputError("draft", found, f"{longest} or more", "Lower --max-new-tokens, or use another draft.")
+    return draft
+
+
+def warn_about_sampling(directory: str, params: SamplingParams) -> None:
+    """Acceptance labels hold for the sampling settings they were made with; another mode makes the head mislead."""
+    made_with = head_config(directory).get("sampling")
+    ours = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+    if not made_with or (params.greedy and made_with.get("temperature") == 0):
+        return
+    differing = [f"{key} {made_with[key]} there, {ours[key]} here" for key in ours if made_with.get(key) != ours[key]]
+    if differing:
+        print(
+            f"draftsmith: warning: {directory} was trained on labels of another mode ({'; '.join(differing)}): it may "
+            "stop at the wrong places. Make labels in the mode you decode in.",
+            file=sys.stderr,
+        )

@@ -1,0 +1,112 @@
+"""Prompts to measure on: a chat file or data set, a prompts artefact, or the shipped ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.manifest import MANIFEST, STARTED, open_artefact
+from draftsmith.data.models import resolve_model, tokenizer_identity
+from draftsmith.data.sources import open_source
+from draftsmith.data.template import RowError, load_chat_tokenizer, prompt_ids
+from draftsmith.eval.measure import BenchPrompt
+from draftsmith.modules.types import InputError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt before it is selected; its token ids are made only when it is."""
+
+    id: str
+    task: str
+    split: str
+    content: Any
+
+
+def read_prompts(
+    source: str, target: str, split: str | None = None, tasks: str | None = None, limit: int | None = None
+) -> list[BenchPrompt]:
+    """Prompts as token ids: the target's chat template, applied up to where the answer begins.
+
+    split: keep rows whose own `split` is this one. tasks: keep rows of these, separated by commas. limit: keep the
+    first so many.
+
+    Raises:
+        InputError: nothing there, rows of an unknown shape, another tokenizer's artefact, or no row left.
+    """
+    if limit is not None and limit < 1:
+        raise InputError("limit", limit, "1 or more", "Leave it out to take every prompt.")
+    path = Path(resolve_model(source))
+    if (path / MANIFEST).exists() or (path / STARTED).exists():
+        rows, ids_of = artefact_rows(path, target), lambda row: row.content
+    else:
+        rows, ids_of = chat_rows(source, split), chat_ids(target)
+    wanted = {task.strip() for task in tasks.split(",")} if tasks else None
+    found: list[BenchPrompt] = []
+    seen_tasks, seen_splits = set(), set()
+    for row in rows:
+        seen_tasks.add(row.task)
+        seen_splits.add(row.split)
+        if (split and row.split != split) or (wanted is not None and row.task not in wanted):
+            continue
+        found.append(BenchPrompt(row.id, ids_of(row), row.task))
+        if len(found) == limit:
+            break
+    if not found:
+        there = f"tasks {listed(seen_tasks)}; splits {listed(seen_splits)}"
+        remedy = "Check --split and --tasks."
+        raise InputError("prompts", f"no matching row in {source} ({there})", "at least one", remedy)
+    return found
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(name for name in names if name)) or "none"
+
+
+def artefact_rows(directory: Path, target: str) -> Iterator[Row]:
+    """Rows of a prompts artefact made with the target's tokenizer; `content` are token ids."""
+    import pyarrow.parquet as pq
+
+    manifest = open_artefact(directory, kind="prompts")
+    made_with, ours = manifest.identity.get("tokenizer"), tokenizer_identity(target)["tokenizer"]
+    if isinstance(made_with, str) and made_with != ours:
+        found = f"{directory} made with tokenizer {made_with}"
+        raise InputError("prompts", found, f"tokenizer {ours} of {target}", f"Make it again: {manifest.command}")
+    for entry in manifest.files:
+        if not entry.name.endswith(".parquet"):
+            continue
+        for row in pq.read_table(directory / entry.name).to_pylist():
+            yield Row(str(row["id"]), row.get("task") or "", row.get("split") or "", list(row["prompt_ids"]))
+
+
+def chat_rows(source: str, split: str | None) -> Iterator[Row]:
+    """Rows of a file or data set of chats; `content` are messages that wait for an answer."""
+    from draftsmith.data.conversations import recognise, up_to_last_user
+
+    opened = open_source(source, split)
+    layout = recognise(opened.columns, opened.row(0), {})
+    for number in range(len(opened)):
+        raw = opened.row(number)
+        own_split = (split or "") if opened.split_taken else layout.text(raw, "split")
+        try:
+            messages = up_to_last_user(layout.conversation(raw).messages)
+        except RowError as error:
+            expected = "a conversation with a user turn"
+            raise InputError("prompts", f"row {number} of {source}: {error}", expected, "Correct the row.") from error
+        yield Row(layout.text(raw, "id", str(number)), layout.text(raw, "task"), own_split, messages)
+
+
+def chat_ids(target: str) -> Any:
+    """Row -> token ids by the target's chat template."""
+    tokenizer = load_chat_tokenizer(target)
+
+    def ids(row: Row) -> list[int]:
+        try:
+            return list(prompt_ids(tokenizer, row.content))
+        except RowError as error:
+            expected = "messages that it takes"
+            raise InputError("prompts", f"row {row.id}: {error}", expected, "Correct the row.") from error
+
+    return ids

@@ -1,0 +1,236 @@
+"""From command-line words to a frozen dataclass of settings.
+
+jsonargparse checks types, reads YAML and merges dotted overrides. Before it, `normalise` gives every word one form
+(`--name=value`, underscores), so that `--max-new-tokens 9`, `--max_new_tokens=9`, flags without a value and repeated
+lists all work, and so that a wrong name is told in our own words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import yaml
+
+from draftsmith.launch.errors import UsageError, did_you_mean, one_line, yaml_message
+
+TRUTH = {"true", "false", "yes", "no", "on", "off"}
+
+
+def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[str, ...], about: str) -> Any | None:
+    """The settings that `args` describe; None when help or the configuration was printed instead.
+
+    Raises UsageError for whatever the user wrote wrong.
+    """
+    options = option_types(config_class)
+    if wants_help(args):
+        from draftsmith.launch.help import print_options
+
+        print_options(prog, config_class, positional, about)
+        return None
+    words = normalise(prog, args, options, positional)
+    for word in words:
+        if word.startswith("--config="):
+            check_config_file(word.removeprefix("--config="), config_class)
+    return parse_words(prog, config_class, words, options)
+
+
+def wants_help(args: Sequence[str]) -> bool:
+    before = args[: args.index("--")] if "--" in args else args
+    return any(arg in {"-h", "--help"} for arg in before)
+
+
+def parse_words(prog: str, config_class: type, words: list[str], options: dict[str, Any]) -> Any | None:
+    """jsonargparse over words in one form."""
+    from argparse import ArgumentError
+
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(prog=prog, exit_on_error=False, add_help=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(config_class)
+    try:
+        found = parser.parse_args(words)
+    except ArgumentError as error:
+        raise UsageError(explain(prog, str(error), options)) from error
+    except SystemExit as exit:
+        if exit.code:  # 0 after --print_config
+            raise UsageError(f"bad arguments. Run `{prog} --help`.") from exit
+        return None
+    # jsonargparse 4.49 renamed the method.
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    values = instantiate(found)
+    return config_class(**{f.name: values[f.name] for f in dataclasses.fields(config_class) if f.init})
+
+
+def option_types(config_class: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> type of every setting, nested dataclasses included under their own names too."""
+    hints, found = get_type_hints(config_class), {}
+    for field in dataclasses.fields(config_class):
+        if field.init:
+            kind = hints[field.name]
+            found[prefix + field.name] = kind
+            if dataclasses.is_dataclass(kind):
+                found |= option_types(typing.cast(type, kind), f"{prefix}{field.name}.")
+    return found
+
+
+def normalise(prog: str, args: Sequence[str], options: dict[str, Any], positional: tuple[str, ...]) -> list[str]:
+    """Every word as `--name=value` with the dataclass' spelling; lists as one JSON value."""
+    words: list[str] = []
+    lists: dict[str, list[str]] = {}
+    free: list[str] = []
+    queue = list(args)
+
+    def value_follows() -> bool:
+        return bool(queue) and not queue[0].startswith("--")
+
+    while queue:
+        word = queue.pop(0)
+        if word == "--":
+            free += queue
+            break
+        if not word.startswith("--"):
+            free.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        name, negated = spelling(prog, name, options)
+        kind = options.get(name, str)
+        if name == "print_config":
+            words.append(f"--print_config{equals}{value}")
+        elif is_bool(kind) and not equals:
+            explicit = queue.pop(0) if queue and queue[0].lower() in TRUTH else "true"
+            words.append(f"--{name}={'false' if negated else explicit}")
+        elif is_list(kind):
+            given = lists.setdefault(name, [])
+            given += [value] if equals else []
+            while not equals and value_follows():
+                given.append(queue.pop(0))
+            if not given:
+                raise UsageError(f"--{dashed(name)}: found nothing, expected one or more values. Write them after it.")
+        elif equals or value_follows():
+            words.append(f"--{name}={value if equals else queue.pop(0)}")
+        else:
+            raise UsageError(f"--{dashed(name)}: found nothing, expected a value ({type_name(kind)}). Write it after.")
+    words += place_positionals(prog, free, options, positional, lists)
+    return words + [f"--{name}={join(values)}" for name, values in lists.items()]
+
+
+def place_positionals(
+    prog: str, free: list[str], options: dict[str, Any], positional: tuple[str, ...], lists: dict[str, list[str]]
+) -> list[str]:
+    """Words without a name go to the settings that allow it, in order; a list takes all that remain."""
+    words, rest = [], list(free)
+    for name in positional:
+        if rest and is_list(options[name]):
+            lists.setdefault(name, []).extend(rest)
+            rest = []
+        elif rest:
+            words.append(f"--{name}={rest.pop(0)}")
+    if rest:
+        raise UsageError(f"found {rest[0]!r} without a name, expected --name value. Run `{prog} --help`.")
+    return words
+
+
+def spelling(prog: str, typed: str, options: dict[str, Any]) -> tuple[str, bool]:
+    """The dataclass' name for what was typed, and whether it was `--no-NAME` of a flag."""
+    name = typed.replace("-", "_")
+    if name in options or name in {"config", "print_config"}:
+        return name, False
+    if name.startswith("no_") and is_bool(options.get(name[3:])):
+        return name[3:], True
+    parent, _, key = typed.partition(".")
+    parent = parent.replace("-", "_")
+    if key and get_origin(options.get(parent)) is dict:
+        return f"{parent}.{key}", False
+    shown = ["--" + dashed(option) for option in options]
+    raise UsageError(f"unknown option --{typed}.{did_you_mean('--' + typed, shown)} Run `{prog} --help` for all.")
+
+
+def check_config_file(path: str, config_class: type) -> None:
+    """A readable YAML mapping whose keys are settings; jsonargparse's own messages name neither file nor remedy."""
+    file = Path(path)
+    if not file.is_file():
+        what = "a directory" if file.is_dir() else "no such file"
+        raise UsageError(f"--config: found {what} at {path}, expected a YAML file. Check the path.")
+    try:
+        content = yaml.safe_load(file.read_text("utf-8"))
+    except yaml.YAMLError as error:
+        raise UsageError(yaml_message(error, path)) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config: found bytes that are not UTF-8 in {path}, expected a YAML file.") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"--config: found {type(content).__name__} in {path}, expected `key: value` lines.")
+    check_keys(content, config_class, path, "")
+
+
+def check_keys(content: dict[str, Any], config_class: type, path: str, prefix: str) -> None:
+    hints = get_type_hints(config_class)
+    known = [field.name for field in dataclasses.fields(config_class) if field.init]
+    for key, value in content.items():
+        if str(key).split(".")[0] not in known:
+            raise UsageError(
+                f"{path}: unknown key {prefix}{key}.{did_you_mean(str(key), known)} Expected: {', '.join(known)}."
+            )
+        kind = hints.get(key)
+        if isinstance(value, dict) and dataclasses.is_dataclass(kind):
+            check_keys(value, typing.cast(type, kind), path, f"{prefix}{key}.")
+
+
+def explain(prog: str, message: str, options: dict[str, Any]) -> str:
+    """jsonargparse's message in our form: the field, what was found, what was expected, the remedy."""
+    wrong = re.match(r'Parser key "([^"]+)":', message)
+    got = re.findall(r"Got value: (.*)", message)
+    if wrong and got and wrong[1] in options:
+        shown, kind = f"--{dashed(wrong[1])}", type_name(options[wrong[1]])
+        return one_line(f"{shown}: found {got[-1]!r}, expected {kind}. Correct it; `{prog} --help` explains it.")
+    missing = re.search(r"required: (.+)", message) or re.search(r'[Kk]ey "([^"]+)" is required', message)
+    if missing:
+        names = ", ".join("--" + dashed(name.strip()) for name in missing[1].split(","))
+        return one_line(f"{names}: found nothing, expected a value. Pass it, or set it in a --config file.")
+    return one_line(f"{message}. Run `{prog} --help`.")
+
+
+def dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """Members of a union, or the type itself."""
+    return get_args(kind) if get_origin(kind) in {typing.Union, types.UnionType} else (kind,)
+
+
+def is_bool(kind: Any) -> bool:
+    return kind is bool
+
+
+def is_list(kind: Any) -> bool:
+    return any(get_origin(k) in {list, tuple} or k in {list, tuple} for k in alternatives(kind))
+
+
+def join(values: list[str]) -> str:
+    """Several words, or one that already is a list or a comma-separated one, as JSON."""
+    if len(values) == 1 and values[0].startswith("["):
+        return values[0]
+    return json.dumps([part for value in values for part in value.split(",") if part])
+
+
+def type_name(kind: Any) -> str:
+    """A type in words: `integer`, `path`, `float32 or bfloat16`."""
+    names = {int: "an integer", float: "a number", str: "text", bool: "true or false", Path: "a path"}
+    kinds = [k for k in alternatives(kind) if k is not type(None)]
+    words = []
+    for k in kinds:
+        if get_origin(k) is typing.Literal:
+            words += [str(value) for value in get_args(k)]
+        elif get_origin(k) in {list, tuple}:
+            words.append("a list")
+        else:
+            words.append(names.get(k, getattr(k, "__name__", str(k))))
+    return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1] if words else "nothing"

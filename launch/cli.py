@@ -1,0 +1,142 @@
+"""The command line: `draftsmith <group> <command> [--config FILE] [--print-config] [--name value ...] [--debug]`.
+
+A command is a frozen dataclass of settings and a function `run(config)` in one module, which is imported only when
+the command is called: help and version load nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draftsmith.launch.errors import UsageError, did_you_mean, user_message
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a command lives.
+
+    module: relative to the package; has `run(config)`.
+    config: name of the module's dataclass of settings.
+    help: one line for the overview.
+    positional: settings that may also be given without their names, in this order.
+    """
+
+    module: str
+    config: str
+    help: str
+    positional: tuple[str, ...] = ()
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command("launch.demo", "DemoConfig", "Run the whole pipeline on the embedded models (8 minutes)"),
+    "decode": Command("eval.decode", "DecodeConfig", "Answer a prompt and show which tokens were drafted", ("prompt",)),
+    "data prompts": Command("data.prompts", "PromptsConfig", "Chat rows to prompts, with the loss mask"),
+    "data responses": Command("data.responses", "ResponsesConfig", "The target answers the prompts"),
+    "data acceptance": Command("data.acceptance", "AcceptanceConfig", "Label which drafted tokens the target keeps"),
+    "data features": Command("data.features", "FeaturesConfig", "The target's hidden states, to train a draft head"),
+    "data inspect": Command("data.inspect", "InspectConfig", "Look at a row of an artefact, its mask in colour"),
+    "train acceptance": Command("train.acceptance", "TrainAcceptanceConfig", "Acceptance head: when to stop drafting"),
+    "train eagle": Command("train.eagle", "TrainEagleConfig", "EAGLE head: drafts from the target's own features"),
+    "eval bench": Command("eval.bench", "BenchConfig", "Compare methods: speed, tau, equality with the target"),
+    "embedded build": Command("launch.embedded", "BuildConfig", "Train the shipped models again, from their corpus"),
+}  # fmt: skip
+
+# Sections of the overview, in the order in which a newcomer needs them.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Start here": ("demo", "decode"),
+    "Make training data with the target": ("data prompts", "data responses", "data acceptance", "data features",
+                                           "data inspect"),
+    "Train heads": ("train acceptance", "train eagle"),
+    "Measure": ("eval bench",),
+    "The shipped models": ("embedded build",),
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; the exit code is 0, 2 for bad input and 130 when interrupted.
+
+    Defects are not caught: their traceback is what a bug report needs, and Python exits with 1.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    before, after = (args[: args.index("--")], args[args.index("--") :]) if "--" in args else (args, [])
+    debug = "--debug" in before
+    args = [arg for arg in before if arg != "--debug"] + after
+    try:
+        return dispatch(args)
+    except KeyboardInterrupt:
+        print("draftsmith: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe (`| head`) has gone: nobody is left to tell, and the final flush must not fail either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        message = user_message(error)
+        if debug or message is None:
+            if message is None:
+                raise
+            import traceback
+
+            traceback.print_exc()
+        print(f"draftsmith: error: {message}", file=sys.stderr)
+        return 2
+
+
+def dispatch(args: list[str]) -> int:
+    """Find the command at the beginning of `args` and run it."""
+    if args and args[0] in {"--version", "-V"}:
+        print(f"draftsmith {version()}")
+        return 0
+    words = [arg for arg in args[:2] if not arg.startswith("-")]
+    name = " ".join(words) if " ".join(words) in COMMANDS else "".join(words[:1])
+    if name in COMMANDS:
+        return run_command(name, args[len(name.split()) :])
+    groups = {command.split()[0] for command in COMMANDS}
+    if (not words or words[0] in groups) and not unknown_rest(args, words):
+        from draftsmith.launch.help import print_overview
+
+        print_overview(version(), COMMANDS, SECTIONS, group=words[0] if words else None)
+        return 0
+    typed = " ".join(words) or args[0]
+    known = [c for c in COMMANDS if c.split()[0] == words[0]] if words and words[0] in groups else list(COMMANDS)
+    raise UsageError(
+        f"found command {typed!r}, expected one of: {', '.join(known)}.{did_you_mean(typed, known)} "
+        "Run `draftsmith --help`."
+    )
+
+
+def unknown_rest(args: list[str], words: list[str]) -> bool:
+    """True when anything but a request for help follows the group's name."""
+    return any(arg not in {"-h", "--help"} for arg in args[min(len(words), 1) :])
+
+
+def run_command(name: str, args: list[str]) -> int:
+    """Parse the settings of one command and run it."""
+    command = COMMANDS[name]
+    # The libraries below report every load of a tiny model; their warnings are still shown.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    module = importlib.import_module(f"draftsmith.{command.module}")
+    config_class = getattr(module, command.config)
+
+    from draftsmith.launch.arguments import parse
+
+    config = parse(f"draftsmith {name}", config_class, args, command.positional, command.help)
+    if config is not None:
+        module.run(config)
+    return 0
+
+
+def version() -> str:
+    from importlib.metadata import PackageNotFoundError
+
+    import draftsmith
+
+    try:
+        return draftsmith.__version__
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "(not installed)"

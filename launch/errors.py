@@ -1,0 +1,60 @@
+"""Which exceptions are the user's to mend, and the one line that says how."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable
+
+import yaml
+
+# What the operating system says about a path that a user named.
+PATH_ERRORS = {
+    FileNotFoundError: ("no such file or directory", "Check the path."),
+    IsADirectoryError: ("is a directory, expected a file", "Name a file in it."),
+    NotADirectoryError: ("is not a directory", "Check the path."),
+    PermissionError: ("permission denied", "Choose a path that you may read and write."),
+}
+
+
+class UsageError(Exception):
+    """The command line itself is wrong; the message is one line for the user."""
+
+
+def user_message(error: BaseException) -> str | None:
+    """One line for an error that its user can mend; None for a defect of ours, which deserves a traceback."""
+    if isinstance(error, UsageError) or _is_input_error(error):
+        return one_line(str(error))
+    if isinstance(error, OSError) and error.filename is not None:
+        for kind, (what, remedy) in PATH_ERRORS.items():
+            if isinstance(error, kind):
+                return one_line(f"{error.filename}: {what}. {remedy}")
+    if isinstance(error, yaml.YAMLError):
+        return yaml_message(error)
+    return None
+
+
+def yaml_message(error: yaml.YAMLError, path: str | None = None) -> str:
+    """What is wrong with a YAML text, and where."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or one_line(str(error))
+    name = path or getattr(mark, "name", None) or "YAML"
+    place = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else name
+    return one_line(f"{place}: found invalid YAML ({problem}), expected `key: value` lines. Correct the file.")
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` Did you mean X?` or nothing; put right after a full stop."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def _is_input_error(error: BaseException) -> bool:
+    # InputError lives beside the tensors' types, and importing it would load torch. Where its module was never
+    # loaded, nobody can have raised it.
+    types = sys.modules.get("draftsmith.modules.types")
+    return types is not None and isinstance(error, types.InputError)
