@@ -37,6 +37,29 @@ class HFLM:
         with torch.no_grad():
             return self.model.base_model(input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
 
+    def tree_attention(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """The additive mask [1, 1, T, S] of a tree, from visible [T, S] (bool) and the positions [T] of its nodes.
+
+        transformers takes a ready mask as it is, so a sliding window has to be in it; a model whose layers differ takes
+        one mask a kind of layer.
+        """
+        config = self.model.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        if window is None:
+            return self._additive(visible)
+        kept = torch.arange(visible.shape[1] - len(positions), device=self.device)
+        near = positions[:, None] - torch.cat([kept, positions])[None] < window
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+            return {
+                "full_attention": self._additive(visible),
+                "sliding_attention": self._additive(visible & near),
+            }
+        return self._additive(visible & near)
+
+    def _additive(self, visible: Tensor) -> Tensor:
+        bias = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        return bias.masked_fill(~visible, torch.finfo(self.dtype).min)[None, None]
+
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(input_ids)
 
@@ -56,15 +79,14 @@ class HFSession:
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
         lm, count = self._lm, len(tokens)
-        inputs = {"input_ids": torch.tensor([tokens], device=lm.device), "past_key_values": self._cache}
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([tokens], device=lm.device), "past_key_values": self._cache}
         if parents is None:
             inputs["position_ids"] = torch.arange(self.length, self.length + count, device=lm.device)[None]
         else:
             depths, visible = tree_mask(parents, self.length, lm.device)
-            bias = torch.zeros(visible.shape, dtype=lm.dtype, device=lm.device)
-            bias = bias.masked_fill(~visible, torch.finfo(lm.dtype).min)
-            inputs["position_ids"] = (depths + self.length)[None]
-            inputs["attention_mask"] = bias[None, None]
+            positions = depths + self.length
+            inputs["position_ids"] = positions[None]
+            inputs["attention_mask"] = lm.tree_attention(visible, positions)
         hidden = lm.model.base_model(**inputs, use_cache=True).last_hidden_state[0]
         self.length += count
         return Scores(lm.lm_head(hidden[count - num_logits :]), hidden)

@@ -1,0 +1,250 @@
+"""Both engines against transformers' own forward on whole sequences: uncached, chains, trees, compaction, batches."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_llama_dir
+from transformers import AutoModelForCausalLM
+
+from draftsmith.data.models import load_lm
+from draftsmith.modules.types import InputError
+
+# Logits are of order 10 and pass through two float32 layers whose sums are ordered differently in fused kernels.
+TOLERANCE = 1e-4
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-mha": {"num_key_value_heads": 4},
+    "llama-attention-bias": {"attention_bias": True},
+    "llama-mlp-bias": {"mlp_bias": True},
+    "llama-tied": {"tie_word_embeddings": True},
+    "llama-wide-heads": {"head_dim": 16},
+    "llama-theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rms_norm_eps": 1e-3},
+    "llama-rope-linear": {"rope_parameters": LINEAR},
+    "llama-rope-llama3": {"rope_parameters": LLAMA3},
+    "llama-old-rope-linear": {"rope_parameters": LINEAR},
+    "llama-old-rope-llama3": {"rope_parameters": LLAMA3},
+    "mistral": {"sliding_window": None},
+    "mistral-window": {"sliding_window": 7},
+    "qwen2": {},
+    "qwen2-tied": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3-attention-bias": {"attention_bias": True, "tie_word_embeddings": True},
+}
+PREFIX = 11  # longer than the sliding window, so that it hides something everywhere
+
+
+def spell_as_before_transformers_5(directory: Path) -> None:
+    """`rope_theta` at the top and `rope_scaling` with `type`, as older checkpoints have them."""
+    raw = json.loads((directory / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    (directory / "config.json").write_text(json.dumps(raw))
+
+
+# Layers that differ: the lean path refuses them, the universal one must window the right layers.
+MIXED_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny model, as transformers runs it and as our two engines do."""
+
+    directory: Path
+    oracle_directory: Path
+
+    @cached_property
+    def oracle(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.oracle_directory, dtype=torch.float32).eval()
+
+    @cached_property
+    def engines(self) -> dict[str, Any]:
+        return {engine: load_lm(str(self.directory), engine=engine) for engine in ("lean", "hf")}
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """[T, V] of a whole sequence by transformers, without a cache."""
+        with torch.no_grad():
+            return self.oracle(torch.tensor([tokens]), use_cache=False).logits[0]
+
+    def tokens(self, count: int, seed: int = 0) -> list[int]:
+        rng = random.Random(seed)
+        return [rng.randrange(self.oracle.config.vocab_size) for _ in range(count)]
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def case(request, tmp_path_factory) -> Case:
+    name = request.param
+    directory = tmp_path_factory.mktemp(name)
+    tiny_llama_dir(directory, family=name.split("-")[0], **VARIANTS[name])
+    oracle = directory
+    if "-old-" in name:
+        oracle = directory.with_name(directory.name + "-new")
+        shutil.copytree(directory, oracle)
+        spell_as_before_transformers_5(directory)
+    return Case(directory, oracle)
+
+
+@pytest.fixture(params=["lean", "hf"])
+def engine(request) -> str:
+    return request.param
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
+
+
+def random_tree(size: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(-1, i) for i in range(size)]
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
+
+
+def test_the_variants_differ_from_plain_llama(case):
+    # A switch that transformers ignored would make its parity test vacuous.
+    assert case.logits(case.tokens(5)).std() > 0.5
+    windowed = getattr(case.oracle.config, "sliding_window", None)
+    assert (windowed is not None) == ("window" in case.directory.name)
+    assert ("bias" in case.directory.name or "qwen2" in case.directory.name) == any(
+        name.endswith("_proj.bias") for name, _ in case.oracle.named_parameters()
+    )
+
+
+def test_teacher_forcing(case, engine):
+    lm = case.engines[engine]
+    rows = [case.tokens(24, seed) for seed in range(3)]
+    logits = lm.lm_head(lm.features(torch.tensor(rows)))
+    for row, expected in zip(logits, map(case.logits, rows), strict=True):
+        assert_close(row, expected)
+
+
+def test_right_padding_changes_nothing_before_it(case, engine):
+    lm, tokens = case.engines[engine], case.tokens(10)
+    padded = lm.lm_head(lm.features(torch.tensor([tokens + [0] * 6])))[0, :10]
+    assert_close(padded, case.logits(tokens))
+
+
+def test_embedding_and_features_are_the_models(case, engine):
+    lm, ids = case.engines[engine], torch.tensor([case.tokens(9)])
+    with torch.no_grad():
+        assert torch.equal(lm.embed(ids), case.oracle.get_input_embeddings()(ids))
+        hidden = case.oracle.model(ids, use_cache=False).last_hidden_state
+    assert_close(lm.features(ids), hidden)
+    assert_close(lm.session(16).extend(ids[0].tolist()).features, hidden[0])
+
+
+def test_cached_chains(case, engine):
+    tokens = case.tokens(26)
+    expected = case.logits(tokens)
+    session, at = case.engines[engine].session(40), 0
+    for size in (1, 9, 1, 1, 4, 10):
+        scores = session.extend(tokens[at : at + size], num_logits=size)
+        at += size
+        assert_close(scores.logits, expected[at - size : at])
+        assert session.length == at
+
+
+def test_only_the_wanted_logits_are_made(case, engine):
+    tokens = case.tokens(6)
+    scores = case.engines[engine].session(8).extend(tokens, num_logits=2)
+    assert scores.features.shape[0] == 6
+    assert_close(scores.logits, case.logits(tokens)[-2:])
+
+
+@pytest.mark.parametrize("prefix", [0, PREFIX])
+def test_every_path_of_a_tree(case, engine, prefix):
+    kept, nodes, parents = case.tokens(prefix), case.tokens(10, seed=1), random_tree(10, seed=2)
+    session = case.engines[engine].session(prefix + 12)
+    if kept:
+        session.extend(kept)
+    logits = session.extend(nodes, parents, num_logits=len(nodes)).logits
+    for node in range(len(nodes)):
+        path = path_to(node, parents)
+        assert_close(logits[node], case.logits(kept + [nodes[i] for i in path])[-1])
+
+
+@pytest.mark.parametrize("path_seed", [0, 1])
+def test_right_after_compaction(case, engine, path_seed):
+    kept, nodes = case.tokens(PREFIX), case.tokens(9, seed=3)
+    parents = [-1, 0, 0, 1, 2, 2, 4, 5, 6]
+    path = [0, 2, 4, 6, 8] if path_seed == 0 else [0, 2, 5]  # both leave gaps in the cache
+    session = case.engines[engine].session(40)
+    session.extend(kept)
+    session.extend(nodes, parents, num_logits=9)
+    session.keep(PREFIX, [PREFIX + node for node in path])
+    tokens = kept + [nodes[node] for node in path]
+    assert session.length == len(tokens)
+    for follow in (case.tokens(1, seed=4), case.tokens(5, seed=5)):  # one token takes another kernel than several
+        tokens = tokens + follow
+        assert_close(session.extend(follow, num_logits=len(follow)).logits, case.logits(tokens)[-len(follow) :])
+    tree = random_tree(6, seed=6)
+    nodes = case.tokens(6, seed=7)
+    logits = session.extend(nodes, tree, num_logits=6).logits
+    assert_close(logits[5], case.logits(tokens + [nodes[i] for i in path_to(5, tree)])[-1])
+
+
+def test_a_session_starts_over_and_goes_back(case, engine):
+    session = case.engines[engine].session(30)
+    session.extend(case.tokens(12))
+    session.keep(5)
+    follow = case.tokens(3, seed=8)
+    assert_close(session.extend(follow).logits, case.logits(case.tokens(12)[:5] + follow)[-1:])
+    session.keep(0)
+    other = case.tokens(9, seed=9)
+    assert_close(session.extend(other, num_logits=9).logits, case.logits(other))
+
+
+def test_batches_of_different_lengths_and_after_rows_have_ended(case, engine):
+    prompts = [case.tokens(length, seed=length) for length in (3, 12, 1, 9)]
+    session, logits = case.engines[engine].batch_session(prompts, capacity=20)
+    rows = [list(prompt) for prompt in prompts]
+
+    def check(logits: torch.Tensor) -> None:
+        assert_close(logits, torch.stack([case.logits(row)[-1] for row in rows]))
+
+    check(logits)
+    for seed in range(4):
+        if seed == 2:
+            session.select(torch.tensor([3, 0]))
+            rows = [rows[3], rows[0]]
+        step = case.tokens(len(rows), seed=20 + seed)
+        rows = [row + [token] for row, token in zip(rows, step, strict=True)]
+        check(session.step(torch.tensor(step)))
+
+
+def test_trees_of_a_model_whose_layers_have_different_windows(tmp_path):
+    tiny_llama_dir(tmp_path, family="qwen2", **MIXED_WINDOW)
+    with pytest.raises(InputError, match="use_sliding_window"):
+        load_lm(str(tmp_path), engine="lean")
+    case, lm = Case(tmp_path, tmp_path), load_lm(str(tmp_path))
+    assert case.oracle.config.layer_types == ["full_attention", "sliding_attention"]
+    kept, nodes, parents = case.tokens(PREFIX), case.tokens(8, seed=1), random_tree(8, seed=2)
+    session = lm.session(0)
+    assert_close(session.extend(kept, num_logits=PREFIX).logits, case.logits(kept))
+    logits = session.extend(nodes, parents, num_logits=8).logits
+    for node in range(8):
+        assert_close(logits[node], case.logits(kept + [nodes[i] for i in path_to(node, parents)])[-1])
