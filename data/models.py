@@ -113,7 +113,7 @@ def load_lm(
     if engine not in ("auto", "lean", "hf"):
         raise InputError("engine", engine, "auto, lean or hf", "Choose one of these.")
     directory = model_directory(path)
-    raw = json.loads((directory / "config.json").read_text())
+    raw = _read_json(directory / "config.json")
     resolved = _resolve_dtype(dtype, raw)
     if engine == "lean" or (engine == "auto" and raw.get("model_type") in SUPPORTED):
         try:
@@ -122,6 +122,13 @@ def load_lm(
             if engine == "lean" or "--engine hf" not in str(error):
                 raise
     return _load_hf(directory, raw, resolved, device, trust_remote_code)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise InputError(str(file), f"damaged ({error})", "JSON", "Fetch or build it again.") from error
 
 
 def _resolve_dtype(dtype: str, raw: dict[str, Any]) -> torch.dtype:
@@ -151,18 +158,30 @@ def _load_lean(directory: Path, raw: dict[str, Any], dtype: torch.dtype, device:
 def _load_hf(
     directory: Path, raw: dict[str, Any], dtype: torch.dtype, device: str, trust_remote_code: bool
 ) -> CausalLM:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     from draftsmith.modules.targets.hf import HFLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
-    text = raw.get("text_config") or raw
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    except (SafetensorError, OSError, RuntimeError) as error:  # damaged, absent, or tensors of another shape
+        found = str(error).strip().splitlines()[0]
+        raise InputError("model", f"{directory} ({found})", "a whole checkpoint", "Fetch or build it again.") from error
+    # transformers fills what is missing with random numbers and a warning.
+    if missing := sorted(loading["missing_keys"]):
+        found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"
+        raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
+    model = model.to(device)
+    text = model.config.get_text_config()  # knows each architecture's own names (GPT-2's n_embd)
     info = ModelInfo(
-        hidden_size=text["hidden_size"],
-        vocab_size=text["vocab_size"],
-        num_layers=text["num_hidden_layers"],
-        max_position=text.get("max_position_embeddings", 2048),
-        eos_ids=end_tokens(directory, text),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        num_layers=text.num_hidden_layers,
+        max_position=getattr(text, "max_position_embeddings", None) or 2048,
+        eos_ids=end_tokens(directory, raw.get("text_config") or raw),
         identity=_identity(raw, model.get_output_embeddings().weight),
     )
     return HFLM(model, info)

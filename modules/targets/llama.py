@@ -82,7 +82,7 @@ def model_from_state(config: LlamaConfig, state: Mapping[str, Tensor], dtype: to
     names = dict(model.named_parameters(remove_duplicate=False))
     renamed = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in state.items()}
     renamed = {name: tensor for name, tensor in renamed.items() if not name.endswith("rotary_emb.inv_freq")}
-    if config.tie_embeddings:
+    if config.tie_embeddings and "embed_tokens.weight" in renamed:
         renamed.setdefault("lm_head.weight", renamed["embed_tokens.weight"])
     wrong = sorted(set(names) ^ set(renamed))
     wrong += [n for n in set(names) & set(renamed) if names[n].shape != renamed[n].shape]
