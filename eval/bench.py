@@ -21,7 +21,7 @@ from draftsmith.data.progress import bar, say
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.load import load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner, measure
-from draftsmith.eval.methods import HFAssisted, HFGenerate, Models, Named, check_needs, parse_methods
+from draftsmith.eval.methods import HFAssisted, HFGenerate, Models, Named, at_least, check_needs, parse_methods
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.summary import BASELINE, Clock, prompt_rows, summarise
 from draftsmith.modules.types import InputError, SamplingParams
@@ -43,7 +43,7 @@ class BenchConfig:
         eagle:k=5, hf, hf-assisted:k=5. ar is always measured.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
     tasks: keep prompts of these tasks, separated by commas.
-    limit: measure the first so many prompts.
+    limit: measure the first so many prompts; 0 takes all.
     max_new_tokens: longest answer.
     ignore_eos: go on after the end token, up to max_new_tokens.
     temperature: 0 is greedy.
@@ -67,7 +67,7 @@ class BenchConfig:
     methods: str = "ar"
     split: str | None = None
     tasks: str | None = None
-    limit: int | None = None
+    limit: int = 0
     max_new_tokens: int = 128
     ignore_eos: bool = False
     temperature: float = 0.0
@@ -114,7 +114,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     params = check(config, named)
     torch.set_num_threads(config.num_threads)
     # One prompt more than is measured, where there is one, is the warm-up; else the first is run once more for it.
-    wanted = None if config.limit is None else config.limit + 1
+    wanted = config.limit + 1 if config.limit else 0
     prompts = read_prompts(config.prompts, config.target, config.split, config.tasks, wanted)
     prompts, warm_up = (prompts[:-1], prompts[-1]) if len(prompts) == wanted else (prompts, prompts[0])
     how = {name: getattr(config, name) for name in ("dtype", "device", "engine", "trust_remote_code")}
@@ -146,11 +146,8 @@ def with_baseline(named: Sequence[Named]) -> list[Named]:
 
 def check(config: BenchConfig, named: Sequence[Named]) -> SamplingParams:
     """What can be found wrong before anything is loaded."""
-    for field, value in (("repeats", config.repeats), ("num_threads", config.num_threads)):
-        if value < 1:
-            raise InputError(field, value, "1 or more", "Raise it.")
-    if config.max_new_tokens < 1:
-        raise InputError("max_new_tokens", config.max_new_tokens, "1 or more", "Ask for at least one token.")
+    for field, smallest in (("repeats", 1), ("num_threads", 1), ("max_new_tokens", 1), ("limit", 0)):
+        at_least(field, getattr(config, field), smallest)
     for method in named:
         check_needs(method, model_paths(config))
     check_device(config.device)

@@ -26,18 +26,16 @@ class Row:
 
 
 def read_prompts(
-    source: str, target: str, split: str | None = None, tasks: str | None = None, limit: int | None = None
+    source: str, target: str, split: str | None = None, tasks: str | None = None, limit: int = 0
 ) -> list[BenchPrompt]:
     """Prompts as token ids: the target's chat template, applied up to where the answer begins.
 
     split: keep rows whose own `split` is this one. tasks: keep rows of these, separated by commas. limit: keep the
-    first so many.
+    first so many, 0 all.
 
     Raises:
         InputError: nothing there, rows of an unknown shape, another tokenizer's artefact, or no row left.
     """
-    if limit is not None and limit < 1:
-        raise InputError("limit", limit, "1 or more", "Leave it out to take every prompt.")
     path = Path(resolve_model(source))
     if (path / MANIFEST).exists() or (path / STARTED).exists():
         rows, ids_of = artefact_rows(path, target), lambda row: row.content

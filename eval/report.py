@@ -87,7 +87,7 @@ def task_table(results: Mapping[str, Any]) -> Table | None:
     return table
 
 
-def results_markdown(results: Mapping[str, Any]) -> str:
+def markdown_table(results: Mapping[str, Any]) -> str:
     """The same table for a README or a model card, with its caption."""
     lines = markdown_lines(HEADINGS, [cells(row) for row in results["methods"]])
     return "\n".join([*lines, "", caption(results)]) + "\n"

@@ -35,9 +35,11 @@ def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[
         print_options(prog, config_class, positional, about)
         return None
     words = normalise(prog, args, options, positional)
-    for word in words:
+    for number, word in enumerate(words):
         if word.startswith("--config="):
-            check_config_file(word.removeprefix("--config="), config_class)
+            file = config_file(prog, word.removeprefix("--config="))
+            check_config_file(file, config_class)
+            words[number] = f"--config={file}"
     return parse_words(prog, config_class, words, options)
 
 
@@ -153,21 +155,31 @@ def spelling(prog: str, typed: str, options: dict[str, Any]) -> tuple[str, bool]
     raise UsageError(f"unknown option --{typed}.{did_you_mean('--' + typed, shown)} Run `{prog} --help` for all.")
 
 
-def check_config_file(path: str, config_class: type) -> None:
-    """A readable YAML mapping whose keys are settings; jsonargparse's own messages name neither file nor remedy."""
-    file = Path(path)
-    if not file.is_file():
-        what = "a directory" if file.is_dir() else "no such file"
-        raise UsageError(f"--config: found {what} at {path}, expected a YAML file. Check the path.")
+def config_file(prog: str, name: str) -> Path:
+    """A YAML file by its path, or one that ships with the package by its name: `eagle-small` after `train eagle`."""
+    file = Path(name)
+    if file.is_file():
+        return file
+    folder = Path(__file__).parents[1] / "configs" / (prog.split()[1] if len(prog.split()) > 1 else "")
+    shipped = folder / f"{name.removesuffix('.yaml')}.yaml"
+    if shipped.is_file():
+        return shipped
+    what = "a directory" if file.is_dir() else "no such file"
+    names = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
+    raise UsageError(f"--config: found {what} at {name}, expected a YAML file or a shipped one ({names}). Correct it.")
+
+
+def check_config_file(file: Path, config_class: type) -> None:
+    """A YAML mapping whose keys are settings; jsonargparse's own messages name neither file nor remedy."""
     try:
         content = yaml.safe_load(file.read_text("utf-8"))
     except yaml.YAMLError as error:
-        raise UsageError(yaml_message(error, path)) from error
+        raise UsageError(yaml_message(error, str(file))) from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"--config: found bytes that are not UTF-8 in {path}, expected a YAML file.") from error
+        raise UsageError(f"--config: found bytes that are not UTF-8 in {file}, expected a YAML file.") from error
     if not isinstance(content, dict):
-        raise UsageError(f"--config: found {type(content).__name__} in {path}, expected `key: value` lines.")
-    check_keys(content, config_class, path, "")
+        raise UsageError(f"--config: found {type(content).__name__} in {file}, expected `key: value` lines.")
+    check_keys(content, config_class, str(file), "")
 
 
 def check_keys(content: dict[str, Any], config_class: type, path: str, prefix: str) -> None:

@@ -71,7 +71,7 @@ def print_options(prog: str, config_class: type, positional: tuple[str, ...], ab
         row[1].append(note, QUIET)
         groups["Required" if required else "Settings"].append(row)
     groups["Always"] = [
-        (Text.assemble(("--config", NAME_STYLE), (" FILE", QUIET)), Text("YAML file with any of these settings")),
+        (Text.assemble(("--config", NAME_STYLE), (" FILE", QUIET)), Text("YAML settings: a path, or a shipped name")),
         (Text("--print-config", NAME_STYLE), Text("print the settings as YAML and stop")),
         (Text("--debug", NAME_STYLE), Text("show the traceback of an error")),
     ]  # fmt: skip

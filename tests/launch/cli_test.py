@@ -222,6 +222,14 @@ def test_print_config_gives_back_every_setting_and_words_win_over_the_file(tmp_p
     assert words("--config", str(file), "--count", "1") == dataclasses.replace(direct, count=1)
 
 
+def test_a_shipped_config_is_found_by_its_name(capsys):
+    assert cli.main(["eval", "bench", "--config", "bench", "--limit", "7", "--print-config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["target"], printed["limit"]) == ("embedded:target", 7)
+    assert cli.main(["eval", "bench", "--config", "bnech"]) == 2
+    assert "a shipped one (bench, bench-gpu" in error_line(capsys)
+
+
 @pytest.mark.parametrize("args", [["--help"], [], ["data", "--help"], ["eval"], ["--version"]])
 def test_overview_and_version_load_nothing_heavy(args):
     code = (

@@ -1,0 +1,183 @@
+"""The bench end to end on tiny models, every count against another way to know it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from draftsmith.data.template import load_chat_tokenizer, prompt_ids
+from draftsmith.eval import bench
+from draftsmith.eval.bench import BenchConfig
+from draftsmith.eval.prompts import read_prompts
+from draftsmith.launch.cli import main
+from draftsmith.modules.types import InputError
+
+METHODS = "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.3:calibrated=on,eagle:k=2,hf,hf-assisted:k=3"
+NEW_TOKENS = 20
+SCHEMA = {
+    "method", "prompts", "tokens", "wall_s", "cpu_s", "tokens_per_s", "speedup", "tau", "num_target_calls",
+    "num_draft_tokens", "num_discarded", "discard_rate", "verification_rate", "matches_ar",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(models, tmp_path_factory) -> BenchConfig:
+    output = tmp_path_factory.mktemp("bench")
+    return BenchConfig(
+        **models, methods=METHODS, split="test", max_new_tokens=NEW_TOKENS, ignore_eos=True, repeats=2, output=output
+    )
+
+
+@pytest.fixture(scope="module")
+def results(config) -> dict:
+    bench.run(config)
+    return json.loads((config.output / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def per_prompt(config, results) -> list[dict]:
+    return [json.loads(line) for line in (config.output / "prompts.jsonl").read_text().splitlines()]
+
+
+def test_the_baseline_is_measured_although_it_was_not_listed(results):
+    assert [row["method"] for row in results["methods"]] == ["ar", *METHODS.split(",")]
+    first = results["methods"][0]
+    assert (first["speedup"], first["speedup_ci95"], first["tau"]) == (1.0, [1.0, 1.0], 1.0)
+
+
+def test_every_row_has_the_documented_fields_and_the_identity_of_counts(results):
+    for row in results["methods"]:
+        assert set(row) >= SCHEMA
+        assert (row["prompts"], row["tokens"]) == (5, 5 * NEW_TOKENS)
+        assert row["num_draft_tokens"] + row["num_target_calls"] == row["tokens"] + row["num_discarded"]
+        assert row["tau"] == row["tokens"] / row["num_target_calls"]
+        assert row["discard_rate"] == row["num_discarded"] / row["tokens"]
+        assert row["verification_rate"] == row["num_target_calls"] / row["tokens"]
+        seconds = row["cpu_s"]
+        assert results["meta"]["clock"] == "cpu" and row["tokens_per_s"] == pytest.approx(row["tokens"] / seconds)
+        assert row["speedup_ci95"][0] <= row["speedup"] <= row["speedup_ci95"][1]
+
+
+def test_greedy_output_of_every_method_is_the_targets_own(results, per_prompt, models):
+    """The oracle is the argmax of plain transformers forwards, without cache, loop or `generate`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["target"], dtype=torch.float32).eval()
+    assert all(row["matches_ar"] is True for row in results["methods"])
+    rows = {(row["method"], row["id"]): row["token_ids"] for row in per_prompt}
+    tokenizer = load_chat_tokenizer(models["target"])
+    for line in Path(models["prompts"]).read_text().splitlines()[:5]:
+        row = json.loads(line)
+        ids = list(prompt_ids(tokenizer, row["messages"]))
+        length = len(ids)
+        with torch.no_grad():
+            for _ in range(NEW_TOKENS):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        for method in ("ar", *METHODS.split(",")):
+            assert rows[method, row["id"]] == ids[length:], method
+
+
+def test_drafts_are_sometimes_right_and_sometimes_wrong(results):
+    """Else the test above would prove little. The random EAGLE head may be always wrong."""
+    for row in results["methods"]:
+        if row["method"].startswith(("spec", "hf-assisted")):
+            assert 0 < row["num_accepted"] < row["num_draft_tokens"], row["method"]
+
+
+def test_prompts_and_tasks_add_up_to_the_whole(results, per_prompt):
+    counts = ("tokens", "num_target_calls", "num_draft_tokens", "num_discarded", "num_accepted", "draft_calls")
+    for row in results["methods"]:
+        own = [item for item in per_prompt if item["method"] == row["method"]]
+        for count in counts:
+            assert row[count] == sum(item[count] for item in own)
+            assert row[count] == sum(part[count] for part in row["by_task"].values())
+        assert row["cpu_s"] == pytest.approx(sum(item["cpu_s"] for item in own))
+        assert {task: part["prompts"] for task, part in row["by_task"].items()} == {"a": 3, "b": 2}
+
+
+def test_meta_says_how_to_take_the_numbers_again(results, config):
+    meta = results["meta"]
+    assert meta["settings"]["methods"] == METHODS and meta["settings"]["max_new_tokens"] == NEW_TOKENS
+    assert meta["methods"]["specdec++:h=0.3:calibrated=on"] == {"h": 0.3, "min": 2, "max": 20, "calibrated": True}
+    assert meta["seed"] == 0 and meta["versions"]["torch"] == torch.__version__
+    assert set(meta["target"]) >= {"config", "lm_head", "tokenizer"} and meta["hardware"]["cpu_count"] >= 1
+    assert sorted(path.name for path in config.output.iterdir()) == ["prompts.jsonl", "results.json"]
+
+
+def test_sampling_repeats_with_its_seed_and_is_not_compared(config, tmp_path):
+    sampling = dataclasses.replace(
+        config, methods="spec:k=3,hf", temperature=0.8, top_k=10, repeats=1, limit=2, output=tmp_path
+    )
+    tokens = []
+    for seed in (0, 0, 1):
+        found = bench.bench(dataclasses.replace(sampling, seed=seed))
+        assert [row["matches_ar"] for row in found["methods"]] == [None] * 3
+        lines = (tmp_path / "prompts.jsonl").read_text().splitlines()
+        tokens.append([json.loads(line)["token_ids"] for line in lines])
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert len(tokens[0]) == 3 * 2  # the third prompt of the file warmed up and was left out
+
+
+def test_an_answer_ends_at_the_end_token_unless_told_otherwise(config, per_prompt, tmp_path):
+    """A random model seldom ends by itself, so its end token is set to one that it does emit."""
+    first = per_prompt[0]
+    target = tmp_path / "target"
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.target)
+    model.generation_config.eos_token_id = first["token_ids"][7]
+    model.save_pretrained(target)
+    transformers.AutoTokenizer.from_pretrained(config.target).save_pretrained(str(target))
+    methods, output = "spec:k=3,hf-assisted:k=3", tmp_path / "out"
+    ending = dataclasses.replace(config, target=str(target), methods=methods, ignore_eos=False, limit=1, output=output)
+    found = bench.bench(ending)
+    end = first["token_ids"].index(first["token_ids"][7])
+    for row in found["methods"]:
+        assert (row["tokens"], row["ended"], row["matches_ar"]) == (end + 1, 1, True)
+        assert row["num_draft_tokens"] + row["num_target_calls"] == row["tokens"] + row["num_discarded"]
+
+
+def test_a_prompts_artefact_gives_the_same_prompts_as_its_file(models, tmp_path):
+    arguments = ["--source", models["prompts"], "--target", models["target"], "--output", str(tmp_path / "prompts")]
+    assert main(["data", "prompts", *arguments]) == 0
+    from_file = read_prompts(models["prompts"], models["target"])
+    assert read_prompts(str(tmp_path / "prompts"), models["target"]) == from_file
+    only_a = read_prompts(models["prompts"], models["target"], split="test", tasks="a", limit=2)
+    assert only_a == [prompt for prompt in from_file if prompt.task == "a"][:2]
+    with pytest.raises(InputError, match="splits test, train"):
+        read_prompts(models["prompts"], models["target"], split="dev")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"prompts": "absent.jsonl"}, "absent.jsonl"),
+        ({"target": "absent/dir/model"}, "absent/dir/model"),
+        ({"methods": "medusa"}, "'medusa'"),
+        ({"methods": "spec:depth=3"}, "'depth'"),
+        ({"methods": "spec", "draft": None}, "Pass --draft DIR"),
+        ({"eagle": "ACCEPTANCE", "methods": "eagle"}, "acceptance head"),
+        ({"device": "tpu9"}, "device"),
+        ({"repeats": "0"}, "repeats"),
+        ({"temperature": "-1"}, "temperature"),
+        ({"top_p": "lots"}, "--top-p"),
+        ({"limit": "-1"}, "limit"),
+        ({"tasks": "c"}, "tasks a, b"),
+    ],
+)
+def test_wrong_input_ends_with_code_2_and_one_line(models, tmp_path, capsys, change, expected):
+    arguments = {**models, "output": str(tmp_path), **change}
+    arguments = {k: models["acceptance"] if v == "ACCEPTANCE" else v for k, v in arguments.items() if v is not None}
+    assert main(["eval", "bench", *(word for key, value in arguments.items() for word in (f"--{key}", value))]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("draftsmith: error: ") and err.count("\n") == 1 and expected in err
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_a_prompt_that_fills_the_context_is_an_error(models, tmp_path, capsys):
+    row = {"id": "too-long", "messages": [{"role": "user", "content": "rename " * 400}]}
+    (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n")
+    arguments = ["--target", models["target"], "--prompts", str(tmp_path / "long.jsonl"), "--output", str(tmp_path)]
+    assert main(["eval", "bench", *arguments]) == 2
+    assert "prompt too-long" in capsys.readouterr().err

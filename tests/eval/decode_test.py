@@ -1,0 +1,89 @@
+"""What `draftsmith decode` shows: the right text in the right colours, whole characters only."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import transformers
+from tiny_models import tiny_tokenizer
+
+from draftsmith.data.template import load_chat_tokenizer, prompt_ids
+from draftsmith.eval.decode import DecodeConfig, TokenStream, run
+from draftsmith.launch.cli import main
+
+
+def stream_all(tokenizer, tokens: list[int], size: int) -> str:
+    stream, shown = TokenStream(tokenizer), []
+    for start in range(0, len(tokens), size):
+        shown += stream.push(tokens[start : start + size], 0)
+    return "".join(piece for piece, _ in [*shown, *stream.finish()])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("text", ["def add(a, b):\n    return a + b", "naïve café ☕ 日本語 👩‍🚀 ok", "  leading", "�"])
+def test_streamed_pieces_join_to_the_text(text, size):
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert stream_all(tokenizer, tokens, size) == text
+
+
+def test_any_tokens_stream_to_what_they_decode_to():
+    """Random ids hold broken characters and special tokens; nothing may be lost, doubled or shown too early."""
+    tokenizer = tiny_tokenizer()
+    rng = random.Random(0)
+    for _ in range(50):
+        tokens = [rng.randrange(len(tokenizer)) for _ in range(20)]
+        whole = tokenizer.decode(tokens, skip_special_tokens=True)
+        assert stream_all(tokenizer, tokens, 3) == whole
+
+
+def test_a_character_is_shown_once_it_is_whole_with_the_colour_of_its_last_token():
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer("☕", add_special_tokens=False)["input_ids"]
+    assert len(tokens) == 3  # three bytes, and this vocabulary has no token for the character
+    stream = TokenStream(tokenizer)
+    assert list(stream.push(tokens[:2], num_accepted=2)) == []
+    assert list(stream.push(tokens[2:], num_accepted=0)) == [("☕", False)]
+    ascii_tokens = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    pieces = list(stream.push(ascii_tokens, num_accepted=1))
+    assert "".join(piece for piece, _ in pieces) == "ab" and pieces[0][1] is True
+
+
+@pytest.mark.parametrize("method", ["ar", "spec:k=3", "specdec++", "eagle:k=2"])
+def test_the_streamed_answer_is_the_targets(models, capsys, method):
+    flags = [word for name in ("target", "draft", "eagle", "acceptance") for word in (f"--{name}", models[name])]
+    flags += ["--method", method, "--max-new-tokens", "24", "--ignore-eos"]
+    assert main(["decode", "What does it do?", *flags]) == 0
+    out = capsys.readouterr().out
+    tokenizer = load_chat_tokenizer(models["target"])
+    ids = list(prompt_ids(tokenizer, [{"role": "user", "content": "What does it do?"}]))
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["target"])
+    model.generation_config = transformers.GenerationConfig()
+    answer = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0, len(ids) :]
+    legend, _, shown = out.partition("\n\n")
+    assert legend == f"{method}: drafted and accepted · the target's own"
+    text = tokenizer.decode(answer, skip_special_tokens=True)
+    assert shown.startswith(text + "\n\n24 tokens (cut at the limit), tau "), shown
+
+
+def test_the_method_follows_from_the_models_given(models, capsys):
+    assert run(DecodeConfig("Hi", models["target"], eagle=models["eagle"], max_new_tokens=4)).tokens
+    assert capsys.readouterr().out.startswith("eagle: ")
+    run(DecodeConfig("Hi", models["target"], draft=models["draft"], max_new_tokens=4))
+    assert capsys.readouterr().out.startswith("spec: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--method", "hf"], "draftsmith eval bench"),
+        (["--method", "spec"], "--draft"),
+        (["--method", "ar,spec"], "one method"),
+    ],
+)
+def test_what_cannot_be_streamed_is_an_error(models, capsys, args, expected):
+    assert main(["decode", "Hi", "--target", models["target"], *args]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and expected in err
