@@ -73,10 +73,14 @@ class AcceptanceDataset(Dataset):
         return len(self._prompt_lengths)
 
     def __getitem__(self, row: int) -> Item:
+        """The row in the epoch that `set_epoch` has set."""
+        return self.item(row, int(self._epoch))
+
+    def item(self, row: int, epoch: int) -> Item:
         """z_ids [T] int64, loss_mask [T] bool, accept_prob, log_q and overlap [T] float32."""
         ids = self._lists["input_ids"][row].astype(np.int64)
         start = int(self._prompt_lengths[row])
-        uniforms = _generator("mix", self.seed, int(self._epoch), row).random(len(ids) - start)
+        uniforms = _generator("mix", self.seed, epoch, row).random(len(ids) - start)
         drafted = np.zeros(len(ids), dtype=bool)
         drafted[start:] = uniforms >= self.mix
         own = drafted[start:]

@@ -1,0 +1,62 @@
+"""Small real artefacts, made by the data stages with tiny random models, once for all tests of training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data import acceptance, features, prompts, responses
+
+NUM_PROMPTS = 48
+
+
+@dataclass(frozen=True)
+class Artefacts:
+    """Directories: two models of one tokenizer, and what the data stages made with them."""
+
+    target: Path
+    draft: Path
+    responses: Path
+    acceptance: Path
+    features: Path
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums in one order, whatever the machine: runs are compared bit by bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
+    root = tmp_path_factory.mktemp("artefacts")
+    target = tiny_llama_dir(root / "target", seed=0, layers=2)
+    draft = tiny_llama_dir(root / "draft", seed=1, layers=1)
+    source = root / "prompts.jsonl"
+    source.write_text(
+        "".join(json.dumps({"prompt": f"def add{i}(a, b): " + "a + " * (i % 7)}) + "\n" for i in range(NUM_PROMPTS))
+    )
+    made = Artefacts(target, draft, root / "responses", root / "acceptance", root / "features")
+    prompts.run(prompts.PromptsConfig(source=str(source), target=str(target), output=root / "prompts"))
+    responses.run(
+        responses.ResponsesConfig(
+            prompts=root / "prompts", target=str(target), output=made.responses, max_new_tokens=24, num_threads=1
+        )
+    )
+    acceptance.run(
+        acceptance.AcceptanceConfig(
+            responses=made.responses, target=str(target), draft=str(draft), output=made.acceptance, num_threads=1
+        )
+    )
+    features.run(
+        features.FeaturesConfig(responses=made.responses, target=str(target), output=made.features, num_threads=1)
+    )
+    return made

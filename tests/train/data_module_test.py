@@ -1,0 +1,153 @@
+"""What a step holds depends on the seed and the step: not on ranks, accumulation, or where a run was continued."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from draftsmith.modules.types import FeatureBatch, InputError
+from draftsmith.train.data_module import (
+    HeadDataModule,
+    Keyed,
+    LoaderOptions,
+    Order,
+    Part,
+    RankSteps,
+    Samples,
+    held_out,
+    move,
+)
+
+LENGTHS = [5 + (i * 37) % 50 for i in range(103)]
+
+
+class Numbers:
+    """Samples that know their number and, like mixed tokens, change with the epoch."""
+
+    lengths = LENGTHS
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def item(self, row: int, epoch: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([row, epoch]), "loss_mask": torch.ones(2, dtype=torch.bool)}
+
+
+def keys_of_step(order: Order, step: int, num_ranks: int, accumulate: int):
+    parts = []
+    for rank in range(num_ranks):
+        parts += list(RankSteps(order, step, step + 1, rank, num_ranks, accumulate))
+    return parts
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["random", "by length"])
+def test_an_epoch_holds_every_sample_once(lengths):
+    order = Order(103, 8, seed=0, lengths=lengths)
+    for epoch in (0, 1):
+        steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+        seen = [order.step(step) for step in steps]
+        assert {e for e, _ in seen} == {epoch}
+        assert sorted(itertools.chain(*(batch for _, batch in seen))) == list(range(103))
+    assert order.step(0)[1] != order.step(order.steps_per_epoch)[1]
+
+
+@pytest.mark.parametrize(("num_ranks", "accumulate"), [(1, 1), (2, 1), (1, 4), (2, 2), (3, 3)])
+def test_a_step_holds_the_same_samples_however_it_is_shared_out(num_ranks, accumulate):
+    order = Order(103, 8, seed=3, lengths=LENGTHS)
+    for step in range(2 * order.steps_per_epoch):
+        parts = keys_of_step(order, step, num_ranks, accumulate)
+        assert len(parts) == num_ranks * accumulate and all(parts)
+        real = [key.index for part in parts for key in part if not key.filler]
+        assert sorted(real) == sorted(order.step(step)[1])
+
+
+def test_like_lengths_share_a_batch():
+    def padding(order: Order) -> int:
+        batches = [order.step(step)[1] for step in range(order.steps_per_epoch)]
+        return sum(max(LENGTHS[i] for i in batch) * len(batch) - sum(LENGTHS[i] for i in batch) for batch in batches)
+
+    assert padding(Order(103, 8, 0, LENGTHS)) < padding(Order(103, 8, 0)) / 4
+
+
+def test_order_depends_on_the_seed_only():
+    assert Order(103, 8, 1).step(5) == Order(103, 8, 1).step(5) != Order(103, 8, 2).step(5)
+
+
+def test_a_filler_counts_nothing():
+    order = Order(1, 4, seed=0)
+    (part,) = list(RankSteps(order, 0, 1, rank=1, num_ranks=2, accumulate=1))
+    (key,) = part
+    assert key.filler
+    _, item = Keyed(Samples(Numbers(), [7]))[key]
+    assert item["input_ids"].tolist() == [7, 0] and not item["loss_mask"].any()
+
+
+def collate(items):
+    ids = torch.stack([item["input_ids"] for item in items])
+    mask = torch.stack([item["loss_mask"] for item in items])
+    return FeatureBatch(ids, torch.zeros(len(items), 2, 1), mask, ids)
+
+
+class FakeTrainer:
+    """What the data module asks of Lightning's trainer."""
+
+    global_rank, world_size, global_step = 0, 1, 0
+
+
+def parts_from(start: int, num_workers: int = 0) -> list[Part]:
+    options = LoaderOptions(8, 2, total_steps=30, seed=0, group_by_length=True, num_workers=num_workers)
+    samples = Samples(Numbers(), range(103))
+    module = HeadDataModule(samples, samples, collate, lambda batch: int(batch.loss_mask.sum()), options)
+    module.trainer = FakeTrainer()  # type: ignore[assignment]
+    loader = module.train_dataloader()
+    assert len(loader) == 60
+    loader.load_state_dict({"step": start})
+    return list(loader)
+
+
+def test_a_continued_run_gets_the_rest_of_the_epoch():
+    whole, rest = parts_from(0), parts_from(17)
+    assert [p.keys for p in rest] == [p.keys for p in whole[34:]]
+    assert {int(p.data.input_ids[0, 1]) for p in whole} == {0, 1, 2}  # samples as they are in their epoch
+
+
+def test_reader_processes_change_nothing():
+    ours, theirs = parts_from(20), parts_from(20, num_workers=2)
+    assert [p.keys for p in ours] == [p.keys for p in theirs]
+    assert all(torch.equal(a.data.input_ids, b.data.input_ids) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_every_part_knows_the_tokens_of_its_whole_step():
+    parts = parts_from(0)
+    for first, last in zip(parts[::2], parts[1::2], strict=True):
+        assert (first.first, first.last, last.first, last.last) == (True, False, False, True)
+        assert first.step_tokens == last.step_tokens == first.tokens + last.tokens
+
+
+def test_validation_sees_each_sample_once_over_the_ranks():
+    options = LoaderOptions(8, 1, total_steps=1, seed=0, group_by_length=True, num_workers=0)
+    samples = Samples(Numbers(), range(103))
+    module = HeadDataModule(samples, samples, collate, lambda batch: int(batch.loss_mask.sum()), options)
+    seen = [key.index for rank in range(3) for part in module.val_batches(rank, 3) for key in part.keys]
+    assert sorted(seen) == list(range(103))
+
+
+def test_held_out_samples_stay_when_data_is_added():
+    train, val = held_out(1000, 0.1)
+    assert sorted(train + val) == list(range(1000)) and 70 < len(val) < 130  # 100 +- 3 standard deviations of 9.5
+    _, more = held_out(2000, 0.1)
+    assert [i for i in more if i < 1000] == val
+
+
+def test_both_sides_of_the_split_have_a_sample():
+    train, val = held_out(2, 0.01)
+    assert len(train) == len(val) == 1
+    with pytest.raises(InputError, match="at least 2"):
+        held_out(1, 0.01)
+
+
+def test_move_takes_the_tensors_along():
+    part = parts_from(29)[0]
+    assert move(part, torch.device("meta")).data.input_ids.device.type == "meta"

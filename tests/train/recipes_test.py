@@ -1,0 +1,28 @@
+"""Every recipe is one that its command accepts."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from draftsmith.launch.arguments import parse
+from draftsmith.launch.cli import COMMANDS
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+FILES = sorted((CONFIGS / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_recipe_is_accepted_by_its_command(file):
+    """`configs/recipes/MODEL-HEAD.yaml` belongs to `draftsmith train HEAD`."""
+    name = f"train {file.stem.split('-')[-1]}"
+    command = COMMANDS[name]
+    config_class = getattr(importlib.import_module(f"draftsmith.{command.module}"), command.config)
+    config = parse(f"draftsmith {name}", config_class, ["--config", str(file)], command.positional, command.help)
+    assert isinstance(config, config_class)
+
+
+def test_there_are_the_promised_recipes():
+    assert {file.stem for file in FILES} >= {"llama-2-7b-70b-acceptance", "llama-3.1-8b-eagle", "qwen3-8b-eagle"}

@@ -1,0 +1,103 @@
+"""`draftsmith train acceptance`: a head that predicts whether the target will keep a drafted token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.data.batched import set_threads
+from draftsmith.data.datasets import AcceptanceDataset, collate_acceptance
+from draftsmith.data.models import load_lm
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.types import InputError
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.strategies import local_device, model_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainAcceptanceConfig(TrainConfig):
+    """Train an acceptance head (SpecDec++) on an acceptance artefact. The defaults are the paper's, for 7B drafts;
+    a 128-wide draft wants lr 1e-3.
+
+    Attributes:
+        draft: The draft model, frozen: the one the labels were made with.
+        num_blocks: Residual blocks of the head.
+        w_acc: Loss weight of accepted tokens.
+        w_rej: Loss weight of rejected tokens.
+        tied: Apply one block num_blocks times, as the paper's published code does.
+        mix: Probability that the draft reads the target's token instead of its own.
+        platt: Fit scale and shift of the calibrated logit on the validation tokens; decoding by threshold on the raw
+            output does not use them.
+    """
+
+    draft: str
+    num_blocks: int = 3
+    w_acc: float = 1.0
+    w_rej: float = 6.0
+    tied: bool = False
+    mix: float = 0.15
+    platt: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.w_acc > 0 and self.w_rej > 0):
+            raise InputError("w_acc, w_rej", f"{self.w_acc}, {self.w_rej}", "positive weights", "Change them.")
+        if not 0 <= self.mix < 1:
+            raise InputError("mix", self.mix, "a probability below 1", "With 1 no drafted token would be left.")
+        if self.num_blocks < 1:
+            raise InputError("num_blocks", self.num_blocks, "1 or more", "Change it.")
+
+
+def run(config: TrainAcceptanceConfig) -> Path:
+    """Train the head; returns its directory, output/best.
+
+    Raises:
+        InputError: the artefact was made with another draft, is damaged or empty, or the output is taken.
+    """
+    # Lightning takes seconds to import, and --help needs none of it.
+    from draftsmith.train.data_module import HeadDataModule, LoaderOptions
+    from draftsmith.train.fit import Provenance, digests, finished, fit, split, total_steps
+    from draftsmith.train.lit_acceptance import LitAcceptance
+
+    set_threads(config.num_threads)
+    done = finished(config)
+    if done is not None:
+        return done
+    draft = load_lm(config.draft, model_dtype(config), local_device(config), config.engine, config.trust_remote_code)
+    identity = {"draft": draft.info.identity}
+    train = AcceptanceDataset(config.data, config.mix, config.seed, identity)
+    val = AcceptanceDataset(config.val, config.mix, config.seed, identity) if config.val is not None else None
+    manifest = train.manifest
+    if val is not None and val.manifest.sampling != manifest.sampling:
+        expected = f"labels made with {manifest.sampling}"
+        raise InputError("val", val.manifest.sampling, expected, "Make both with one sampling.")
+    train_samples, val_samples = split(config, train, val)
+    steps = total_steps(config, len(train_samples))
+    options = LoaderOptions(
+        config.batch_size, config.accumulate, steps, config.seed, config.group_by_length, config.num_workers
+    )
+    data = HeadDataModule(train_samples, val_samples, collate_acceptance, num_loss_tokens, options)
+    greedy = (manifest.sampling or {}).get("temperature") == 0
+    head = make_head(config, draft.info.hidden_size)
+    module = LitAcceptance(head, draft, config, steps, platt=config.platt, greedy=greedy)
+    provenance = Provenance(
+        "acceptance", digests(train, val), draft.info.identity, manifest.identity, manifest.sampling
+    )
+    return fit(module, data, config, provenance)
+
+
+def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead:
+    """Initial weights depend on the seed alone and leave torch's global generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return AcceptanceHead(
+            AcceptanceHeadConfig(hidden_size, config.num_blocks, config.w_acc, config.w_rej, config.tied)
+        )
+
+
+def num_loss_tokens(data: Any) -> int:
+    """Drafted tokens of a collated batch."""
+    return int(data.loss_mask.sum())

@@ -1,0 +1,103 @@
+"""What every head's training is told: data split, optimiser, devices, rhythm. One flat page of options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from draftsmith.data.manifest import volatile
+from draftsmith.modules.types import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Options shared by all heads.
+
+    Attributes:
+        data: The artefact to train on, a directory.
+        output: Directory that receives best/, last/, last.ckpt, metrics.csv and config.yaml.
+        val: Another artefact to validate on; without it a share of `data` is held out.
+        val_share: Share of the samples of `data` that is held out, chosen by a hash of the sample's number.
+        resume: Go on from output/last.ckpt where there is one; a finished training is returned as it is.
+        epochs: Passes over the data; not used when max_steps is given.
+        max_steps: Optimiser steps in all; 0 leaves it to epochs.
+        batch_size: Sequences in one optimiser step, over all devices and accumulated parts together.
+        accumulate: Parts that a step's batch is computed in, one after the other, to save memory.
+        lr: Peak learning rate.
+        schedule: How the learning rate falls after warm-up.
+        warmup_share: Share of all steps in which the learning rate rises linearly from 0.
+        min_lr_share: Where the learning rate ends, as a share of lr.
+        weight_decay: AdamW's decay of matrices; vectors (norms, biases) have none.
+        betas: AdamW's averaging factors.
+        clip: Largest gradient norm; 0 switches clipping off.
+        precision: float32 throughout, or bf16 autocast over float32 weights.
+        model_dtype: Type of the frozen model's weights; auto takes float32 on a CPU, else what the checkpoint holds.
+        engine: How the frozen model runs; lean for Llama-family weights, hf for any transformers model.
+        seed: Of initial weights, order of samples and noise.
+        devices: Devices of this machine to use; under torchrun it is what torchrun started.
+        accelerator: Kind of device.
+        strategy: How several devices work together; auto takes ddp when there are several.
+        num_threads: CPU threads; 0 is torch's own choice.
+        num_workers: Processes that read data; 0 reads in the training process.
+        group_by_length: Put sequences of like length into a batch, which saves padding.
+        val_every: Optimiser steps between validations; 0 validates at the end of each epoch. The last step always does.
+        log_every: Optimiser steps between logged losses.
+        save_every: Optimiser steps between saves of last/ and last.ckpt; 0 saves with each validation.
+        wandb: Weights & Biases; auto goes online when a key is found and offline without one.
+        project: Weights & Biases project.
+        trust_remote_code: Let the frozen model's repository run its own code.
+    """
+
+    data: Path = volatile()
+    output: Path = volatile()
+    val: Path | None = volatile(None)
+    val_share: float = 0.05
+    resume: bool = volatile(False)
+    epochs: int = 3
+    max_steps: int = 0
+    batch_size: int = 32
+    accumulate: int = 1
+    lr: float = 5e-5
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_share: float = 0.03
+    min_lr_share: float = 0.0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip: float = 1.0
+    precision: Literal["32", "bf16"] = "32"
+    model_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    engine: Literal["auto", "lean", "hf"] = volatile("auto")
+    seed: int = 0
+    devices: int = volatile(1)
+    accelerator: Literal["auto", "cpu", "gpu"] = volatile("auto")
+    strategy: Literal["auto", "ddp"] = volatile("auto")
+    num_threads: int = volatile(0)
+    num_workers: int = volatile(0)
+    group_by_length: bool = True
+    val_every: int = volatile(0)
+    log_every: int = volatile(20)
+    save_every: int = volatile(0)
+    wandb: Literal["auto", "online", "offline", "off"] = volatile("auto")
+    project: str = volatile("draftsmith")
+    trust_remote_code: bool = volatile(False)
+
+    def __post_init__(self) -> None:
+        at_least = {
+            "epochs": 1,
+            "max_steps": 0,
+            "batch_size": 1,
+            "accumulate": 1,
+            "devices": 1,
+            "num_workers": 0,
+            "num_threads": 0,
+        }
+        at_least |= {"val_every": 0, "log_every": 1, "save_every": 0, "clip": 0, "weight_decay": 0}
+        for name, least in at_least.items():
+            if not getattr(self, name) >= least:
+                raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
+        for name in ("val_share", "warmup_share", "min_lr_share"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(name, getattr(self, name), "a share in [0, 1)", "Change it.")
+        if not self.lr > 0:
+            raise InputError("lr", self.lr, "a positive number", "Change it.")

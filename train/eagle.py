@@ -1,0 +1,166 @@
+"""`draftsmith train eagle`: a head that drafts from the target's own features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from draftsmith.data.batched import set_threads
+from draftsmith.data.datasets import FeatureDataset, collate_features
+from draftsmith.data.manifest import Manifest, volatile
+from draftsmith.data.models import load_lm
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.types import InputError
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.strategies import local_device, model_dtype
+
+if TYPE_CHECKING:
+    from draftsmith.train.data_module import Samples
+
+# Samples from which the features' scale is measured.
+STD_SAMPLES = 32
+# Hashing goes at about 1 GB/s: half a minute at most.
+HASHED_BYTES = 32 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainEagleConfig(TrainConfig):
+    """Train an EAGLE head on a features artefact. The defaults are the paper's, for 7B targets; small targets want a
+    higher lr and more weight on tokens (configs/train/eagle-small.yaml).
+
+    Attributes:
+        target: The target model, frozen: the one the features were made with. It gives embedding and lm_head.
+        num_layers: Decoder layers of the head.
+        init: Where the head's last layer starts: as the target's last one, or at random.
+        feature_weight: Loss weight of the smooth-L1 distance between features.
+        token_weight: Loss weight of the soft cross-entropy against the target's distribution.
+        noise: Features are read with uniform noise up to this share of their standard deviation.
+        tau_every: Steps between measurements of tau by real decoding; 0 measures with every validation. It is measured
+            at validations, so it counts in multiples of val_every.
+        tau_prompts: Held-out prompts to decode for it; 0 switches it off.
+        tau_k: Drafted tokens a round for it.
+        tau_max_new_tokens: Longest answer for it.
+    """
+
+    target: str
+    epochs: int = 10
+    lr: float = 3e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 0.5
+    num_layers: int = 1
+    init: Literal["target-last-layer", "random"] = "target-last-layer"
+    feature_weight: float = 1.0
+    token_weight: float = 0.1
+    noise: float = 0.1
+    tau_every: int = volatile(0)
+    tau_prompts: int = volatile(16)
+    tau_k: int = volatile(5)
+    tau_max_new_tokens: int = volatile(64)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
+            found = f"{self.feature_weight}, {self.token_weight}"
+            raise InputError("feature_weight, token_weight", found, "not negative, not both 0", "Change them.")
+        if not self.noise >= 0:
+            raise InputError("noise", self.noise, "0 or more", "Change it.")
+        for name, least in {
+            "num_layers": 1,
+            "tau_every": 0,
+            "tau_prompts": 0,
+            "tau_k": 1,
+            "tau_max_new_tokens": 1,
+        }.items():
+            if getattr(self, name) < least:
+                raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
+
+
+def run(config: TrainEagleConfig) -> Path:
+    """Train the head; returns its directory, output/best.
+
+    Raises:
+        InputError: the features were made with another target, are damaged or empty, or the output is taken.
+    """
+    # Lightning takes seconds to import, and --help needs none of it.
+    from draftsmith.train.data_module import HeadDataModule, LoaderOptions
+    from draftsmith.train.fit import Provenance, digests, finished, fit, split, total_steps
+    from draftsmith.train.lit_eagle import LitEagle, TauProbe, num_loss_tokens
+
+    set_threads(config.num_threads)
+    done = finished(config)
+    if done is not None:
+        return done
+    target = load_lm(config.target, model_dtype(config), local_device(config), config.engine, config.trust_remote_code)
+    identity = {"target": target.info.identity}
+    train = open_features(config.data, identity)
+    val = open_features(config.val, identity) if config.val is not None else None
+    train_samples, val_samples = split(config, train, val)
+    steps = total_steps(config, len(train_samples))
+    options = LoaderOptions(
+        config.batch_size, config.accumulate, steps, config.seed, config.group_by_length, config.num_workers
+    )
+    data = HeadDataModule(train_samples, val_samples, collate_features, num_loss_tokens, options)
+    module = LitEagle(
+        make_head(config, target),
+        target,
+        config,
+        steps,
+        feature_weight=config.feature_weight,
+        token_weight=config.token_weight,
+        noise=config.noise,
+        feature_std=feature_std(train_samples),
+    )
+    prompts = held_out_prompts(val_samples, config.tau_prompts)
+    probe = TauProbe(module, prompts, config.tau_k, config.tau_max_new_tokens) if prompts else None
+    provenance = Provenance("eagle", digests(train, val), target.info.identity, train.manifest.identity)
+    probe_every = config.tau_every or config.val_every or data.order.steps_per_epoch
+    return fit(module, data, config, provenance, probe, probe_every)
+
+
+def open_features(directory: Path, identity: dict[str, Any]) -> FeatureDataset:
+    """Hashed to see that it is intact; from HASHED_BYTES on only its files' sizes are compared."""
+    size = sum(entry.bytes for entry in Manifest.read(directory).files)
+    return FeatureDataset(directory, identity, check="sha256" if size < HASHED_BYTES else "size")
+
+
+def make_head(config: TrainEagleConfig, target: CausalLM) -> EagleHead:
+    """Initial weights depend on the seed (and the target) alone and leave torch's global generator as it was.
+
+    Raises:
+        InputError: the target runs on the universal path, whose layers the head can not take its shape from.
+    """
+    if not isinstance(target, LlamaLM):
+        found = f"{config.target} on the {config.engine} engine"
+        raise InputError("target", found, "a Llama-family target on the lean engine", "Pass --engine lean.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        head = EagleHead(EagleConfig.for_target(target.config, config.num_layers))
+    if config.init == "target-last-layer":
+        head.init_from_target({k: v.cpu() for k, v in target.model.layers[-1].state_dict().items()})
+    return head
+
+
+def feature_std(samples: Samples) -> float:
+    """Standard deviation of the features' elements over the first samples: the noise's unit."""
+    count, first, second = 0, 0.0, 0.0
+    for i in range(min(STD_SAMPLES, len(samples))):
+        features = samples.item(i, 0)["features"].double()
+        count, first = count + features.numel(), first + float(features.sum())
+        second += float(features.square().sum())
+    return max(second / count - (first / count) ** 2, 0.0) ** 0.5
+
+
+def held_out_prompts(samples: Samples, number: int) -> list[list[int]]:
+    """Prompts of the first validation samples: what comes before the first response token."""
+    prompts = []
+    for i in range(min(number, len(samples))):
+        item: dict[str, Any] = samples.item(i, 0)
+        start = int(item["loss_mask"].to(torch.int8).argmax())
+        if start > 0:
+            prompts.append(item["input_ids"][:start].tolist())
+    return prompts

@@ -1,0 +1,233 @@
+"""One run of training from its output directory's point of view: begun, continued, interrupted or finished.
+
+`started.json` holds what decides the weights and is written first; `training.json` holds the result and is written
+last: presence means complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shlex
+import signal
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import yaml
+from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
+
+from draftsmith.data.heads import save_head
+from draftsmith.data.manifest import (
+    decisive,
+    differences,
+    flatten,
+    git_commit,
+    package_versions,
+    read_json,
+    resolved,
+    write_json,
+)
+from draftsmith.modules.types import InputError
+from draftsmith.train.callbacks import CHECKPOINT, BetweenSteps, ProgressBar, StopOnSignal, say_on_rank_zero
+from draftsmith.train.card import model_card
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.data_module import HeadDataModule, Samples, held_out
+from draftsmith.train.lit_head import LitHead
+from draftsmith.train.loggers import make_loggers
+from draftsmith.train.strategies import trainer_arguments
+
+STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a head was made from.
+
+    job: `acceptance` or `eagle`. inputs: name -> digest of each artefact. read_model: identity of the model whose
+    hidden states the head reads. models: identities of all models concerned. sampling: what labels hold for, if any.
+    """
+
+    job: str
+    inputs: dict[str, str]
+    read_model: dict[str, str]
+    models: dict[str, Any]
+    sampling: dict[str, float] | None = None
+
+
+def finished(config: TrainConfig) -> Path | None:
+    """best/ of a finished run that is asked to be continued.
+
+    Raises:
+        InputError: the output directory holds a run, and it is not to be continued.
+    """
+    done = config.output / FINISHED
+    if config.resume:
+        return config.output / "best" if done.exists() else None
+    for name in (FINISHED, CHECKPOINT):
+        if (config.output / name).exists():
+            found = f"{config.output}, which holds {'a finished' if name == FINISHED else 'an interrupted'} training"
+            raise InputError("output", found, "a new directory", "Pass --resume to go on, or choose another.")
+    return None
+
+
+def split(config: TrainConfig, train: Any, val: Any | None) -> tuple[Samples, Samples]:
+    """Training and validation samples; `val` is the dataset of --val, if it is given."""
+    if not len(train):
+        raise InputError("data", f"{config.data} without samples", "at least one", "Check the stage that made it.")
+    if val is not None:
+        return Samples(train, range(len(train))), Samples(val, range(len(val)))
+    if config.val_share == 0:
+        raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
+    train_indices, val_indices = held_out(len(train), config.val_share)
+    return Samples(train, train_indices), Samples(train, val_indices)
+
+
+def digests(train: Any, val: Any | None) -> dict[str, str]:
+    """Hashes of the content that a head is trained and validated on."""
+    return {"data": train.manifest.digest} | ({"val": val.manifest.digest} if val is not None else {})
+
+
+def total_steps(config: TrainConfig, num_samples: int) -> int:
+    return config.max_steps or config.epochs * -(-num_samples // config.batch_size)
+
+
+def fit(
+    module: LitHead,
+    data: HeadDataModule,
+    config: TrainConfig,
+    provenance: Provenance,
+    probe: Callable[[], dict[str, float]] | None = None,
+    probe_every: int = 0,
+) -> Path:
+    """Train, or go on training, and return best/.
+
+    Raises:
+        InputError: the run to be continued was begun with other settings or data.
+        SystemExit: 130 after Ctrl-C and 143 after SIGTERM, as a shell reports them; everything is saved by then.
+    """
+    checkpoint = _checkpoint(config, provenance)
+    step = _step_of(checkpoint)
+    if not rank_zero_only.rank:
+        _begin(config, provenance)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    between = BetweenSteps(
+        config.output,
+        _head_saver(module.head, config, provenance),
+        val_every=config.val_every or data.order.steps_per_epoch,
+        log_every=config.log_every,
+        save_every=config.save_every,
+        probe=probe,
+        probe_every=probe_every,
+    )
+    trainer = pl.Trainer(
+        **trainer_arguments(config),
+        max_steps=module.total_steps,
+        max_epochs=1,
+        accumulate_grad_batches=config.accumulate,
+        gradient_clip_val=config.clip or None,
+        logger=make_loggers(config, provenance.job, step, say_on_rank_zero),
+        callbacks=[between, StopOnSignal(), ProgressBar(f"train {provenance.job}")],
+        default_root_dir=config.output,
+        limit_val_batches=0,  # BetweenSteps validates
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,  # the data module knows its rank
+    )
+    if step:
+        say_on_rank_zero(f"going on from step {step} of {module.total_steps}")
+    # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")  # about torch's pytrees
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    interrupted = module.signal_agreed or module.signal_received
+    if trainer.global_step < module.total_steps:
+        assert interrupted, f"stopped at step {trainer.global_step} of {module.total_steps} without a signal"
+        _leave(interrupted, between.saved_step, config, provenance)
+    if not rank_zero_only.rank:
+        result = {"steps": module.total_steps, "best": between.best, "last": between.latest}
+        write_json(config.output / FINISHED, result)
+    trainer.strategy.barrier("finished")
+    say_on_rank_zero(f"{provenance.job} head: {config.output / 'best'} (step {between.best.get('step', 0):.0f})")
+    if interrupted:  # during the last step: the run is complete, but what comes after it was not wanted
+        raise SystemExit(128 + interrupted)
+    return config.output / "best"
+
+
+def _state(config: TrainConfig, provenance: Provenance) -> dict[str, Any]:
+    return flatten({"config": decisive(config), "inputs": provenance.inputs, "models": provenance.models})
+
+
+def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
+    """What to go on from; None begins anew.
+
+    Raises:
+        InputError: lists every setting and input that differs from those the run was begun with.
+    """
+    if not config.resume:
+        return None
+    started = config.output / STARTED
+    if started.exists():
+        differing = differences(_state(config, provenance), read_json(started))
+        if differing:
+            found = "another " + "; ".join(f"{key}: {now}, begun with {was}" for key, now, was in differing)
+            remedy = f"Restore it (see {config.output / RESOLVED}), or choose another output."
+            raise InputError("resume", found, "the settings and data that the run was begun with", remedy)
+    path = config.output / CHECKPOINT
+    return path if path.exists() else None
+
+
+def _step_of(checkpoint: Path | None) -> int:
+    if checkpoint is None:
+        return 0
+    try:
+        return int(torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["global_step"])
+    except (RuntimeError, KeyError, EOFError, ValueError, OSError) as error:
+        raise InputError(str(checkpoint), f"damaged ({error})", "a checkpoint", "Delete it to start anew.") from error
+
+
+def _begin(config: TrainConfig, provenance: Provenance) -> None:
+    config.output.mkdir(parents=True, exist_ok=True)
+    if config.resume and (config.output / STARTED).exists():
+        return
+    plain = resolved(dataclasses.replace(config, resume=False))
+    text = yaml.safe_dump(plain, sort_keys=False)
+    (config.output / RESOLVED).write_text(f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
+    write_json(config.output / STARTED, _state(config, provenance))
+
+
+def _head_saver(
+    head: nn.Module, config: TrainConfig, provenance: Provenance
+) -> Callable[[str, int, dict[str, float]], None]:
+    """Saves the head as it is now under output/NAME, with its manifest and model card."""
+    made_with = {"packages": package_versions(), "git_commit": git_commit()}
+
+    def save(name: str, step: int, metrics: Mapping[str, float]) -> None:
+        manifest = {
+            "target": provenance.read_model,
+            "models": provenance.models,
+            "sampling": provenance.sampling,
+            "inputs": provenance.inputs,
+            "config": resolved(config),
+            "seed": config.seed,
+            "step": step,
+            "metrics": dict(metrics),
+            **made_with,
+        }
+        card = model_card(provenance.job, manifest)
+        save_head(config.output / name, head, manifest, card)
+
+    return save
+
+
+def _leave(number: int, step: int, config: TrainConfig, provenance: Provenance) -> None:
+    command = ["draftsmith", "train", provenance.job, "--config", str(config.output / RESOLVED), "--resume"]
+    say_on_rank_zero(f"{signal.Signals(number).name}: saved step {step}. Go on with: {shlex.join(command)}")
+    raise SystemExit(128 + number)

@@ -1,0 +1,118 @@
+"""Training of the EAGLE head (EAGLE section 4.2) on stored target features."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead, shift
+from draftsmith.modules.losses import eagle_loss
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, SamplingParams
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.data_module import Part, move
+from draftsmith.train.lit_head import Frozen, LitHead
+from draftsmith.train.metrics import Means, num_ranks, rank, total
+
+
+def num_loss_tokens(batch: FeatureBatch) -> int:
+    """Positions that count in the loss, after the head's pairing."""
+    return int(shift(batch).loss_mask.sum())
+
+
+class LitEagle(LitHead):
+    """parts hold a `FeatureBatch`. The target gives embedding and lm_head, both frozen."""
+
+    monitor, larger_is_better = "top1", True
+    head: EagleHead
+
+    def __init__(
+        self,
+        head: EagleHead,
+        target: CausalLM,
+        config: TrainConfig,
+        total_steps: int,
+        *,
+        feature_weight: float,
+        token_weight: float,
+        noise: float,
+        feature_std: float,
+    ):
+        """noise: features are read with U(-noise, noise) * feature_std added, so that the head learns to draft on its
+        own imprecise ones."""
+        super().__init__(head, config, total_steps)
+        self.target = Frozen(target)
+        self.feature_weight, self.token_weight = feature_weight, token_weight
+        self.noise = noise * feature_std
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """The target's logits; the gradient flows to `hidden`."""
+        return self.target.model.lm_head(hidden.to(self.target.model.dtype))
+
+    def loss(self, part: Part, epoch_noise: bool) -> LossOutput:
+        pair = shift(part.data)
+        dtype = self.head.fc.weight.dtype
+        features = pair.features.to(dtype)
+        if epoch_noise and self.noise:
+            features = features + self._noise_of(part, features)
+        embeds = self.target.model.embed(pair.next_ids).to(dtype)
+        hidden = self.head(embeds, features, pair.position_ids)
+        return eagle_loss(
+            hidden, pair.target_features, pair.loss_mask, self.lm_head, self.feature_weight, self.token_weight
+        )
+
+    def _noise_of(self, part: Part, features: Tensor) -> Tensor:
+        """Noise [B, T, H] that depends on (seed, epoch, sample) and not on what shares the sample's batch."""
+        noise = torch.zeros_like(features)
+        generator = torch.Generator(features.device)
+        lengths = self.trainer.datamodule.train.lengths  # type: ignore[attr-defined]
+        for row, key in enumerate(part.keys):
+            generator.manual_seed((self.config.seed * 1_000_003 + key.epoch) * 1_000_003 + key.index)
+            # As many numbers as the sample has rows, padding aside: a device's generator gives other ones otherwise.
+            noise[row, : lengths[key.index] - 2].uniform_(-self.noise, self.noise, generator=generator)
+        return noise
+
+    @torch.no_grad()
+    def validate(self, parts: Iterable[Part]) -> dict[str, float]:
+        """loss, feature_loss and token_loss without noise, and top1 and top3: how often the target's argmax is the
+        head's first choice, or among its first three. Teacher-forced, on response tokens."""
+        means = Means()
+        for part in parts:
+            means.add(self.loss(move(part, self.device), epoch_noise=False))
+        metrics = means.take()
+        if not metrics:
+            raise InputError("val", "no response token", "validation samples with a response", "Hold out more samples.")
+        return metrics
+
+
+class TauProbe:
+    """Real tau: greedy chain decoding of held-out prompts, as `draftsmith decode` does it."""
+
+    def __init__(self, module: LitEagle, prompts: Sequence[Sequence[int]], k: int, max_new_tokens: int):
+        """prompts: the same on every rank; each rank decodes its share."""
+        self.module, self.prompts, self.k, self.max_new_tokens = module, prompts, k, max_new_tokens
+
+    def __call__(self) -> dict[str, float]:
+        """tau over all prompts of all ranks: emitted tokens per target call."""
+        target = self.module.target.model
+        # A copy where the target computes in another type: training goes on in the head's own.
+        head = self.module.head
+        if head.fc.weight.dtype != target.dtype:
+            head = copy.deepcopy(head).to(target.dtype)
+        counts = torch.zeros(2, dtype=torch.float64)
+        own = self.prompts[rank() :: num_ranks()]
+        with torch.autocast(target.device.type, enabled=False):
+            for prompt in own:
+                capacity = len(prompt) + self.max_new_tokens + self.k + 2
+                drafter = EagleDrafter(head, target, FixedLength(self.k), capacity)
+                params, source = SamplingParams(), TorchSource(0)
+                trace = generate(target, drafter, prompt, params, self.max_new_tokens, source).trace
+                counts += torch.tensor([trace.num_tokens, trace.num_target_calls], dtype=torch.float64)
+        tokens, calls = total(counts.to(self.module.device)).tolist()
+        return {"tau": tokens / calls} if calls else {}

@@ -1,0 +1,95 @@
+"""What training any head has in common: the optimiser, and a loss that is the mean over the whole step's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from draftsmith.modules.types import LossOutput
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.data_module import Part
+from draftsmith.train.metrics import Means, num_ranks, rank, total
+from draftsmith.train.schedules import lr_schedule
+
+
+class Frozen:
+    """Holds a frozen model for a LightningModule.
+
+    Not a torch module, so that the model's weights are no parameters of the LightningModule: they are neither
+    optimised, nor broadcast by DDP, nor written into checkpoints.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+
+
+class LitHead(pl.LightningModule):
+    """A head in training. A subclass gives `loss` and `validate`.
+
+    monitor: name of the validation metric that picks best/. larger_is_better: its direction.
+    """
+
+    monitor: str
+    larger_is_better: bool
+
+    def __init__(self, head: nn.Module, config: TrainConfig, total_steps: int):
+        super().__init__()
+        self.head, self.config, self.total_steps = head, config, total_steps
+        self.means = Means()
+        # Set by this rank's signal handler; then agreed on by all ranks, so that all stop after the same step.
+        self.signal_received = 0
+        self.signal_agreed = 0
+        self._step_tokens = 1.0
+
+    def loss(self, part: Part, epoch_noise: bool) -> LossOutput:
+        """Mean loss over the part's tokens. epoch_noise: with training's noise, if it has any."""
+        raise NotImplementedError
+
+    def validate(self, parts: Iterable[Part]) -> dict[str, float]:
+        """Metrics over the validation samples of all ranks, the same on every rank."""
+        raise NotImplementedError
+
+    def training_step(self, part: Part, batch_idx: int) -> Tensor:
+        if part.first:
+            self._begin_step(part.step_tokens)
+        output = self.loss(part, epoch_noise=True)
+        self.means.add(output)
+        # DDP takes the mean over ranks and Lightning divides by the accumulated parts: undo both, for a sum.
+        return output.loss * (part.tokens * num_ranks() * self.config.accumulate / self._step_tokens)
+
+    def _begin_step(self, own_tokens: int) -> None:
+        """Agree with the other ranks on how many tokens the step counts, and on whether to stop after it."""
+        if num_ranks() == 1:
+            tokens, self.signal_agreed = float(own_tokens), self.signal_received
+        else:
+            flags = torch.tensor(
+                [own_tokens, self.signal_received == 2, self.signal_received == 15], dtype=torch.float64
+            )
+            tokens, interrupts, terminates = total(flags.to(self.device)).tolist()
+            self.signal_agreed = 2 if interrupts else 15 if terminates else 0
+        self._step_tokens = max(tokens, 1.0)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """With what is yet to be logged, so that a continued run logs the same numbers."""
+        checkpoint["means"] = self.means.state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if rank() == 0:  # the state is that of all ranks together
+            self.means.load(checkpoint["means"])
+
+    def configure_optimizers(self) -> Any:
+        config = self.config
+        matrices = [p for p in self.head.parameters() if p.requires_grad and p.ndim >= 2]
+        vectors = [p for p in self.head.parameters() if p.requires_grad and p.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+        share = lr_schedule(config.schedule, self.total_steps, config.warmup_share, config.min_lr_share)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,0 +1,80 @@
+"""Sums, counts and rows over all ranks. Without a process group they are what this process has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from draftsmith.modules.types import LossOutput
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def total(values: Tensor) -> Tensor:
+    """Elementwise sum over ranks, of tensors of one shape, on the device that the ranks talk through."""
+    if num_ranks() > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def gather_rows(rows: Tensor) -> Tensor:
+    """[N_rank, C] of each rank -> [sum of N_rank, C] on every rank, in order of ranks."""
+    if num_ranks() == 1:
+        return rows
+    sizes = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(num_ranks())]
+    dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
+    longest = max(int(size) for size in sizes)
+    padded = rows.new_zeros(longest, rows.shape[1])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in range(num_ranks())]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
+
+
+class Means:
+    """Running sums and counts; a mean is a ratio of sums over batches and over ranks, never a mean of means."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, Tensor] = {}
+
+    def add(self, output: LossOutput) -> None:
+        """Take in a batch's sums and counts. Nothing is read back from the device here."""
+        _accumulate(self.sums, output.sums)
+        _accumulate(self.counts, output.counts)
+
+    def take(self) -> dict[str, float]:
+        """Means over everything added since the last call, on all ranks. All ranks must have added the same names."""
+        state = self.state()
+        self.sums, self.counts = {}, {}
+        return {name: value / count for name, (value, count) in state.items() if count > 0}
+
+    def state(self) -> dict[str, list[float]]:
+        """Name -> [sum, count] over all ranks; all of them must call it."""
+        names = sorted(self.sums)
+        if not names:
+            return {}
+        stacked = total(torch.stack([torch.stack([self.sums[name], self.counts[name]]) for name in names]))
+        return dict(zip(names, stacked.tolist(), strict=True))
+
+    def load(self, state: Mapping[str, list[float]]) -> None:
+        """Add what `state` gave."""
+        sums = {name: torch.tensor(value, dtype=torch.float64) for name, (value, _) in state.items()}
+        counts = {name: torch.tensor(count, dtype=torch.float64) for name, (_, count) in state.items()}
+        self.add(LossOutput(torch.zeros(()), sums, counts))
+
+
+def _accumulate(into: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        value = value.detach().double()
+        into[name] = into[name].to(value.device) + value if name in into else value
