@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,24 +77,20 @@ class JsonLines:
         return _object(self._file.readline(), f"{self._path}, line {number}")
 
 
-@dataclass(frozen=True)
 class JsonList:
     """A JSON file that holds one list of objects."""
 
-    rows: Sequence[Any]
-    digest: str
-    path: Path
-    split_taken: bool = False
+    split_taken = False
 
-    @property
-    def columns(self) -> list[str]:
-        return list(self.row(0)) if self.rows else []
+    def __init__(self, rows: Sequence[Any], digest: str, path: Path):
+        self._rows, self._path, self.digest = rows, path, digest
+        self.columns = list(self.row(0)) if rows else []
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._rows)
 
     def row(self, index: int) -> Row:
-        return _checked(self.rows[index], f"{self.path}, row {index}")
+        return _checked(self._rows[index], f"{self._path}, row {index}")
 
 
 def _open_json(path: Path) -> Source:

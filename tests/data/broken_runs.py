@@ -1,0 +1,71 @@
+"""Runs stages that die, or that share their work: a helper process of interruption_test.py.
+
+    python broken_runs.py JOBS.json TARGET
+
+Each job is forked, so that torch is imported once: {"args": command line, "ranks": how many processes, "die": null or
+[rank, file name, "before" or "after"]}. A process that is to die kills itself with SIGKILL when it is about to publish
+that file, or just has: nothing is flushed, closed or cleaned up. Prints the wait status of every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from draftsmith.data import acceptance, features, manifest, models, prompts, responses, shards, template  # noqa: F401
+from draftsmith.launch.cli import main
+
+
+def die_at(file_name: str, moment: str) -> None:
+    """Replace `publish` by one that kills this process at that file."""
+    publish = manifest.publish
+
+    def deadly(temporary: Path, path: Path) -> None:
+        if path.name == file_name and moment == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        publish(temporary, path)
+        if path.name == file_name:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    manifest.publish = shards.publish = deadly
+
+
+def warm_up(target: str) -> None:
+    """Let transformers import what it imports late, once and not in every child."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive the fork
+    template.prompt_ids(template.load_chat_tokenizer(target), template.PROBE[:1])
+    models.load_lm(target)
+
+
+def start(job: dict, rank: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job["ranks"]), "LOCAL_RANK": str(rank)}
+        if job["die"] and job["die"][0] == rank:
+            die_at(*job["die"][1:])
+        code = main(job["args"])
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warm_up(sys.argv[2])
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        children = [start(job, rank) for rank in range(job["ranks"])]
+        if job["die"]:
+            victim = children[job["die"][0]]
+            print(os.waitpid(victim, 0)[1], flush=True)
+            for child in set(children) - {victim}:  # the others wait for shards that will never come
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        else:
+            print(*(os.waitpid(child, 0)[1] for child in children), flush=True)

@@ -1,0 +1,128 @@
+"""kill -9 in the middle of every stage, then continue, then compare with the unbroken run; and several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.data.manifest import MANIFEST, Manifest, command_line, file_sha256
+from draftsmith.data.shards import Plan, Shard, ShardContent, run_stage
+from draftsmith.modules.types import InputError
+
+STAGES = ("prompts", "responses", "acceptance", "features")
+# Moments of death: the table of shard 1 is written but has no name yet; it has its name but the shard is not recorded;
+# every shard is there but the manifest is not.
+MOMENTS = {
+    "unnamed": ("shard-00001.parquet", "before"),
+    "unrecorded": ("shard-00001.parquet", "after"),
+    "no-manifest": (MANIFEST, "before"),
+}
+
+
+def files(directory: Path) -> dict[str, str]:
+    """Content hashes of everything but what names the directory itself."""
+    return {p.name: file_sha256(p) for p in directory.iterdir() if p.name not in (MANIFEST, "started.json")}
+
+
+def same(left: Path, right: Path) -> None:
+    assert files(left) == files(right)
+    ours, theirs = Manifest.read(left), Manifest.read(right)
+    assert ours.digest == theirs.digest
+    # Where and by which commit it was made may differ; nothing else.
+    plain = [
+        dataclasses.replace(m, command="", git_commit=None, config={**m.config, "output": ""}) for m in (ours, theirs)
+    ]
+    assert plain[0] == plain[1]
+
+
+@pytest.fixture(scope="module")
+def broken(chain, tmp_path_factory) -> dict[str, tuple[object, list[int]]]:
+    """Every job of this file, run by one helper process: name -> (configuration, wait statuses of its processes)."""
+    root = tmp_path_factory.mktemp("broken")
+    jobs: dict[str, tuple[object, int, list | None]] = {}
+    for stage in STAGES:
+        for name, (file_name, moment) in MOMENTS.items():
+            config = dataclasses.replace(chain.configs[stage], output=root / f"{stage}-{name}")
+            jobs[f"{stage}-{name}"] = (config, 1, [0, file_name, moment])
+        config = dataclasses.replace(chain.configs[stage], output=root / f"{stage}-ranks")
+        jobs[f"{stage}-ranks"] = (config, 2, None)
+    config = dataclasses.replace(chain.configs["responses"], output=root / "rank-1-dies")
+    jobs["rank-1-dies"] = (config, 2, [1, "shard-00003.parquet", "before"])
+    described = [
+        {"args": shlex.split(command_line(f"data {config_stage(config)}", config))[1:], "ranks": ranks, "die": die}
+        for config, ranks, die in jobs.values()
+    ]
+    (root / "jobs.json").write_text(json.dumps(described))
+    helper = Path(__file__).with_name("broken_runs.py")
+    command = [sys.executable, str(helper), str(root / "jobs.json"), str(chain.target)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.replace(" ", "").isdigit()]
+    statuses = [[int(word) for word in line.split()] for line in lines]
+    return {name: (job[0], status) for (name, job), status in zip(jobs.items(), statuses, strict=True)}
+
+
+def config_stage(config: object) -> str:
+    return type(config).__module__.rsplit(".", 1)[-1]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_stage_continues_to_the_same_bytes(chain, broken, make_stage, stage, moment):
+    config, statuses = broken[f"{stage}-{moment}"]
+    assert [os.WTERMSIG(status) for status in statuses] == [signal.SIGKILL]
+    leftovers = list(config.output.glob("*.tmp-*"))
+    assert bool(leftovers) == (moment != "unrecorded")  # it died with a file that had no name yet
+    with pytest.raises(InputError, match=f"unfinished stage.*Continue it: draftsmith data {stage} "):
+        Manifest.read(config.output)
+    before = {p.name: p.stat().st_mtime_ns for p in config.output.glob("shard-00000.*")}
+    assert before
+    make_stage(stage, config)
+    assert before == {p.name: p.stat().st_mtime_ns for p in config.output.glob("shard-00000.*")}  # kept, not remade
+    for path in config.output.glob("manifest.json.tmp-*"):
+        path.unlink()
+    same(config.output, chain.directory(stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_write_what_one_writes(chain, broken, stage):
+    config, statuses = broken[f"{stage}-ranks"]
+    assert statuses == [0, 0]
+    same(config.output, chain.directory(stage))
+
+
+def test_one_rank_continues_what_two_began(chain, broken, make_stage):
+    config, statuses = broken["rank-1-dies"]
+    assert [os.WTERMSIG(status) for status in statuses] == [signal.SIGKILL]
+    assert (config.output / "shard-00001.done.json").exists()  # rank 1 had finished its first shard
+    make_stage("responses", config)
+    same(config.output, chain.directory("responses"))
+
+
+def test_rank_0_says_what_is_missing_when_another_rank_never_delivers(tmp_path, monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        output: Path = tmp_path / "out"
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plan = Plan("prompts", "data prompts", tmp_path / "out", Config(), 4, 1, (), {}, {}, wait_s=0.2)
+    with pytest.raises(InputError, match=r"ranks: found 2 shards of other ranks missing"):
+        run_stage(plan, lambda shard, advance: ShardContent([]))
+    assert Shard(1, 1, 2).name + ".done.json" not in {p.name for p in plan.directory.iterdir()}
+
+
+@pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("x", "2"), ("-1", "1")])
+def test_ranks_that_can_not_be_are_refused(monkeypatch, remake, rank, world):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(InputError, match="RANK"):
+        remake("prompts")
