@@ -1,0 +1,273 @@
+"""Every shape of prompts that is recognised, against messages written by hand; masks; filters; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_models import CONTEXT, tiny_tokenizer
+
+from draftsmith.data.conversations import parse_columns, recognise, up_to_last_user
+from draftsmith.data.manifest import Manifest
+from draftsmith.data.prompts import PromptsConfig, run
+from draftsmith.data.shards import Rows
+from draftsmith.data.sources import open_source
+from draftsmith.data.template import RowError, load_chat_tokenizer, supervised_ids
+from draftsmith.modules.types import InputError
+
+USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
+
+
+def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+HI = chat((USER, "Hi"), (ASSISTANT, "Ho"))
+# name of the layout, a row, its messages by hand
+LAYOUTS = [
+    ("sharegpt", {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}, HI),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "system", "value": "Be brief"}, {"from": "user", "value": "Hi"}]},
+        chat((SYSTEM, "Be brief"), (USER, "Hi")),
+    ),
+    ("messages", {"messages": HI}, HI),
+    ("messages", {"conversations": HI}, HI),
+    ("messages", {"messages": [{"role": "system", "content": ""}, *HI]}, HI),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}, chat((USER, "Hi"))),
+    ("messages", {"prompt": chat((USER, "Hi")), "chosen": "x"}, chat((USER, "Hi"))),
+    ("turns", {"question_id": 81, "category": "writing", "turns": ["Hi", "And now?"]}, chat((USER, "Hi"))),
+    ("alpaca", {"instruction": "Sum", "input": "1 2", "output": "3"}, chat((USER, "Sum\n\n1 2"), (ASSISTANT, "3"))),
+    ("alpaca", {"instruction": "Sum", "input": "", "output": "3"}, chat((USER, "Sum"), (ASSISTANT, "3"))),
+    (
+        "prompt",
+        {"id": "k", "task": "edit", "prompt": "Hi", "answer": "Ho", "package": "x", "licence": "MIT", "split": "dev"},
+        HI,
+    ),
+    ("prompt", {"prompt": "Hi"}, chat((USER, "Hi"))),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "messages"), LAYOUTS)
+def test_a_layout_is_recognised_by_its_columns(name, row, messages):
+    layout = recognise(list(row), row, {})
+    assert (layout.name, layout.conversation(row).messages) == (name, messages)
+
+
+def test_columns_can_be_mapped():
+    row = {"question": "Hi", "reply": "Ho", "key": 7, "kind": "edit"}
+    layout = recognise(list(row), row, parse_columns("prompt=question, answer=reply,id=key,task=kind"))
+    assert layout.conversation(row).messages == HI
+    assert (layout.text(row, "id"), layout.text(row, "task"), layout.text(row, "split")) == ("7", "edit", "")
+
+
+def test_unknown_columns_are_named_with_the_flag_that_maps_them():
+    with pytest.raises(InputError, match=r"columns: found question, reply, expected .*--columns prompt=NAME"):
+        recognise(["question", "reply"], {"question": "Hi"}, {})
+    with pytest.raises(InputError, match=r"found nothing, expected a column of the data: question"):
+        recognise(["question"], {}, {"prompt": "nothing"})
+    with pytest.raises(InputError, match="expected NAME=COLUMN"):
+        parse_columns("question")
+
+
+def test_the_prompt_ends_at_the_last_user_turn_and_keeps_earlier_answers():
+    messages = chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d"))
+    assert up_to_last_user(messages) == messages[:3]
+    with pytest.raises(RowError, match="no user turn"):
+        up_to_last_user(chat((ASSISTANT, "b")))
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role 'robot'"),
+        ({"messages": [{"role": "user", "content": "  "}]}, "a user turn has no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "other than text"),
+        ({"messages": ["Hi"]}, "a turn is a str"),
+        ({"prompt": None}, "prompt has no text"),
+        ({"turns": []}, "turns is empty"),
+    ],
+)
+def test_a_row_that_can_not_be_used_says_why(row, what):
+    layout = recognise(list(row), {"messages": HI} if "messages" in row else row, {})
+    with pytest.raises(RowError, match=what):
+        layout.conversation(row)
+
+
+ROWS = [{"prompt": f"Hi {i}", "task": ["a", "b"][i % 2], "split": ["train", "dev"][i // 3]} for i in range(6)]
+
+
+def write_source(path: Path, rows: list[dict]) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        import datasets
+
+        datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    return path
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "x"])
+def test_the_same_rows_from_every_kind_of_source(tmp_path, name):
+    source = open_source(str(write_source(tmp_path / name, ROWS)))
+    assert [source.row(i) for i in range(len(source))] == ROWS
+    assert source.columns == ["prompt", "task", "split"]
+    again = open_source(str(tmp_path / name))
+    assert again.digest == source.digest
+    other = open_source(str(write_source(tmp_path / f"other-{name}", ROWS[:-1])))
+    assert other.digest != source.digest
+
+
+def test_a_folder_of_files_is_read_by_datasets(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "folder").mkdir()
+    write_source(tmp_path / "folder" / "train.jsonl", ROWS)
+    write_source(tmp_path / "folder" / "test.jsonl", ROWS[:2])
+    source = open_source(str(tmp_path / "folder"), split="test")
+    assert [source.row(i) for i in range(len(source))] == ROWS[:2]
+    with pytest.raises(InputError, match=r"split: found None, expected one of train, test"):
+        open_source(str(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("x.jsonl", "", "which is empty"),
+        ("x.jsonl", '{"prompt": "a"}\n{"prompt":\n', r"line 2: found not JSON"),
+        ("x.jsonl", "[1]\n", r"line 1: found list, expected an object"),
+        ("x.json", "[", "not JSON"),
+        ("x.json", "[]", "which is empty"),
+        ("x.json", "3", "found int, expected a list of objects"),
+        ("x.parquet", "PAR1", "unreadable"),
+        ("x.csv", "a,b", "expected a .jsonl, .json or .parquet file"),
+    ],
+)
+def test_a_source_that_can_not_be_read_says_why(tmp_path, name, content, what):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=what):
+        source = open_source(str(tmp_path / name))
+        [source.row(i) for i in range(len(source))]
+
+
+def test_a_missing_source_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        open_source(str(tmp_path / "nothing.jsonl"))
+
+
+@pytest.fixture
+def make(pair, tmp_path):
+    def make(rows: list[dict], **settings) -> list[dict]:
+        path = write_source(tmp_path / "x.jsonl", rows)
+        directory = run(PromptsConfig(str(path), str(pair[0]), tmp_path / "out", **settings))
+        return Rows(directory, Manifest.read(directory)).read(0, len(rows))
+
+    return make
+
+
+def test_a_prompt_is_the_templates_text_up_to_the_generation_prompt(make):
+    rows = make([{"id": 5, "messages": [*HI, *chat((USER, "c"), (ASSISTANT, "d"))]}])
+    text = "<|user|>Hi<|end|><|assistant|>Ho<|end|><|user|>c<|end|><|assistant|>"
+    assert rows[0]["prompt_ids"] == tiny_tokenizer()(text)["input_ids"]
+    assert json.loads(rows[0]["messages"]) == [*HI, *chat((USER, "c"))]
+    assert rows[0]["id"] == "5"
+
+
+def test_the_mask_covers_exactly_what_the_assistant_wrote(make):
+    pieces = [
+        ("<|user|>", False), ("Rename a", False), ("<|end|>", False), ("<|assistant|>", False), ("def b", True),
+        ("<|end|>", True), ("<|user|>", False), ("more", False), ("<|end|>", False), ("<|assistant|>", False),
+        ("  ok:", True), ("<|end|>", True),
+    ]  # fmt: skip
+    messages = chat(
+        (USER, "Rename a"), (ASSISTANT, "def b"), (USER, "more"), (ASSISTANT, "  ok:"), (USER, "unanswered")
+    )
+    row = make([{"messages": messages}], supervised=True)[0]
+    ids, mask = [], []
+    for text, counted in pieces:  # special tokens part the text, so the pieces tokenise on their own
+        own = tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        ids, mask = ids + own, mask + [counted] * len(own)
+    assert (row["input_ids"], row["loss_mask"]) == (ids, mask)
+
+
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+NEVER = PLAIN + "{% if false %}{% generation %}x{% endgeneration %}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [(PLAIN, "found no {% generation %} tags"), (NEVER, "loss_mask: found all zero"), ("", "expected a chat template")],
+)
+def test_a_template_that_gives_no_mask_is_an_error(pair, tmp_path, template, what):
+    path = tmp_path / "template.jinja"
+    path.write_text(template)
+    with pytest.raises(InputError, match=what + ".*--chat-template FILE"):
+        load_chat_tokenizer(str(pair[0]), path, supervised=True)
+
+
+def test_a_tokenizer_without_template_is_an_error(pair, tmp_path):
+    tokenizer = load_chat_tokenizer(str(pair[0]))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"chat_template: found none.*--chat-template FILE"):
+        load_chat_tokenizer(str(tmp_path))
+
+
+def test_a_templates_refusal_is_the_rows_fault(pair, tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text("{% if messages[0].role != 'user' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN)
+    tokenizer = load_chat_tokenizer(str(pair[0]), path)
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", "{% generation %}x{% endgeneration %}")
+    with pytest.raises(RowError, match="no system"):
+        supervised_ids(tokenizer, chat((SYSTEM, "s"), *[(m["role"], m["content"]) for m in HI]))
+
+
+def test_filters_and_limit(make):
+    assert [row["task"] for row in make(ROWS, split="dev", task="b", limit=1)] == ["b"]
+
+
+def test_filters_that_leave_nothing_or_lack_their_column(make):
+    with pytest.raises(InputError, match="no rows with task c"):
+        make(ROWS, task="c")
+    with pytest.raises(InputError, match="split: found rows without it: prompt, expected a column split"):
+        make([{"prompt": "a"}], split="dev")
+
+
+LONG = {"prompt": "x" * (2 * CONTEXT)}
+
+
+def test_a_prompt_longer_than_the_context_is_an_error_or_dropped_and_counted(make, tmp_path):
+    with pytest.raises(InputError, match=rf"source row 1: found \d+ tokens.*expected at most {CONTEXT}"):
+        make([{"prompt": "a"}, LONG])
+    (tmp_path / "out" / "started.json").unlink()
+    assert [row["id"] for row in make([{"prompt": "a"}, LONG, {"prompt": "b"}], overlong="drop")] == [
+        "0000000",
+        "0000002",
+    ]
+    assert Manifest.read(tmp_path / "out").counts["overlong_dropped"] == 1
+
+
+def test_nothing_left_after_dropping_is_an_error_and_no_artefact(make, tmp_path):
+    with pytest.raises(InputError, match="no rows left"):
+        make([LONG], overlong="drop")
+    with pytest.raises(InputError, match="unfinished"):
+        Manifest.read(tmp_path / "out")
+
+
+def test_an_unusable_row_is_an_error_or_dropped_and_counted(make, tmp_path):
+    rows = [{"messages": HI}, {"messages": []}]
+    with pytest.raises(InputError, match=r"source row 1: found messages is empty.*--invalid drop"):
+        make(rows)
+    (tmp_path / "out" / "started.json").unlink()
+    assert len(make(rows, invalid="drop")) == 1
+    assert Manifest.read(tmp_path / "out").counts["invalid_dropped"] == 1
