@@ -1,0 +1,148 @@
+"""Acceptance labels against SpecDec++'s formulas written again in float64, from transformers' logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_llama_dir, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from draftsmith.data.acceptance import label, label_positions
+from draftsmith.data.batched import row_uniforms
+from draftsmith.data.manifest import Manifest
+from draftsmith.data.models import load_lm
+from draftsmith.data.shards import Rows
+from draftsmith.modules.types import InputError, SamplingParams
+
+# float32 models and softmax against float64: logits differ by about 1e-5, log probabilities by a little more.
+TOLERANCE = 1e-4
+
+
+def law(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """Warped law of one position in float64."""
+    if temperature == 0:
+        return np.eye(len(logits))[logits.argmax()]
+    order = np.argsort(-logits, kind="stable")
+    weights = np.exp((logits[order] - logits.max()) / temperature)
+    weights[top_k or len(weights) :] = 0
+    weights /= weights.sum()
+    weights[np.cumsum(weights) - weights >= top_p] = 0
+    found = np.zeros(len(logits))
+    found[order] = weights / weights.sum()
+    return found
+
+
+@pytest.fixture(scope="module")
+def oracles(pair):
+    return [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in pair]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, {"temperature": 0.7, "top_k": 7}, {"temperature": 0.0}],
+)
+def test_labels_are_the_papers_formulas(chain, remake, oracles, settings):
+    directory = remake("acceptance", **settings) if settings else chain.directory("acceptance")
+    manifest = Manifest.read(directory)
+    warp = {"temperature": 1.0, "top_k": 40, "top_p": 0.95, **settings}
+    assert manifest.sampling == warp
+    rows = Rows(directory, manifest).read(0, 99)
+    assert [row["input_ids"] for row in rows] == [
+        row["input_ids"]
+        for row in Rows(chain.directory("responses"), Manifest.read(chain.directory("responses"))).read(0, 99)
+    ]
+    for number, row in enumerate(rows):
+        ids, start = row["input_ids"], row["prompt_length"]
+        uniforms = row_uniforms("acceptance", 0, number, len(ids) - start)
+        p_logits, q_logits = (oracle(torch.tensor([ids])).logits[0].detach().numpy() for oracle in oracles)
+        assert len(row["draft_ids"]) == len(ids) - start
+        for j, drafted in enumerate(row["draft_ids"]):
+            p, q = (law(logits[start + j - 1], **warp) for logits in (p_logits, q_logits))
+            assert drafted == np.searchsorted(np.cumsum(q), uniforms[j], side="right")
+            accept = min(1.0, p[drafted] / q[drafted])
+            assert row["accept_prob"][j] == pytest.approx(accept, abs=TOLERANCE)
+            assert row["overlap"][j] == pytest.approx(np.minimum(p, q).sum(), abs=TOLERANCE)
+            with np.errstate(divide="ignore"):
+                assert row["log_p"][j] == pytest.approx(np.log(p[drafted]), abs=TOLERANCE)
+            assert row["log_q"][j] == pytest.approx(np.log(q[drafted]), abs=TOLERANCE)
+
+
+def test_greedy_labels_are_exactly_agreement(chain, remake, oracles, tmp_path):
+    draft = AutoModelForCausalLM.from_pretrained(chain.target, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for weight in draft.parameters():  # the target with noise: it agrees now and then
+        weight.data.add_(0.1 * torch.randn(weight.shape, generator=generator) * weight.std())
+    draft.save_pretrained(tmp_path / "noisy")
+    tiny_tokenizer().save_pretrained(str(tmp_path / "noisy"))
+    directory = remake("acceptance", temperature=0.0, draft=str(tmp_path / "noisy"))
+    oracles = [oracles[0], draft.double().eval()]
+    kept = []
+    for row in Rows(directory, Manifest.read(directory)).read(0, 99):
+        ids, start = torch.tensor([row["input_ids"]]), row["prompt_length"]
+        p_best, q_best = (oracle(ids).logits[0].argmax(-1)[start - 1 : -1].tolist() for oracle in oracles)
+        agree = [float(a == b) for a, b in zip(p_best, q_best, strict=True)]
+        assert row["draft_ids"] == q_best
+        assert row["accept_prob"] == agree and row["overlap"] == agree
+        assert row["log_p"] == [0.0 if same else -np.inf for same in agree]
+        assert set(row["log_q"]) == {0.0}
+        kept += agree
+    assert 0 < sum(kept) < len(kept)  # both cases occurred
+
+
+def test_labels_of_one_position_by_hand():
+    p = torch.tensor([[0.5, 0.3, 0.2, 0.0]] * 3)
+    q = torch.tensor([[0.25, 0.5, 0.0, 0.25]] * 3)
+    labels = label_positions(p, q, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))
+    assert labels.draft_ids.tolist() == [0, 1, 3]
+    torch.testing.assert_close(labels.accept_prob, torch.tensor([1.0, 0.6, 0.0]))
+    torch.testing.assert_close(labels.overlap, torch.full((3,), 0.25 + 0.3))
+    assert labels.log_p.tolist()[2] == -torch.inf
+    assert labels.accept_prob.dtype == labels.log_p.dtype == torch.float32
+
+
+def test_p_averaged_over_drafts_is_the_overlap():
+    """E_q[min(1, p/q)] = sum_v min(p, q), with the uniforms on an even grid instead of at random."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.rand(50, generator=generator, dtype=torch.float64).pow(4) for _ in range(2))
+    p, q = p / p.sum(), q / q.sum()
+    grid = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    labels = label_positions(p.expand(20_000, -1), q.expand(20_000, -1), grid)
+    # The grid is off by at most one point for each of 50 tokens.
+    assert labels.accept_prob.double().mean() == pytest.approx(float(torch.minimum(p, q).sum()), abs=50 / 20_000)
+
+
+def test_the_chunk_size_changes_nothing(pair):
+    target, draft = (load_lm(str(path)) for path in pair)
+    ids, starts = [[1, 50, 60, 4, 2, 70, 80, 90], [1, 51, 4, 2, 71, 81]], [5, 4]
+    uniforms = torch.from_numpy(row_uniforms("x", 0, 0, 5))
+    whole = label(target, draft, ids, starts, SamplingParams(1.0), uniforms, 512)
+    parts = label(target, draft, ids, starts, SamplingParams(1.0), uniforms, 2)
+    for name, values in vars(whole).items():
+        torch.testing.assert_close(getattr(parts, name), values)
+
+
+def test_only_a_chunk_of_positions_is_ever_scored(pair, monkeypatch):
+    target, draft = (load_lm(str(path)) for path in pair)
+    sizes = []
+    for lm in (target, draft):
+        head = lm.lm_head
+        monkeypatch.setattr(lm, "lm_head", lambda h, head=head: (sizes.append(len(h)), head(h))[1])
+    label(target, draft, [[1, *range(50, 70)]], [1], SamplingParams(), torch.zeros(20), 6)
+    assert sizes == [6, 6, 6, 6, 6, 6, 2, 2]
+
+
+def test_models_of_another_vocabulary_or_tokenizer_are_refused(chain, remake, tmp_path):
+    wide = tiny_llama_dir(tmp_path / "wide", vocab=len(tiny_tokenizer()) + 8)
+    with pytest.raises(InputError, match=r"draft: vocabulary: found \d+, expected \d+, the target's"):
+        remake("acceptance", draft=str(wide))
+    other = tiny_llama_dir(tmp_path / "other")
+    tokenizer = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(tokenizer.replace("<|system|>", "<|boss|>"))
+    with pytest.raises(InputError, match=r"draft: found .* with tokenizer \w+, expected the tokenizer of"):
+        remake("acceptance", draft=str(other))
+
+
+def test_responses_of_another_target_are_refused(chain, remake, pair):
+    with pytest.raises(InputError, match=r"target\.config: \w+ here, \w+ given; target\.lm_head"):
+        remake("acceptance", target=str(pair[1]), draft=str(pair[1]))

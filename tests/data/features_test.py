@@ -1,0 +1,74 @@
+"""Features against transformers' hidden states; how much is written is said, and bounded, before it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draftsmith.data.datasets import FeatureDataset
+from draftsmith.data.manifest import Manifest
+from draftsmith.data.prompts import PromptsConfig, run
+from draftsmith.data.shards import Rows
+from draftsmith.modules.types import InputError
+
+TOKENS, HIDDEN = 298, 32  # of the shared chain
+
+
+def test_a_feature_is_the_state_after_the_final_norm_in_bf16(chain):
+    oracle = AutoModelForCausalLM.from_pretrained(chain.target, dtype=torch.float32).eval()
+    data = FeatureDataset(chain.directory("features"))
+    assert len(data) == 11
+    for item in data:
+        with torch.no_grad():
+            expected = oracle.model(item["input_ids"][None]).last_hidden_state[0]
+        assert item["features"].dtype == torch.bfloat16
+        # bf16 keeps 8 bits of the mantissa.
+        torch.testing.assert_close(item["features"].float(), expected, rtol=2**-8, atol=1e-3)
+
+
+def test_the_mask_is_the_response(chain):
+    texts = Rows(chain.directory("responses"), Manifest.read(chain.directory("responses"))).read(0, 11)
+    for item, row in zip(FeatureDataset(chain.directory("features")), texts, strict=True):
+        assert item["input_ids"].tolist() == row["input_ids"]
+        start, length = row["prompt_length"], len(row["input_ids"])
+        assert item["loss_mask"].tolist() == [False] * start + [True] * (length - start)
+
+
+def test_supervised_prompts_bring_their_own_mask(chain, remake, tmp_path):
+    config = PromptsConfig(str(chain.source), str(chain.target), tmp_path / "supervised", supervised=True)
+    supervised = Rows(run(config), Manifest.read(config.output)).read(0, 11)
+    data = FeatureDataset(remake("features", responses=config.output))
+    assert [item["loss_mask"].tolist() for item in data] == [row["loss_mask"] for row in supervised]
+    assert [item["input_ids"].tolist() for item in data] == [row["input_ids"] for row in supervised]
+
+
+def test_prompts_without_answers_are_refused(chain, remake):
+    with pytest.raises(InputError, match="found prompts without answers"):
+        remake("features", responses=chain.directory("prompts"))
+
+
+def test_the_bytes_are_said_first_and_the_limit_holds_before_anything_is_written(chain, remake, tmp_path, capsys):
+    total = TOKENS * (2 * HIDDEN + 5)
+    with pytest.raises(InputError, match=rf"max_bytes: found {total:,} bytes to write, expected at most {total - 1:,}"):
+        remake("features", max_bytes=total - 1)
+    assert f"{TOKENS} tokens x {HIDDEN} x 2 bytes" in capsys.readouterr().out
+    assert not (tmp_path / "features").exists()
+    remake("features", max_bytes=total)
+    written = sum(path.stat().st_size for path in (tmp_path / "features").glob("*.safetensors"))
+    assert 2 * HIDDEN * TOKENS < written < 2 * HIDDEN * TOKENS + 11 * 200  # and a header for each row
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(remake, tmp_path, monkeypatch):
+    import shutil
+
+    real = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1000))
+    with pytest.raises(InputError, match="output: found 1,000 bytes free"):
+        remake("features")
+    assert not (tmp_path / "features").exists()
+
+
+def test_another_target_is_refused(chain, remake, pair):
+    with pytest.raises(InputError, match=r"target\.config"):
+        remake("features", target=str(pair[1]))

@@ -1,0 +1,68 @@
+"""`data inspect` shows the mask and says how many rows round-trip, for every kind of artefact."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from rich.console import Console
+from tiny_models import tiny_tokenizer
+
+from draftsmith.data.inspect import InspectConfig, masked_text, retokenised_exactly, run, sampled_exactly
+from draftsmith.data.prompts import PromptsConfig
+from draftsmith.data.prompts import run as make_prompts
+from draftsmith.modules.types import InputError
+
+
+def test_the_mask_is_coloured_and_bracketed_where_colour_does_not_show():
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("<|user|>Hi<|end|><|assistant|>Hö<|end|>")["input_ids"]
+    mask = [position >= ids.index(tokenizer.convert_tokens_to_ids("<|assistant|>")) + 1 for position in range(len(ids))]
+    text = masked_text(ids, mask, tokenizer, marked=True)
+    assert text.plain == "<|user|>Hi<|end|><|assistant|>⟦Hö<|end|>⟧"
+    console = Console(force_terminal=True, color_system="standard", width=200, no_color=False)
+    with console.capture() as capture:
+        console.print(masked_text(ids, mask, tokenizer, marked=False))
+    assert "\x1b[2m<|user|>Hi<|end|><|assistant|>\x1b[0m\x1b[1;32mHö<|end|>\x1b[0m" in capture.get()
+
+
+@pytest.mark.parametrize("stage", ["prompts", "responses", "acceptance", "features"])
+def test_every_kind_is_shown(chain, capsys, stage):
+    run(InspectConfig(chain.directory(stage), row=1, rows=2))
+    shown = capsys.readouterr().out
+    assert f"{stage} in" in shown and "every hash right" in shown and "row 2, id row-2" in shown
+    assert {"prompts": "user: ", "responses": "⟦", "acceptance": "draft Y", "features": "all finite"}[stage] in shown
+
+
+def test_a_supervised_row_shows_its_mask(chain, capsys, tmp_path):
+    make_prompts(PromptsConfig(str(chain.source), str(chain.target), tmp_path / "out", supervised=True))
+    run(InspectConfig(tmp_path / "out"))
+    assert "<|assistant|>⟦Rename a to b:<|end|>⟧" in capsys.readouterr().out
+
+
+def test_what_round_trips():
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("function", add_special_tokens=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    row = {"input_ids": [1, *ids, end], "prompt_length": 1, "text": "function", "server_tokens": len(ids) + 1}
+    assert sampled_exactly(row, tokenizer)
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "function"]
+    assert letters != ids
+    assert not sampled_exactly({**row, "input_ids": [1, *letters, end]}, tokenizer)  # the same text in other tokens
+    assert retokenised_exactly(row, tokenizer)
+    assert retokenised_exactly({**row, "server_tokens": None}, tokenizer)
+    assert not retokenised_exactly({**row, "server_tokens": len(ids) + 2}, tokenizer)
+    assert not retokenised_exactly({**row, "text": "functio"}, tokenizer)
+
+
+def test_the_summary_counts_round_trips(chain, capsys):
+    run(InspectConfig(chain.directory("responses"), rows=0))
+    assert "11 rows, " in capsys.readouterr().out
+
+
+def test_a_row_that_is_not_there_and_another_tokenizer(chain, tmp_path, pair):
+    with pytest.raises(InputError, match="row: found 11, expected less than 11"):
+        run(InspectConfig(chain.directory("prompts"), row=11))
+    config = InspectConfig(chain.directory("prompts"))
+    with pytest.raises(InputError, match="model: found"):
+        run(dataclasses.replace(config, tokenizer=str(tmp_path / "nothing")))

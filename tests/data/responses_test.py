@@ -1,0 +1,145 @@
+"""Batched answers against transformers, one prompt at a time; sampling against an inverse cdf written in numpy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import CONTEXT
+from transformers import AutoModelForCausalLM
+
+from draftsmith.data.batched import answer, by_length, row_uniforms
+from draftsmith.data.manifest import Manifest
+from draftsmith.data.models import load_lm
+from draftsmith.data.shards import Rows
+from draftsmith.modules.types import InputError, SamplingParams
+
+PROMPTS = [[1, 40 + i, *range(60, 60 + 3 * i), 4, 2] for i in range(7)]
+
+
+@pytest.fixture(scope="module")
+def oracle(pair):
+    return AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float64).eval()
+
+
+def greedy(oracle, prompt: list[int], count: int, eos: int | None = None) -> list[int]:
+    """Without a cache, in float64: the plainest loop there is."""
+    ids = list(prompt)
+    for _ in range(min(count, CONTEXT - len(prompt))):
+        ids.append(int(oracle(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == eos:
+            break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("engine", ["lean", "hf"])
+def test_greedy_answers_are_those_of_one_prompt_at_a_time(pair, oracle, engine):
+    lm = load_lm(str(pair[0]), engine=engine)
+    found = answer(lm, PROMPTS, SamplingParams(), 12, None)
+    assert found == [greedy(oracle, prompt, 12, lm.info.eos_ids[0]) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("engine", ["lean", "hf"])
+def test_rows_end_at_their_end_token_which_is_kept(pair, oracle, tmp_path, engine):
+    eos = greedy(oracle, PROMPTS[0], 6)[5]  # a token that some rows emit, early or late, and others never
+    directory = shutil.copytree(pair[0], tmp_path / "model")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos]}))
+    lm = load_lm(str(directory), engine=engine)
+    expected = [greedy(oracle, prompt, 40, eos) for prompt in PROMPTS]
+    assert len({len(row) for row in expected}) > 2
+    assert answer(lm, PROMPTS, SamplingParams(), 40, None) == expected
+
+
+def test_a_row_stops_at_the_end_of_the_context_and_others_go_on(pair, oracle):
+    lm = load_lm(str(pair[0]))
+    prompts = [PROMPTS[0], (PROMPTS[3] * 40)[: CONTEXT - 3], PROMPTS[2]]
+    found = answer(lm, prompts, SamplingParams(), 9, None)
+    assert [len(row) for row in found] == [9, 3, 9]
+    assert found == [greedy(oracle, prompt, 9) for prompt in prompts]
+
+
+def warped(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The law of one position in float64, by loops rather than by masks."""
+    order = np.argsort(-logits, kind="stable")[: top_k or None]
+    weights = np.exp((logits[order] - logits.max()) / temperature)
+    weights /= weights.sum()
+    kept, mass = [], 0.0
+    for token, weight in zip(order, weights, strict=True):
+        if mass >= top_p:
+            break
+        kept.append((token, weight))
+        mass += weight
+    law = np.zeros(len(logits))
+    for token, weight in kept:
+        law[token] = weight / mass
+    return law
+
+
+def test_sampled_tokens_follow_the_warped_law_by_the_rows_own_uniforms(chain, oracle):
+    config = chain.configs["responses"]
+    rows = Rows(config.output, Manifest.read(config.output)).read(0, 99)
+    assert len(rows) == 11
+    for number, row in enumerate(rows):
+        start = row["prompt_length"]
+        uniforms = row_uniforms("responses", config.seed, number, config.max_new_tokens)
+        logits = oracle(torch.tensor([row["input_ids"]])).logits[0].detach().numpy()
+        for j, token in enumerate(row["input_ids"][start:]):
+            law = warped(logits[start + j - 1], config.temperature, config.top_k, config.top_p)
+            assert token == np.searchsorted(np.cumsum(law), uniforms[j], side="right")
+
+
+def test_a_row_does_not_depend_on_its_company(chain, remake):
+    whole = Rows(chain.directory("responses"), Manifest.read(chain.directory("responses"))).read(0, 11)
+    directory = remake("responses", batch_size=11, rows_per_shard=11)
+    assert Rows(directory, Manifest.read(directory)).read(0, 11) == whole
+    directory = remake("responses", limit=4, output=directory.with_name("limited"))
+    assert Rows(directory, Manifest.read(directory)).read(0, 11) == whole[:4]
+
+
+def test_another_seed_gives_other_answers(chain, remake):
+    whole = Rows(chain.directory("responses"), Manifest.read(chain.directory("responses"))).read(0, 11)
+    directory = remake("responses", seed=1)
+    assert [r["input_ids"] for r in Rows(directory, Manifest.read(directory)).read(0, 11)] != [
+        r["input_ids"] for r in whole
+    ]
+
+
+def test_uniforms_are_of_their_stage_seed_and_row():
+    streams = [("responses", 0, 1), ("responses", 0, 2), ("responses", 1, 1), ("acceptance", 0, 1)]
+    drawn = [tuple(row_uniforms(*stream, 5)) for stream in streams]
+    assert len(set(drawn)) == len(streams)
+    assert tuple(row_uniforms("responses", 0, 1, 3)) == drawn[0][:3]  # a longer answer begins alike
+
+
+def test_rows_say_whether_they_ended(chain):
+    manifest = Manifest.read(chain.directory("responses"))
+    eos = load_lm(str(chain.target)).info.eos_ids
+    rows = Rows(chain.directory("responses"), manifest).read(0, 11)
+    assert [row["ended"] for row in rows] == [row["input_ids"][-1] in eos for row in rows]
+    assert manifest.counts["ended"] == sum(row["ended"] for row in rows)
+    assert manifest.counts["response_tokens"] == sum(len(r["input_ids"]) - r["prompt_length"] for r in rows)
+    assert not any(row["retokenised"] for row in rows)
+
+
+def test_a_prompt_that_fills_the_context_is_an_input_error(chain, remake, tmp_path):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x " * CONTEXT}) + "\n")
+    prompts = remake("prompts", source=str(tmp_path / "long.jsonl"), max_length=4 * CONTEXT)
+    with pytest.raises(InputError, match=rf"prompt 0: found \d+ tokens, expected fewer than .* {CONTEXT}"):
+        remake("responses", prompts=prompts)
+
+
+def test_another_tokenizer_is_an_input_error(chain, remake, tmp_path):
+    directory = shutil.copytree(chain.target, tmp_path / "other")
+    raw = json.loads((directory / "tokenizer.json").read_text())
+    raw["added_tokens"][0]["content"] = "<|other|>"
+    (directory / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(InputError, match=r"tokenizer: \w+ here, \w+ given.*Make it again: draftsmith data prompts"):
+        remake("responses", target=str(directory))
+
+
+def test_batches_are_of_like_length_and_hold_every_row_once():
+    batches = by_length([3, 9, 1, 9, 5], 2)
+    assert batches == [[1, 3], [4, 0], [2]]
