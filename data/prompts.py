@@ -44,7 +44,7 @@ class PromptsConfig:
         output: Directory to write.
         columns: Names of the source's columns where they are not the usual ones: prompt=question,answer=reply,id=key.
         split: Only this split: of a `datasets` source, or by the rows' column `split`.
-        task: Only rows whose column `task` (or `category`) is this.
+        task: Only rows whose column `task` (or `category`) is this, or one of these, separated by commas.
         limit: Only the first so many rows that pass the filters; 0 takes all.
         subset: Configuration name of a `datasets` source.
         revision: Revision of a hub data set.
@@ -140,7 +140,8 @@ def choose(source: Source, layout: Layout, config: PromptsConfig) -> range | lis
             raise InputError(name, found, f"a column {name}", f"Map it (--columns {name}=NAME) or drop the filter.")
     chosen: range | list[int] = range(len(source))
     if wanted:
-        chosen = [i for i in chosen if all(layout.text(source.row(i), name) == wanted[name] for name in wanted)]
+        allowed = {name: {part.strip() for part in value.split(",")} for name, value in wanted.items()}
+        chosen = [i for i in chosen if all(layout.text(source.row(i), name) in allowed[name] for name in allowed)]
     if not chosen:
         found = f"no rows with {', '.join(f'{k} {v}' for k, v in wanted.items())}"
         raise InputError("source", found, "at least one row", "Correct the filters.")

@@ -211,6 +211,7 @@ def choose_prompts(turns: list[Turn], tokenizer: Any, seed: int) -> list[Turn]:
             short = [t for t, row in zip(by_task[task], rows, strict=False) if len(row.ids) <= MAX_ROW_TOKENS]
             unique = list({turn.key: turn for turn in short}.values())
             chosen += unique[:wanted]
+    rng.shuffle(chosen)  # so that the first so many rows of a split are a mix of tasks
     return chosen
 
 

@@ -31,7 +31,7 @@ Log = Callable[[str], None]
 TARGET_STAGES = {
     "seedling": (2, Recipe(steps=3600, min_lr_fraction=0.2, seed=1)),
     "sapling": (6, Recipe(steps=900, decay_from=1.0 - 1e-9, lr=3e-3, seed=2)),
-    "target": (12, Recipe(steps=1500, decay_from=0.3, lr=3e-3, min_lr_fraction=0.03, seed=3)),
+    "target": (12, Recipe(steps=900, decay_from=0.3, lr=3e-3, min_lr_fraction=0.03, seed=3)),
 }
 DRAFT_STAGES = {
     "draft": (2, Recipe(steps=500, lr=1.5e-3, decay_from=0.1, min_lr_fraction=0.03, seed=4)),
