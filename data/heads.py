@@ -82,7 +82,12 @@ def head_config(directory: str | Path) -> dict[str, Any]:
         raise InputError(
             "head", directory, "a head directory (config.json, manifest.json)", "Train one, or check the path."
         )
-    manifest = json.loads((directory / "manifest.json").read_text())
+    try:
+        manifest = json.loads((directory / "manifest.json").read_text())
+    except ValueError as error:
+        raise InputError(
+            str(directory / "manifest.json"), f"damaged ({error})", "JSON", "Copy or train the head again."
+        ) from error
     for name, sha256 in manifest.get("sha256", {}).items():
         file = directory / name
         if name != "README.md" and (not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256):

@@ -58,7 +58,7 @@ class TableLM:
     Two or three tokens of the V have mass, others than the next model's: p and q have zeros in different places.
     """
 
-    def __init__(self, seed: int, support: tuple[int, ...] = (2, 3), max_position: int = 64):
+    def __init__(self, seed: int, support: tuple[int, ...] = (2, 2, 2, 3), max_position: int = 64):
         self.seed, self.support = seed, support
         self.device, self.dtype = torch.device("cpu"), torch.float64
         self.info = ModelInfo(H, V, 1, max_position, (), {"config": f"table-{seed}"})
@@ -70,10 +70,10 @@ class TableLM:
     def row(self, prefix: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Logits [V] and feature [H] after `prefix`."""
         if prefix not in self._rows:
-            index = 0
-            for token in prefix:  # a number of the prefix in base V + 1: unique, and the same in every process
-                index = index * (V + 1) + token + 1
-            rng = torch.Generator().manual_seed(1_000_003 * self.seed + index)
+            index = self.seed
+            for token in prefix:  # the same in every process; modulo a prime, as torch looks at 32 bits of a seed
+                index = (index * 1_000_003 + token + 1) % (2**31 - 1)
+            rng = torch.Generator().manual_seed(index)
             logits = 1.5 * torch.randn(V, generator=rng, dtype=torch.float64)
             size = self.support[int(torch.randint(len(self.support), (1,), generator=rng))]
             logits[torch.randperm(V, generator=rng)[size:]] = -torch.inf

@@ -46,10 +46,11 @@ def test_rates_of_nothing_are_finite():
 def test_the_identity_of_the_counts_holds_and_discards_are_what_was_not_emitted(temperature, eos_ids):
     seen_cut = False
     for seed in range(30):
-        drafter = DraftModelDrafter(TableLM(seed % 3), FixedLength(3), 64)  # a third of the drafts are the target
+        target, draft = TableLM(seed // 3), TableLM(seed // 3 + seed % 3)  # a third of the drafts are the target
+        drafter = DraftModelDrafter(draft, FixedLength(3), 64)
         rounds = []
         done = generate(
-            TableLM(0), drafter, PROMPT, SamplingParams(temperature), 9, TorchSource(seed), eos_ids, rounds.append
+            target, drafter, PROMPT, SamplingParams(temperature), 9, TorchSource(seed), eos_ids, rounds.append
         )
         trace = done.trace
         assert trace.num_draft_tokens + trace.num_target_calls == trace.num_tokens + trace.num_discarded
