@@ -8,21 +8,25 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftsmith.data.manifest import git_commit, package_versions, publish, resolved, write_json
 from draftsmith.data.models import load_lm, tokenizer_identity
-from draftsmith.data.progress import bar, say
+from draftsmith.data.progress import say
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.load import load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner, measure
 from draftsmith.eval.methods import HFAssisted, HFGenerate, Models, Named, at_least, check_needs, parse_methods
 from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.report import results_table, task_table
 from draftsmith.eval.summary import BASELINE, Clock, prompt_rows, summarise
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -95,10 +99,6 @@ class BenchConfig:
 def run(config: BenchConfig) -> Path:
     """Measure, print the table and write `output`/results.json, which is there only when the run is complete."""
     results = bench(config)
-    from rich.console import Console
-
-    from draftsmith.eval.report import results_table, task_table
-
     console = Console(highlight=False)
     console.print(results_table(results))
     by_task = task_table(results)
@@ -123,10 +123,8 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     models = load_models(named, model_paths(config), longest, params, target, **how)
     eos_ids = () if config.ignore_eos else target.info.eos_ids
     runners = make_runners(config, named, models, params, eos_ids)
-    with bar("measuring", len(prompts), "prompts") as advance:
-        measured = measure(
-            runners, prompts, warm_up, config.max_new_tokens, config.repeats, config.seed, lambda _: advance(1)
-        )
+    with between_prompts(len(prompts)) as advance:
+        measured = measure(runners, prompts, warm_up, config.max_new_tokens, config.repeats, config.seed, advance)
     compare = params.greedy and target.dtype == torch.float32
     results = {
         "meta": describe(config, named, models, prompts, eos_ids),
@@ -136,6 +134,16 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     write_lines(config.output / PER_PROMPT, prompt_rows(measured))
     write_json(config.output / RESULTS, results)
     return results
+
+
+@contextmanager
+def between_prompts(total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar that is drawn only when it is advanced: one that redraws itself takes CPU time from the clocks."""
+    left = (TextColumn("prompts, left"), TimeRemainingColumn())
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), *left)
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        task = progress.add_task("measuring", total=total)
+        yield lambda: progress.update(task, advance=1, refresh=True)
 
 
 def with_baseline(named: Sequence[Named]) -> list[Named]:

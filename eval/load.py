@@ -68,7 +68,8 @@ def warn_about_sampling(directory: str, params: SamplingParams) -> None:
     ours = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
     if not made_with or (params.greedy and made_with.get("temperature") == 0):
         return
-    differing = [f"{key} {made_with[key]} there, {ours[key]} here" for key in ours if made_with.get(key) != ours[key]]
+    pairs = [(key, made_with.get(key), value) for key, value in ours.items()]
+    differing = [f"{key} {theirs} there, {own} here" for key, theirs, own in pairs if theirs != own]
     if differing:
         print(
             f"draftsmith: warning: {directory} was trained on labels of another mode ({'; '.join(differing)}): it may "

@@ -71,7 +71,7 @@ def timed(runner: Runner, prompt: Sequence[int], max_new_tokens: int, seed: int)
 
 def synchronize() -> None:
     """Wait for the GPU: its work is queued, and a clock would otherwise stop too early."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
@@ -82,7 +82,7 @@ def measure(
     max_new_tokens: int,
     repeats: int,
     seed: int,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Measured]]:
     """Every method on every prompt, interleaved: a machine that slows down slows all methods down alike.
 
@@ -101,7 +101,7 @@ def measure(
                 runs[label].append(timed(runners[label], prompt.prompt_ids, max_new_tokens, seed + number))
         for label in labels:
             measured[label].append(median_of(prompt, runs[label]))
-        progress(number + 1)
+        progress()
     return measured
 
 

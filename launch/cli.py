@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in before
     args = [arg for arg in before if arg != "--debug"] + after
     try:
-        return dispatch(args)
+        code = dispatch(args)
+        sys.stdout.flush()  # here, where a closed pipe is caught, and not while Python shuts down
+        return code
     except KeyboardInterrupt:
         print("draftsmith: interrupted", file=sys.stderr)
         return 130

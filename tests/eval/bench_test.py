@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tiny_models import tiny_llama_dir, tiny_tokenizer
 
+from draftsmith.data.heads import load_head, save_head
+from draftsmith.data.models import load_lm
 from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval import bench
 from draftsmith.eval.bench import BenchConfig
@@ -181,3 +184,40 @@ def test_a_prompt_that_fills_the_context_is_an_error(models, tmp_path, capsys):
     arguments = ["--target", models["target"], "--prompts", str(tmp_path / "long.jsonl"), "--output", str(tmp_path)]
     assert main(["eval", "bench", *arguments]) == 2
     assert "prompt too-long" in capsys.readouterr().err
+
+
+def test_models_that_do_not_fit_are_told_apart(models, tmp_path, capsys):
+    wider = tiny_llama_dir(tmp_path / "wider", vocab=len(tiny_tokenizer()) + 16)
+    other = tiny_llama_dir(tmp_path / "other", seed=5)
+    head = ["--acceptance", models["acceptance"], "--methods", "specdec++"]
+    capsys.readouterr()  # what saving the models said
+    for draft, extra, expected in [
+        (wider, ["--methods", "spec"], "vocabulary"),
+        (other, head, "trained for another model"),
+    ]:
+        arguments = ["--target", models["target"], "--prompts", models["prompts"], "--output", str(tmp_path / "out")]
+        assert main(["eval", "bench", *arguments, "--draft", str(draft), *extra]) == 2
+        err = capsys.readouterr().err
+        assert expected in err and err.count("\n") == 1
+
+
+def test_an_artefact_of_another_tokenizer_is_refused(models, tmp_path):
+    artefact = tmp_path / "prompts"
+    arguments = ["--source", models["prompts"], "--target", models["target"], "--output", str(artefact)]
+    assert main(["data", "prompts", *arguments]) == 0
+    manifest = json.loads((artefact / "manifest.json").read_text())
+    manifest["identity"]["tokenizer"] = "0" * 16
+    (artefact / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="tokenizer 0000000000000000"):
+        read_prompts(str(artefact), models["target"])
+
+
+def test_a_head_made_for_another_mode_is_warned_about(config, tmp_path, capsys):
+    draft = load_lm(config.draft)
+    head = load_head(config.acceptance)
+    for temperature, warned in ((1.0, True), (0.0, False)):
+        sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        save_head(tmp_path / "head", head, {"target": draft.info.identity, "sampling": sampling}, "card")
+        small = dataclasses.replace(config, methods="specdec++", limit=1, repeats=1, output=tmp_path / "out")
+        bench.bench(dataclasses.replace(small, acceptance=str(tmp_path / "head")))
+        assert ("labels of another mode (temperature 1.0 there, 0.0 here)" in capsys.readouterr().err) is warned

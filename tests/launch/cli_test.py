@@ -267,3 +267,20 @@ def test_every_setting_of_every_command_is_explained(name, capsys):
 
 def test_a_meaning_may_go_on_in_the_next_line():
     assert help.field_meanings(ProbeConfig)["count"] == "how many, on two lines."
+
+
+def test_python_dash_m_is_the_same_command_line():
+    command = [sys.executable, "-m", "draftsmith", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "") and result.stdout.startswith("draftsmith ")
+
+
+def test_a_reader_that_goes_away_ends_the_output_quietly():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "draftsmith", "--version"]
+    try:
+        result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(write)
+    assert (result.returncode, result.stderr) == (1, "")
