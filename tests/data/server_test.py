@@ -1,0 +1,268 @@
+"""The `openai` engine against real HTTP servers: `transformers serve`, and one that speaks vLLM's dialect."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from tiny_models import CONTEXT, tiny_tokenizer
+
+from draftsmith.data.batched import answer
+from draftsmith.data.inspect import InspectConfig, run
+from draftsmith.data.manifest import Manifest
+from draftsmith.data.models import load_lm
+from draftsmith.data.server import ServerConfig
+from draftsmith.data.shards import Rows
+from draftsmith.modules.types import InputError, SamplingParams
+
+
+class VllmLike(ThreadingHTTPServer):
+    """Completions over a tiny model: token ids in, and token ids out where they are asked for. The first `failures`
+    requests are refused with status 503; everything that was asked is kept."""
+
+    daemon_threads = True
+
+    def __init__(self, lm, failures: int = 0, returns_ids: bool = True):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lm, self.failures, self.returns_ids = lm, failures, returns_ids
+        self.asked: list[dict] = []
+        self.lock = threading.Lock()
+        self.running = self.most_running = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: VllmLike
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.asked.append({"path": self.path, "key": self.headers.get("Authorization"), **body})
+            refused, server.failures = server.failures > 0, server.failures - 1
+            server.running += 1
+            server.most_running = max(server.most_running, server.running)
+        if refused:
+            self.reply(503, {"error": "starting"})
+        elif body["model"] != "tiny":
+            self.reply(404, {"error": f"no model {body['model']}"})
+        else:
+            self.reply(200, self.complete(body))
+        with server.lock:
+            server.running -= 1
+
+    def complete(self, body: dict) -> dict:
+        server = self.server
+        with server.lock:  # the lean model's caches are per session, but one core is enough
+            ids = answer(server.lm, [body["prompt"]], SamplingParams(body["temperature"]), body["max_tokens"], None)[0]
+        stop = ids[-1] in server.lm.info.eos_ids
+        choice = {
+            "text": tiny_tokenizer().decode(ids, skip_special_tokens=True),
+            "finish_reason": "stop" if stop else "length",
+        }
+        if server.returns_ids and body.get("return_token_ids"):
+            choice["token_ids"] = ids
+        return {"choices": [choice], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}}
+
+    def reply(self, status: int, content: dict) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def vllm_like(chain):
+    servers = []
+
+    def start(**settings) -> VllmLike:
+        server = VllmLike(load_lm(str(chain.target)), **settings)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def ask(chain, remake):
+    """Greedy answers through a server, and in process; each as (directory, rows)."""
+
+    def make(url: str, **settings):
+        config = ServerConfig(url=url, **{"model": "tiny", "concurrency": 4, **settings})
+        directory = remake("responses", engine="openai", temperature=0.0, top_k=0, top_p=1.0, server=config)
+        return directory, Rows(directory, Manifest.read(directory)).read(0, 99)
+
+    return make
+
+
+@pytest.fixture
+def expected(chain, remake, tmp_path):
+    directory = remake("responses", temperature=0.0, top_k=0, top_p=1.0, output=tmp_path / "in-process")
+    return Rows(directory, Manifest.read(directory)).read(0, 99)
+
+
+def tokens(rows: list[dict]) -> list[tuple]:
+    return [(row["id"], row["input_ids"], row["prompt_length"], row["ended"]) for row in rows]
+
+
+def test_token_ids_are_stored_as_the_server_sampled_them(vllm_like, ask, expected, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    server = vllm_like()
+    directory, rows = ask(server.url)
+    assert tokens(rows) == tokens(expected)
+    assert not any(row["retokenised"] for row in rows)
+    asked = server.asked[0]
+    assert asked["path"] == "/v1/completions" and asked["key"] == "Bearer sesame"
+    assert asked["return_token_ids"] is True and asked["max_tokens"] == 9
+    assert len({request["seed"] for request in server.asked}) == len(rows)
+    assert server.most_running <= 4
+    # The weights are the server's: only their configuration is known.
+    assert Manifest.read(directory).identity["target"] == {"config": server.lm.info.identity["config"]}
+
+
+def test_a_server_that_is_starting_is_asked_again(vllm_like, ask, expected):
+    server = vllm_like(failures=3)
+    assert tokens(ask(server.url)[1]) == tokens(expected)
+    assert len(server.asked) == len(expected) + 3
+
+
+def test_a_server_that_returns_only_text_gives_marked_rows(vllm_like, ask, capsys):
+    directory, rows = ask(vllm_like(returns_ids=False).url)
+    assert all(row["retokenised"] for row in rows)
+    for row in rows:
+        assert (
+            row["input_ids"][row["prompt_length"] :]
+            == tiny_tokenizer()(row["text"], add_special_tokens=False)["input_ids"]
+        )
+    run(InspectConfig(directory, rows=0))
+    assert "re-tokenised text" in capsys.readouterr().out.replace("\n", " ")
+    assert Manifest.read(directory).counts["retokenised"] == len(rows)
+
+
+def test_a_refusal_that_asking_again_can_not_mend_is_one_error(vllm_like, ask):
+    server = vllm_like()
+    with pytest.raises(InputError, match=r"server: found .*status 404.*no model huge"):
+        ask(server.url, model="huge")
+    assert len(server.asked) <= 4  # nobody asked again
+
+
+def test_no_server_is_an_input_error_after_the_retries(ask):
+    with pytest.raises(InputError, match=r"server: found .*ConnectError.*expected an answer in 2 attempts"):
+        ask("http://127.0.0.1:9/v1", retries=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "what"),
+    [
+        ({"dialect": "openai"}, {"top_k": 5}, "the OpenAI protocol has no top_k"),
+        ({"concurrency": 0}, {}, "server.concurrency"),
+        ({"timeout_s": 0}, {}, "server.timeout_s"),
+        ({"retries": -1}, {}, "server.retries"),
+    ],
+)
+def test_settings_that_can_not_work_are_refused(remake, settings, changes, what):
+    with pytest.raises(InputError, match=what):
+        remake("responses", engine="openai", server=ServerConfig(**settings), **changes)
+
+
+def test_messages_need_the_servers_own_template(chain, remake, tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    prompts = remake("prompts", chat_template=path)
+    with pytest.raises(InputError, match="chat_template: found prompts with another one than the server's"):
+        remake("responses", engine="openai", top_k=0, prompts=prompts, server=ServerConfig(dialect="openai"))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def transformers_serve(chain, tmp_path_factory):
+    """The url of `transformers serve` on loopback, offline."""
+    port, log = free_port(), tmp_path_factory.mktemp("serve") / "log.txt"
+    code = "from transformers.cli.transformers import main; main()"
+    command = [sys.executable, "-c", code, "serve", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with log.open("w") as output:
+        process = subprocess.Popen([*command, "--dtype", "float32"], stdout=output, stderr=output, env=environment)
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except (urllib.error.URLError, OSError):
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.3)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_transformers_serve_answers_as_the_model_does_in_process(transformers_serve, ask, expected, chain):
+    _, rows = ask(transformers_serve, model=str(chain.target), dialect="transformers")
+    assert all(row["retokenised"] for row in rows)
+    tokenizer = tiny_tokenizer()
+    for row, ours in zip(rows, expected, strict=True):
+        sampled = ours["input_ids"][ours["prompt_length"] :]
+        assert row["text"] == tokenizer.decode(sampled, skip_special_tokens=True)
+        assert row["server_tokens"] == len(sampled)
+        assert row["input_ids"][: row["prompt_length"]] == ours["input_ids"][: ours["prompt_length"]]
+
+
+@pytest.mark.slow
+def test_transformers_serve_samples_when_told_to(transformers_serve, chain, remake, tmp_path):
+    server = ServerConfig(url=transformers_serve, model=str(chain.target), dialect="transformers")
+    settings = {"engine": "openai", "server": server, "max_new_tokens": 24, "limit": 3}
+
+    def texts(name: str, **changes) -> list[str]:
+        directory = remake("responses", output=tmp_path / name, **{**settings, **changes})
+        return [row["text"] for row in Rows(directory, Manifest.read(directory)).read(0, 9)]
+
+    greedy = texts("greedy", temperature=0.0)
+    assert texts("almost-greedy", temperature=1e-4, top_k=0, top_p=1.0) == greedy
+    assert texts("first-of-one", temperature=1.0, top_k=1, top_p=1.0) == greedy
+    assert texts("sampled", temperature=1.0, top_k=0, top_p=1.0) != greedy
+    assert len(greedy) == 3 and CONTEXT > 24
+
+
+@pytest.mark.slow
+def test_a_server_with_another_template_is_found_out(transformers_serve, chain, remake, tmp_path):
+    """The server counts other prompt tokens than ours."""
+    import shutil
+
+    other = shutil.copytree(chain.target, tmp_path / "other")
+    template = (other / "chat_template.jinja").read_text()
+    (other / "chat_template.jinja").write_text("<|system|>x<|end|>" + template)
+    server = ServerConfig(url=transformers_serve, model=str(other), dialect="transformers")
+    config = dataclasses.replace(chain.configs["responses"], output=tmp_path / "out", engine="openai", server=server)
+    from draftsmith.data.responses import run as respond
+
+    with pytest.raises(InputError, match=r"prompt \d+: found \d+ tokens at the server, expected \d+, as here"):
+        respond(config)
