@@ -103,9 +103,7 @@ def run(config: DecodeConfig) -> Generation:
 
     start = time.perf_counter()
     source = TorchSource(config.seed)
-    generation = generate(
-        target, drafter, prompt, params, config.max_new_tokens, source, eos_ids, on_round=on_round
-    )
+    generation = generate(target, drafter, prompt, params, config.max_new_tokens, source, eos_ids, on_round=on_round)
     elapsed = time.perf_counter() - start
     show(stream.finish())
     console.print("\n")
