@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from draftsmith.data.batched import answer, by_length, row_uniforms
+from draftsmith.eval.report import markdown_lines
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
@@ -125,13 +126,13 @@ def total(scores: dict[str, TaskScore], tasks: Sequence[str]) -> TaskScore:
 
 
 def markdown_table(rows: dict[str, dict[str, float]]) -> str:
-    """A Markdown table, one line a task."""
+    """A Markdown table, one line a task or model."""
     names = list(next(iter(rows.values())))
-    lines = ["| task | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for task, rates in rows.items():
-        cells = [str(int(value)) if name == "prompts" else f"{value:.3f}" for name, value in rates.items()]
-        lines.append(f"| {task} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    cells = [
+        [row, *(str(int(value)) if name == "prompts" else f"{value:.3f}" for name, value in rates.items())]
+        for row, rates in rows.items()
+    ]
+    return "\n".join(markdown_lines(["", *names], cells))
 
 
 def verbatim_samples(

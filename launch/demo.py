@@ -102,28 +102,28 @@ def execute(step: Step, console: Console) -> None:
 
 def data_steps(config: DemoConfig, profile: Profile, data: Path) -> list[Step]:
     """Prompts, the target's own greedy answers, labels for greedy decoding, and features."""
-    threads = ("--num_threads", str(config.num_threads))
-    prompts = ("data", "prompts", "--source", PROMPTS, "--target", TARGET, "--split", "train", "--task", profile.tasks)
-    made = {name: data / name for name in ("prompts", "responses", "acceptance", "features")}
-    output = {name: ("--output", str(path)) for name, path in made.items()}
-    responses = ("--responses", str(made["responses"]), "--target", TARGET)
-    answers = ("data", "responses", "--prompts", str(made["prompts"]), "--target", TARGET, "--temperature", "0")
-    answers += ("--max_new_tokens", str(profile.max_new_tokens), "--batch_size", "64")
-    argvs = {
-        "prompts": ("Prompts", (*prompts, "--limit", str(profile.train_prompts))),
-        "responses": ("Responses: the target answers, greedily, as it will decode", (*answers, *threads)),
-        "acceptance": (
-            "Labels: which drafted tokens does the target keep?",
-            ("data", "acceptance", *responses, "--draft", DRAFT, "--temperature", "0", *threads),
-        ),
-        "features": ("Features: the target's hidden states", ("data", "features", *responses, *threads)),
+    threads = ["--num_threads", str(config.num_threads)]
+    responses = ["--responses", str(data / "responses"), "--target", TARGET]
+    prompts = ["--source", PROMPTS, "--target", TARGET, "--split", "train", "--task", profile.tasks]
+    prompts += ["--limit", str(profile.train_prompts)]
+    answers = ["--prompts", str(data / "prompts"), "--target", TARGET, "--temperature", "0", "--batch_size", "64"]
+    answers += ["--max_new_tokens", str(profile.max_new_tokens), *threads]
+    labels = [*responses, "--draft", DRAFT, "--temperature", "0", *threads]
+    stages = {
+        "prompts": ("Prompts", prompts),
+        "responses": ("Responses: the target answers, greedily, as it will decode", answers),
+        "acceptance": ("Labels: which drafted tokens does the target keep?", labels),
+        "features": ("Features: the target's hidden states", [*responses, *threads]),
     }
-    return [Step(title, (*argv, *output[name]), made[name] / "manifest.json") for name, (title, argv) in argvs.items()]
+    return [
+        Step(title, ("data", name, *argv, "--output", str(data / name)), data / name / "manifest.json")
+        for name, (title, argv) in stages.items()
+    ]
 
 
 def training_steps(config: DemoConfig, profile: Profile, data: Path, sized: Path) -> list[Step]:
     """The acceptance head for the draft, and the EAGLE head for the target."""
-    common = ("--seed", str(config.seed), "--num_threads", str(config.num_threads), "--resume", "true")
+    common = ("--seed", str(config.seed), "--resume", "true")
     acceptance, eagle = sized / "acceptance-head", sized / "eagle-head"
     train_acceptance = (
         *("train", "acceptance", "--config", "acceptance-small"),
@@ -136,8 +136,8 @@ def training_steps(config: DemoConfig, profile: Profile, data: Path, sized: Path
         *("--max_steps", str(profile.eagle_steps), "--output", str(eagle)),
     )
     return [
-        Step("Acceptance head (SpecDec++)", (*train_acceptance, *common), acceptance / "best" / "manifest.json"),
-        Step("EAGLE head", (*train_eagle, *common), eagle / "best" / "manifest.json"),
+        Step("Acceptance head (SpecDec++)", (*train_acceptance, *common), acceptance / "training.json"),
+        Step("EAGLE head", (*train_eagle, *common), eagle / "training.json"),
     ]
 
 
@@ -177,13 +177,22 @@ def choose(dev: Mapping[str, Any]) -> dict[str, str]:
     return {name: row["method"] for name, row in best.items()}
 
 
-def head_numbers(head: Path) -> dict[str, Any]:
-    """What training measured on held-out samples, from the head's manifest."""
-    return json.loads((head / "best" / "manifest.json").read_text()).get("metrics", {})
+def head_lines(sized: Path) -> list[str]:
+    """What training measured on held-out samples."""
+    numbers = {
+        name: json.loads((sized / f"{name}-head" / "training.json").read_text())["best"]
+        for name in ("acceptance", "eagle")
+    }
+    acceptance, eagle = numbers["acceptance"], numbers["eagle"]
+    return [
+        f"acceptance head: AUC {acceptance['auc']:.3f} (of the draft's own q(y): {acceptance['auc_q']:.3f}), "
+        f"calibrated ECE {acceptance['ece_platt']:.3f}",
+        f"EAGLE head: top-1 {eagle['top1']:.3f}, top-3 {eagle['top3']:.3f} of the target's choices",
+    ]
 
 
 def report(console: Console, config: DemoConfig, sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
-    """One table, the acceptance head beside the draft's own confidence, and where everything lies."""
+    """One table, the heads' own numbers, and where everything lies."""
     from draftsmith.eval.report import markdown_table, results_table
 
     results = read_results(sized / "test")
@@ -192,11 +201,7 @@ def report(console: Console, config: DemoConfig, sized: Path, chosen: Mapping[st
     speed = {row["method"]: row["tokens_per_s"] for row in results["methods"]}
     assisted = speed["hf-assisted:k=5"]
     lines = [f"{method}: {speed[method] / assisted:.2f}x over hf-assisted:k=5" for method in chosen.values()]
-    numbers = head_numbers(sized / "acceptance-head")
-    lines.append(
-        "acceptance head on held-out tokens: "
-        + ", ".join(f"{name} {value:.3f}" for name, value in sorted(numbers.items()) if isinstance(value, float))
-    )
+    lines += head_lines(sized)
     for line in lines:
         console.print(line)
     places = {

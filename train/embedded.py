@@ -34,8 +34,8 @@ TARGET_STAGES = {
     "target": (12, Recipe(steps=900, decay_from=0.3, lr=3e-3, min_lr_fraction=0.03, seed=3)),
 }
 DRAFT_STAGES = {
-    "draft": (2, Recipe(steps=500, lr=1.5e-3, decay_from=0.1, min_lr_fraction=0.03, seed=4)),
-    "draft-small": (1, Recipe(steps=500, lr=3e-3, decay_from=0.1, min_lr_fraction=0.03, seed=5)),
+    "draft": (2, Recipe(steps=400, lr=1.5e-3, decay_from=0.1, min_lr_fraction=0.03, seed=4)),
+    "draft-small": (1, Recipe(steps=400, lr=3e-3, decay_from=0.1, min_lr_fraction=0.03, seed=5)),
 }
 
 
