@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,6 @@ class CsvLogger(Logger):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """The resolved config lies beside the CSV file, as config.yaml."""
 
-    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         row = {"step": str(step), **{name: f"{value:.8g}" for name, value in metrics.items()}}
         new = [name for name in row if name not in self._columns]
@@ -84,34 +84,69 @@ def has_wandb_key() -> bool:
         return False
 
 
-def wandb_logger(config: TrainConfig, job: str, say: Callable[[str], None]) -> Logger | None:
+class WandbLogger(Logger):
+    """A Weights & Biases run that ends with the training. (Lightning's own leaves it open, so that the next training of
+    the same process would go on writing into it.)"""
+
+    def __init__(self, run: Any):
+        super().__init__()
+        self._run = run
+        run.define_metric("trainer/global_step")
+        run.define_metric("*", step_metric="trainer/global_step")
+
+    @property
+    def name(self) -> str:
+        return "wandb"
+
+    @property
+    def version(self) -> str:
+        return self._run.id
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """The resolved config was given when the run began."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._run.log({**metrics, "trainer/global_step": step})
+
+    def finalize(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status == "success" else 1)
+
+
+def wandb_logger(config: TrainConfig, job: str, resumed: bool, say: Callable[[str], None]) -> Logger | None:
     """Online with a key, else offline; online that does not start falls back to offline. None when switched off.
 
-    The files lie in output/wandb; `wandb sync` uploads an offline run later.
+    The files lie in output/wandb; `wandb sync` uploads an offline run later. A continued training continues its run.
     """
-    if config.wandb == "off":
+    if config.wandb == "off" or os.environ.get("WANDB_MODE") == "disabled":
         return None
-    if os.environ.get("WANDB_MODE") == "disabled":
-        return None
-    from lightning.pytorch.loggers import WandbLogger
+    import wandb
 
-    os.environ.setdefault("WANDB_SILENT", "true")  # what a user needs to know of it is said here, once
-    offline = config.wandb == "offline" or os.environ.get("WANDB_MODE") == "offline"
+    offline = config.wandb == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
     if not offline and not has_wandb_key():
         offline = True
         say("Weights & Biases: no API key, so this run is logged offline (`wandb login` to change that)")
-    common = {"project": config.project, "save_dir": str(config.output), "name": f"{job} {config.output.name}"}
-    options = {**common, "config": resolved(config), "job_type": job}
-    if not offline and rank_zero_only.rank == 0:
-        logger = WandbLogger(**options, settings=_settings())
+    options = {
+        "project": config.project,
+        "name": f"{job} {config.output.name}",
+        "job_type": job,
+        "dir": str(config.output),
+        "config": resolved(config),
+        "id": _run_id(config.output / "wandb_id.txt", resumed),
+        "resume": "allow" if resumed else None,
+    }
+    if not offline:
         try:
-            _ = logger.experiment
-            return logger
+            return WandbLogger(wandb.init(**options, mode="online", settings=_settings()))
         except Exception as error:  # the client raises a family of its own for network, key and server troubles
             say(f"Weights & Biases: did not start online ({type(error).__name__}), so this run is logged offline")
-            _forget_failed_run()
-            offline = True
-    return WandbLogger(**options, offline=offline, settings=_settings())
+            wandb.teardown()  # else the next init waits for the failed one
+    return WandbLogger(wandb.init(**options | {"resume": None}, mode="offline", settings=_settings()))
+
+
+def _run_id(path: Path, resumed: bool) -> str:
+    if not resumed or not path.exists():
+        path.write_text(uuid.uuid4().hex[:12] + "\n")
+    return path.read_text().strip()
 
 
 def _settings() -> Any:
@@ -128,16 +163,11 @@ def _settings() -> Any:
     )
 
 
-def _forget_failed_run() -> None:
-    """Let the next `wandb.init` start afresh after a failed one."""
-    import wandb
-
-    wandb.teardown()
-
-
 def make_loggers(config: TrainConfig, job: str, resumed_step: int, say: Callable[[str], None]) -> list[Logger]:
-    """CSV first, so that a trouble with Weights & Biases never costs it."""
+    """CSV first, so that a trouble with Weights & Biases never costs it. Ranks above 0 log nothing."""
+    if rank_zero_only.rank:
+        return []
     config.output.mkdir(parents=True, exist_ok=True)
     loggers: list[Logger] = [CsvLogger(config.output / "metrics.csv", resumed_step)]
-    online = wandb_logger(config, job, say)
-    return loggers + ([online] if online is not None else [])
+    wandb = wandb_logger(config, job, bool(resumed_step), say)
+    return loggers + ([wandb] if wandb is not None else [])

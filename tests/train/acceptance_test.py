@@ -124,8 +124,8 @@ def test_accumulating_gives_the_same_weights(artefacts, tmp_path, trained):
     run(config(artefacts, tmp_path / "run", accumulate=4))
     ours = load_file(trained / "last" / "model.safetensors")
     theirs = load_file(tmp_path / "run" / "last" / "model.safetensors")
-    # Another order of summation changes gradients by about 1e-7 of their size. AdamW divides by the gradient's own size,
-    # so an update of lr changes by as much, unless the gradient is nearly zero: 12 steps of 5e-3 stay within 1e-4.
+    # Another order of summation changes gradients by about 1e-7 of their size. AdamW divides by the gradient's own
+    # size, so an update of lr changes by as much, unless the gradient nearly vanishes: 12 steps of 5e-3 stay within 1e-4.
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4, rtol=0) for name in ours)
 
 
@@ -133,7 +133,7 @@ def test_a_finished_run_is_returned_and_not_overwritten(artefacts, trained):
     before = (trained / "best" / "model.safetensors").stat().st_mtime_ns
     assert run(config(artefacts, trained, resume=True)) == trained / "best"
     assert (trained / "best" / "model.safetensors").stat().st_mtime_ns == before
-    with pytest.raises(InputError, match="output.*finished training.*--resume"):
+    with pytest.raises(InputError, match=r"output.*finished training.*--resume"):
         run(config(artefacts, trained))
 
 
@@ -172,7 +172,7 @@ def test_separate_validation_labels_must_share_the_sampling(artefacts, tmp_path)
         output=tmp_path / "greedy",
         temperature=0.0,
     )
-    with pytest.raises(InputError, match="val: found.*'temperature': 0.0.*labels made with.*'temperature': 1.0"):
+    with pytest.raises(InputError, match=r"val: found.*'temperature': 0.0.*labels made with.*'temperature': 1.0"):
         run(config(artefacts, tmp_path / "run", val=label(labels)))
     same = dataclasses.replace(config(artefacts, tmp_path / "run"), val=artefacts.acceptance)
     assert run(same) == tmp_path / "run" / "best"

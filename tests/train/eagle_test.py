@@ -1,0 +1,207 @@
+"""`train eagle`: what is trained, what is reported, what is saved."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.datasets import FeatureDataset, collate_features
+from draftsmith.data.heads import load_head
+from draftsmith.data.models import load_lm
+from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.train.data_module import Key, Part, Samples
+from draftsmith.train.eagle import TrainEagleConfig, feature_std, held_out_prompts, make_head, run
+from draftsmith.train.lit_eagle import LitEagle, TauProbe, num_loss_tokens
+
+QUICK = {
+    "lr": 3e-3,
+    "max_steps": 12,
+    "batch_size": 8,
+    "val_share": 0.25,
+    "val_every": 6,
+    "log_every": 3,
+    "wandb": "off",
+}
+QUICK |= {"token_weight": 1.0, "tau_prompts": 3, "tau_max_new_tokens": 8}
+
+
+def config(artefacts, output: Path, **changes) -> TrainEagleConfig:
+    settings = {"data": artefacts.features, "target": str(artefacts.target), "output": output, **QUICK, **changes}
+    return TrainEagleConfig(**settings)
+
+
+@pytest.fixture(scope="module")
+def trained(artefacts, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("eagle") / "run"
+    run(config(artefacts, output, tau_every=12))
+    return output
+
+
+class FakeTrainer:
+    """What `LitEagle` asks of Lightning's trainer: the lengths of the training samples."""
+
+    def __init__(self, samples: Samples):
+        self.datamodule = type("Data", (), {"train": samples})()
+
+
+def a_module(artefacts, tmp_path, **changes) -> LitEagle:
+    settings, target = config(artefacts, tmp_path, **changes), load_lm(str(artefacts.target))
+    weights = {"feature_weight": settings.feature_weight, "token_weight": settings.token_weight}
+    module = LitEagle(
+        make_head(settings, target), target, settings, 12, noise=settings.noise, feature_std=2.0, **weights
+    )
+    module._trainer = FakeTrainer(Samples(FeatureDataset(artefacts.features), range(12)))  # type: ignore[assignment]
+    return module
+
+
+def a_part(artefacts, indices) -> Part:
+    data = FeatureDataset(artefacts.features)
+    batch = collate_features([data[i] for i in indices])
+    tokens = num_loss_tokens(batch)
+    return Part(batch, tuple(Key(0, i) for i in indices), tokens, tokens, True, True)
+
+
+def test_training_reports_both_losses_agreement_and_tau(trained):
+    with (trained / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    reported = [row for row in rows if row["val/loss"]]
+    assert [row["step"] for row in reported] == ["6", "12"]
+    for name in ("feature_loss", "token_loss", "top1", "top3"):
+        assert all(float(row[f"val/{name}"]) >= 0 for row in reported), name
+    assert [bool(row["val/tau"]) for row in reported] == [False, True]  # every 12 steps
+    assert float(reported[-1]["val/tau"]) >= 1.0
+    losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+
+
+def test_best_and_last_are_heads_that_decode(trained, artefacts):
+    target = load_lm(str(artefacts.target))
+    for name in ("best", "last"):
+        head = load_head(trained / name, target, kind="eagle")
+        drafter = EagleDrafter(head, target, FixedLength(4), 64)
+        prompt, params = [5, 6, 7, 8], SamplingParams()
+        drafted = generate(target, drafter, prompt, params, 12, TorchSource(0)).tokens
+        assert drafted == generate(target, None, prompt, params, 12, TorchSource(0)).tokens
+        assert "emitted tokens per target call" in (trained / "last" / "README.md").read_text()
+    manifest = json.loads((trained / "best" / "manifest.json").read_text())
+    assert manifest["models"]["target"] == target.info.identity == manifest["target"]
+
+
+@pytest.mark.parametrize("init", ["random", "target-last-layer"])
+def test_the_gradient_reaches_every_weight_of_the_head_and_none_of_the_target(artefacts, tmp_path, init):
+    module = a_module(artefacts, tmp_path, init=init)
+    module.loss(a_part(artefacts, range(6)), epoch_noise=True).loss.backward()
+    assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
+    assert not any(p.requires_grad or p.grad is not None for p in module.target.model.model.parameters())
+
+
+def test_the_target_is_no_part_of_module_or_checkpoint(artefacts, tmp_path, trained):
+    module = a_module(artefacts, tmp_path)
+    ours = {f"head.{name}" for name in module.head.state_dict()}
+    assert set(module.state_dict()) == ours == {name for name, _ in module.named_parameters()}
+    assert set(torch.load(trained / "last.ckpt", weights_only=True)["state_dict"]) == ours
+
+
+def test_a_head_can_start_from_the_targets_last_layer(artefacts, tmp_path):
+    target = load_lm(str(artefacts.target))
+    head, other = (
+        make_head(config(artefacts, tmp_path, init=init), target) for init in ("target-last-layer", "random")
+    )
+    last = target.model.layers[-1].mlp.up_proj.weight
+    assert torch.equal(head.layers[0].mlp.up_proj.weight, last) and not torch.equal(
+        other.layers[0].mlp.up_proj.weight, last
+    )
+
+
+def test_initial_weights_depend_on_the_seed_alone(artefacts, tmp_path):
+    target = load_lm(str(artefacts.target))
+
+    def weight(seed: int) -> torch.Tensor:
+        state = torch.random.get_rng_state()
+        head: EagleHead = make_head(config(artefacts, tmp_path, seed=seed, init="random"), target)
+        assert torch.equal(torch.random.get_rng_state(), state)
+        torch.rand(3)
+        return head.fc.weight
+
+    assert torch.equal(weight(1), weight(1)) and not torch.equal(weight(1), weight(2))
+
+
+def test_noise_belongs_to_the_sample_not_to_its_batch(artefacts, tmp_path):
+    module = a_module(artefacts, tmp_path, noise=0.1)
+    alone, together = a_part(artefacts, [3]), a_part(artefacts, range(8))
+    length = len(FeatureDataset(artefacts.features)[3]["input_ids"]) - 2
+
+    def noise(part: Part) -> torch.Tensor:
+        size = part.data.features.shape
+        return module._noise_of(part, torch.zeros(size[0], size[1] - 2, size[2]))
+
+    assert torch.equal(noise(alone)[0, :length], noise(together)[3, :length])
+    assert 0.15 < noise(together).abs().max() <= 0.2  # 0.1 of the features' standard deviation, 2
+    later = Part(together.data, tuple(Key(1, key.index) for key in together.keys), 1, 1, True, True)
+    assert not torch.equal(noise(later), noise(together))
+
+
+def test_validation_is_the_mean_over_tokens_and_without_noise(artefacts, tmp_path):
+    module = a_module(artefacts, tmp_path)
+    whole = module.validate([a_part(artefacts, range(7))])
+    pieces = module.validate([a_part(artefacts, [0]), a_part(artefacts, range(1, 7))])
+    assert pieces == pytest.approx(whole, rel=1e-5)  # float32 sums in another order
+
+
+def test_the_noise_unit_is_the_features_standard_deviation(artefacts):
+    data = FeatureDataset(artefacts.features)
+    samples = Samples(data, range(5))
+    everything = torch.cat([data[i]["features"].double().flatten() for i in range(5)])
+    assert feature_std(samples) == pytest.approx(float(everything.std(correction=0)), rel=1e-9)
+
+
+def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_path):
+    module = a_module(artefacts, tmp_path)
+    prompts = held_out_prompts(Samples(FeatureDataset(artefacts.features), range(4)), 3)
+    assert len(prompts) == 3
+    target, tokens, calls = module.target.model, 0, 0
+    for prompt in prompts:
+        drafter = EagleDrafter(module.head, target, FixedLength(2), 128)
+        generation = generate(target, drafter, prompt, SamplingParams(), 10, TorchSource(0))
+        tokens, calls = tokens + len(generation.tokens), calls + 1 + len(generation.trace.steps)
+    assert TauProbe(module, prompts, 2, 10)() == {"tau": tokens / calls}
+
+
+def test_bf16_trains_float32_weights(artefacts, tmp_path):
+    run(config(artefacts, tmp_path / "run", precision="bf16", max_steps=4, tau_prompts=0))
+    state = load_file(tmp_path / "run" / "last" / "model.safetensors")
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert all(tensor.isfinite().all() for tensor in state.values())
+
+
+def test_features_of_another_target_are_refused(artefacts, tmp_path):
+    other = tiny_llama_dir(tmp_path / "other", seed=5)
+    with pytest.raises(InputError, match="made with another target"):
+        run(config(artefacts, tmp_path / "run", target=str(other)))
+
+
+def test_a_damaged_shard_is_named(artefacts, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(artefacts.features, tmp_path / "features")
+    shard = next(copy.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(InputError, match=f"{shard.name}.*sha256"):
+        run(config(artefacts, tmp_path / "run", data=copy))
+
+
+def test_the_universal_engine_is_told_to_be_unfit(artefacts, tmp_path):
+    with pytest.raises(InputError, match="Llama-family target on the lean engine"):
+        run(config(artefacts, tmp_path / "run", engine="hf"))

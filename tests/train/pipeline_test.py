@@ -1,0 +1,123 @@
+"""Training as a process: killed and continued, stopped by signals, and on several ranks."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.train.acceptance import TrainAcceptanceConfig, run
+
+STEPS = 250
+# The share of rows in which the time shows is not compared.
+TIMED = {"steps_per_s"}
+
+
+def settings(artefacts, output: Path, **changes) -> dict[str, str]:
+    base = {"data": artefacts.acceptance, "draft": artefacts.draft, "output": output, "lr": 2e-3, "batch_size": 8}
+    base |= {"val_share": 0.25, "val_every": 100, "save_every": 7, "log_every": 10, "wandb": "off", "num_threads": 1}
+    return {name: str(value) for name, value in {**base, "max_steps": STEPS, "accelerator": "cpu", **changes}.items()}
+
+
+def command(options: dict[str, str], *launcher: str) -> list[str]:
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return [sys.executable, *(launcher or ("-m", "draftsmith")), "train", "acceptance", *words]
+
+
+def in_process(options: dict[str, str]) -> Path:
+    paths = {name: Path(options[name]) for name in ("data", "output")}
+    numbers = {name: int(options[name]) for name in ("batch_size", "val_every", "save_every", "log_every", "max_steps")}
+    shares = {name: float(options[name]) for name in ("lr", "val_share")}
+    words = {name: options[name] for name in ("draft", "wandb", "accelerator")}
+    return run(TrainAcceptanceConfig(**paths, **numbers, **shares, **words, num_threads=1, resume=True))
+
+
+def state(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "last" / "model.safetensors")
+
+
+def curve(output: Path) -> list[dict[str, str]]:
+    with (output / "metrics.csv").open() as file:
+        return [{k: v for k, v in row.items() if k not in TIMED} for row in csv.DictReader(file)]
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """Bit by bit: one thread adds up in one order."""
+    assert all(torch.equal(tensor, state(theirs)[name]) for name, tensor in state(ours).items())
+    best = [load_file(output / "best" / "model.safetensors") for output in (ours, theirs)]
+    assert all(torch.equal(tensor, best[1][name]) for name, tensor in best[0].items())
+    assert curve(ours) == curve(theirs)
+
+
+def start_and_wait_for_a_checkpoint(options: dict[str, str]) -> subprocess.Popen:
+    process = subprocess.Popen(command(options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    checkpoint = Path(options["output"]) / "last.ckpt"
+    while not checkpoint.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+    return process
+
+
+@pytest.fixture(scope="module")
+def unbroken(artefacts, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("unbroken") / "run"
+    torch.set_num_threads(1)
+    in_process(settings(artefacts, output))
+    return output
+
+
+def test_a_killed_training_goes_on_as_if_nothing_had_happened(artefacts, tmp_path, unbroken):
+    options = settings(artefacts, tmp_path / "run")
+    process = start_and_wait_for_a_checkpoint(options)
+    process.kill()
+    process.communicate()
+    assert not (tmp_path / "run" / "training.json").exists()
+    in_process(options)
+    assert_same_run(tmp_path / "run", unbroken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_saves_and_says_how_to_go_on(artefacts, tmp_path, unbroken, number):
+    options = settings(artefacts, tmp_path / "run")
+    process = start_and_wait_for_a_checkpoint(options)
+    process.send_signal(number)
+    said = process.communicate()[0]
+    assert process.returncode == 128 + number, said
+    assert f"{number.name}: saved step" in said and "Traceback" not in said
+    assert f"draftsmith train acceptance --config {tmp_path}/run/config.yaml --resume" in said
+    # Any step, not only one that a checkpoint was due at.
+    step = int(said.split("saved step ")[1].split(".")[0])
+    checkpoint = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == step < STEPS
+    in_process(options)
+    assert_same_run(tmp_path / "run", unbroken)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_same_head_as_one(artefacts, tmp_path):
+    few = {"max_steps": 12, "val_every": 6, "save_every": 0, "batch_size": 7}
+    one, two = (settings(artefacts, tmp_path / name, **few) for name in ("one", "two"))
+    in_process(one)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "draftsmith")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command(two, *launcher), capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("acceptance head:") == 1  # one rank speaks
+    # Gradients are summed in another order (7 samples do not even halve): about 1e-7 of their size. AdamW divides by
+    # the gradient's own size, so 12 steps of 2e-3 may differ by about 1e-7 of 2e-2 where gradients are not tiny, and by
+    # 1e-4 at most where they nearly vanish.
+    ours, theirs = state(tmp_path / "one"), state(tmp_path / "two")
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4, rtol=0) for name in ours)
+    # Losses and metrics are means over the tokens of both ranks, so they agree as the weights do.
+    for row, other in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
+        assert {k: float(v) for k, v in row.items() if v} == pytest.approx(
+            {k: float(v) for k, v in other.items() if v}, rel=2e-3, abs=1e-4
+        )
