@@ -38,7 +38,7 @@ COMMANDS: dict[str, Command] = {
     "data responses": Command("data.responses", "ResponsesConfig", "The target answers the prompts"),
     "data acceptance": Command("data.acceptance", "AcceptanceConfig", "Label which drafted tokens the target keeps"),
     "data features": Command("data.features", "FeaturesConfig", "The target's hidden states, to train a draft head"),
-    "data inspect": Command("data.inspect", "InspectConfig", "Look at a row of an artefact, its mask in colour"),
+    "data inspect": Command("data.inspect", "InspectConfig", "Look at rows, their mask in colour", ("artefact",)),
     "train acceptance": Command("train.acceptance", "TrainAcceptanceConfig", "Acceptance head: when to stop drafting"),
     "train eagle": Command("train.eagle", "TrainEagleConfig", "EAGLE head: drafts from the target's own features"),
     "eval bench": Command("eval.bench", "BenchConfig", "Compare methods: speed, tau, equality with the target"),

@@ -236,6 +236,11 @@ def test_filters_and_limit(make):
     assert [row["task"] for row in make(ROWS, split="dev", task="b", limit=1)] == ["b"]
 
 
+def test_several_tasks_at_once(make):
+    rows = [{"prompt": f"Hi {i}", "task": "abc"[i % 3]} for i in range(6)]
+    assert [row["task"] for row in make(rows, task="a, c")] == ["a", "c", "a", "c"]
+
+
 def test_filters_that_leave_nothing_or_lack_their_column(make):
     with pytest.raises(InputError, match="no rows with task c"):
         make(ROWS, task="c")
