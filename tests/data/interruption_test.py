@@ -74,6 +74,7 @@ def config_stage(config: object) -> str:
     return type(config).__module__.rsplit(".", 1)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_killed_stage_continues_to_the_same_bytes(chain, broken, make_stage, stage, moment):
@@ -92,6 +93,7 @@ def test_a_killed_stage_continues_to_the_same_bytes(chain, broken, make_stage, s
     same(config.output, chain.directory(stage))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_write_what_one_writes(chain, broken, stage):
     config, statuses = broken[f"{stage}-ranks"]
@@ -99,6 +101,7 @@ def test_two_ranks_write_what_one_writes(chain, broken, stage):
     same(config.output, chain.directory(stage))
 
 
+@pytest.mark.slow
 def test_one_rank_continues_what_two_began(chain, broken, make_stage):
     config, statuses = broken["rank-1-dies"]
     assert [os.WTERMSIG(status) for status in statuses] == [signal.SIGKILL]
