@@ -49,7 +49,7 @@ def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any
     config = {
         "kind": kind_of(head),
         "schema_version": SCHEMA_VERSION,
-        "head": dataclasses.asdict(head.config),  # type: ignore[arg-type]
+        "head": dataclasses.asdict(head.config),  # type: ignore[call-overload]
         "target": manifest.get("target"),
         "sampling": manifest.get("sampling"),
     }

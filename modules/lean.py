@@ -141,6 +141,7 @@ class LeanStack:
 
     def _windowed(self, mask: Tensor, positions: Tensor) -> Tensor:
         """Add the sliding window (Mistral 7B, section 2) to mask [T, S]; positions [S] of all slots, the last T fed."""
+        assert self.config.sliding_window is not None
         distance = positions[-mask.shape[0] :, None] - positions[None]
         return mask & (distance < self.config.sliding_window)
 

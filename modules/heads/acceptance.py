@@ -91,7 +91,8 @@ class SpecDecPP:
         """h: threshold in (0, 1). calibrated: judge by the calibrated probability, not by the paper's raw output."""
         self.h, self.min_drafted, self.max_drafted, self.calibrated = h, min_drafted, max_drafted, calibrated
         # A copy of the head's arithmetic on plain tensors: module calls are most of its cost at this size.
-        self._blocks = [(block.linear.weight.detach(), block.linear.bias.detach()) for block in head.blocks]  # type: ignore[union-attr]
+        linears: list = [block.linear for block in head.blocks]
+        self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
         self._out = (head.out.weight.detach(), head.out.bias.detach())
         self._head = head
         self._survival = 1.0

@@ -42,7 +42,9 @@ class Scores:
 class Session(Protocol):
     """One sequence being read: a cache of `length` kept tokens."""
 
-    length: int
+    @property
+    def length(self) -> int:
+        """Kept tokens."""
 
     def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
         """Read T tokens after the kept ones, as a chain, or as a tree when `parents` is given.
