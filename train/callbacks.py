@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_only
 
 from draftsmith.data.progress import bar, say
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.metrics import rank
+from draftsmith.train.metrics import is_first_process, rank
 
 CHECKPOINT = "last.ckpt"
 # Saves the head under a name (best, last) with its metrics; called on rank 0.
@@ -195,5 +194,5 @@ class ProgressBar(pl.Callback):
 
 def say_on_rank_zero(text: str) -> None:
     """One line for the user, from one process only; also before the process group is there."""
-    if not rank_zero_only.rank:
+    if is_first_process():
         say(text)

@@ -19,7 +19,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
-from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from draftsmith.data.heads import save_head
@@ -40,6 +39,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import HeadDataModule, Samples, held_out
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.loggers import make_loggers
+from draftsmith.train.metrics import is_first_process
 from draftsmith.train.strategies import trainer_arguments
 
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
@@ -113,7 +113,7 @@ def fit(
     """
     checkpoint = _checkpoint(config, provenance)
     step = _step_of(checkpoint)
-    if not rank_zero_only.rank:
+    if is_first_process():
         _begin(config, provenance)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     between = BetweenSteps(
@@ -136,6 +136,7 @@ def fit(
         default_root_dir=config.output,
         limit_val_batches=0,  # BetweenSteps validates
         num_sanity_val_steps=0,
+        log_every_n_steps=1,  # BetweenSteps logs; a larger number only warns about short runs
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -151,7 +152,7 @@ def fit(
     if trainer.global_step < module.total_steps:
         assert interrupted, f"stopped at step {trainer.global_step} of {module.total_steps} without a signal"
         _leave(interrupted, between.saved_step, config, provenance)
-    if not rank_zero_only.rank:
+    if is_first_process():
         result = {"steps": module.total_steps, "best": between.best, "last": between.latest}
         write_json(config.output / FINISHED, result)
     trainer.strategy.barrier("finished")

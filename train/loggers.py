@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.utilities import rank_zero_only
 
 from draftsmith.data.manifest import resolved
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.metrics import is_first_process
 
 WANDB_START_TIMEOUT_S = 20
 
@@ -125,7 +125,7 @@ def wandb_logger(config: TrainConfig, job: str, resumed: bool, say: Callable[[st
     if not offline and not has_wandb_key():
         offline = True
         say("Weights & Biases: no API key, so this run is logged offline (`wandb login` to change that)")
-    options = {
+    options: dict[str, Any] = {
         "project": config.project,
         "name": f"{job} {config.output.name}",
         "job_type": job,
@@ -165,7 +165,7 @@ def _settings() -> Any:
 
 def make_loggers(config: TrainConfig, job: str, resumed_step: int, say: Callable[[str], None]) -> list[Logger]:
     """CSV first, so that a trouble with Weights & Biases never costs it. Ranks above 0 log nothing."""
-    if rank_zero_only.rank:
+    if not is_first_process():
         return []
     config.output.mkdir(parents=True, exist_ok=True)
     loggers: list[Logger] = [CsvLogger(config.output / "metrics.csv", resumed_step)]

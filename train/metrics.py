@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from draftsmith.modules.types import LossOutput
@@ -17,6 +18,11 @@ def num_ranks() -> int:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def is_first_process() -> bool:
+    """True on one process of a run; also before the process group is there, from what the launcher has set."""
+    return not getattr(rank_zero_only, "rank", 0)
 
 
 def total(values: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def test_accumulating_gives_the_same_weights(artefacts, tmp_path, trained):
     ours = load_file(trained / "last" / "model.safetensors")
     theirs = load_file(tmp_path / "run" / "last" / "model.safetensors")
     # Another order of summation changes gradients by about 1e-7 of their size. AdamW divides by the gradient's own
-    # size, so an update of lr changes by as much, unless the gradient nearly vanishes: 12 steps of 5e-3 stay within 1e-4.
+    # size, so an update of lr changes by as much, unless the gradient is about zero: 12 steps of 5e-3 stay within 1e-4.
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4, rtol=0) for name in ours)
 
 
