@@ -132,8 +132,8 @@ def choose(source: Source, layout: Layout, config: PromptsConfig) -> range | lis
     Raises:
         InputError: a filter on a column that the rows lack, or nothing left.
     """
-    wanted = {"task": config.task, "split": None if source.split_taken else config.split}
-    wanted = {name: value for name, value in wanted.items() if value is not None}
+    filters = {"task": config.task, "split": None if source.split_taken else config.split}
+    wanted = {name: value for name, value in filters.items() if value is not None}
     for name in wanted:
         if name not in layout.columns:
             found = f"rows without it: {', '.join(source.columns)}"
