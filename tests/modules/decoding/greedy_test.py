@@ -1,0 +1,226 @@
+"""Greedy decoding in float32 with every method: token by token what autoregression and transformers' generate give."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONTEXT, tiny_llama_dir
+from transformers import AutoModelForCausalLM
+
+from draftsmith.data.models import load_lm
+from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP
+from draftsmith.modules.heads.eagle import EagleConfig, EagleDrafter, EagleHead, shift
+from draftsmith.modules.losses import eagle_loss
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
+
+GREEDY, HIDDEN, NUM_PROMPTS, NEW_TOKENS = SamplingParams(), 32, 42, 60
+METHODS = ["spec:k=1", "spec:k=5", "specdec++", "eagle:k=4", "hf-target", "hf-draft"]
+
+
+def near_copy(directory: Path, to: Path, noise: float, **config: Any) -> Path:
+    """The target with a little noise on its weights: a draft that is often right and often wrong."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    torch.manual_seed(1)
+    for weight in model.parameters():
+        weight.data.add_(noise * weight.std() * torch.randn_like(weight))
+    for name, value in config.items():
+        setattr(model.config, name, value)
+    model.save_pretrained(to)
+    return to
+
+
+def trained_eagle_head(target: Any, rows: list[list[int]]) -> EagleHead:
+    """A head that knows some of the target's greedy answers: a random one would never have a token accepted."""
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig.for_target(target.config))
+    head.init_from_target(target.model.layers[-1].state_dict())
+    ids = torch.tensor(rows)
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    inputs = shift(FeatureBatch(ids, target.features(ids), torch.ones_like(ids, dtype=torch.bool), positions))
+    embeds = target.embed(inputs.next_ids)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    for _ in range(120):
+        hidden = head(embeds, inputs.features, inputs.position_ids)
+        loss = eagle_loss(hidden, inputs.target_features, inputs.loss_mask, target.lm_head, 1.0, 1.0).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class World:
+    """One target, what drafts for it, the prompts, and what transformers answers to each of them."""
+
+    directory: Path
+    target: Any
+    hf_target: Any
+    draft: Any
+    hf_draft: Any
+    short_draft: Any
+    eagle: EagleHead
+    acceptance: AcceptanceHead
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    oracle: Any
+
+    def drafter(self, method: str, capacity: int = CONTEXT) -> Any:
+        if method == "ar":
+            return None
+        if method.startswith("eagle"):
+            return EagleDrafter(self.eagle, self.target, FixedLength(int(method[-1])), capacity)
+        if method == "specdec++":
+            stop = SpecDecPP(self.acceptance, h=0.5, min_drafted=1, max_drafted=8)
+            return DraftModelDrafter(self.draft, stop, capacity)
+        lm = self.hf_draft if method == "hf-draft" else self.draft
+        return DraftModelDrafter(lm, FixedLength(3 if "hf" in method else int(method[-1])), capacity)
+
+    def run(
+        self, method: str, prompt: list[int], count: int, eos_ids: tuple[int, ...] = (), drafter: Any = None
+    ) -> Any:
+        target = self.hf_target if method == "hf-target" else self.target
+        drafter = drafter or self.drafter(method)
+        return generate(target, drafter, prompt, GREEDY, count, TorchSource(0), eos_ids)
+
+
+def transformers_answer(oracle: Any, prompt: list[int], count: int, eos: int | None = None) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = oracle.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def transformers_answers(oracle: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """All prompts in one batch, padded at the left: token by token `generate` is most of the time of these tests."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    output = oracle.generate(
+        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return output[:, width:].tolist()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    root = tmp_path_factory.mktemp("greedy")
+    directory = tiny_llama_dir(root / "target", seed=3, hidden=HIDDEN)
+    draft = near_copy(directory, root / "draft", noise=0.15)
+    short = near_copy(directory, root / "short", noise=0.15, max_position_embeddings=40)
+    oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    oracle.generation_config.eos_token_id = None
+    target, rng = load_lm(str(directory)), random.Random(0)
+    # Prompts of one token and of many, some of them repetitive.
+    lengths = [1, 1, 2, 3] + [rng.randrange(2, 40) for _ in range(NUM_PROMPTS - 4)]
+    prompts = [[rng.randrange(5, target.info.vocab_size) for _ in range(length)] for length in lengths]
+    answers = transformers_answers(oracle, prompts, NEW_TOKENS)
+    rows = [(prompt + answer)[:NEW_TOKENS] for prompt, answer in zip(prompts[:16], answers, strict=False)]
+    torch.manual_seed(2)
+    acceptance = AcceptanceHead(AcceptanceHeadConfig(HIDDEN, num_blocks=1))
+    acceptance.blocks[0].linear.weight.data.normal_(std=0.3)
+    return World(
+        directory, target, load_lm(str(directory), engine="hf"), load_lm(str(draft)),
+        load_lm(str(draft), engine="hf"), load_lm(str(short)), trained_eagle_head(target, rows),
+        acceptance.requires_grad_(False), prompts, answers, oracle,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["ar", *METHODS])
+def test_every_prompt_gets_the_answer_of_transformers(world, method):
+    drafter, accepted = world.drafter(method), set()
+    count = 5 if method.startswith("hf") else NUM_PROMPTS  # the universal engine is slow, and has parity tests
+    for prompt, answer in list(zip(world.prompts, world.answers, strict=True))[:count]:
+        done = world.run(method, prompt, NEW_TOKENS, drafter=drafter)
+        assert done.tokens == answer
+        accepted |= {(step.num_drafted, step.num_accepted) for step in done.trace.steps}
+    if method != "ar":  # else nothing was tested: drafts accepted whole, in part and not at all
+        assert any(a == d > 0 for d, a in accepted) and any(a == 0 < d for d, a in accepted)
+        assert method == "spec:k=1" or any(0 < a < d for d, a in accepted)
+
+
+@pytest.mark.parametrize("method", ["spec:k=5", "specdec++", "eagle:k=4"])
+def test_an_end_token_inside_an_accepted_draft_ends_the_answer(world, method):
+    inside = 0
+    for prompt, answer in list(zip(world.prompts, world.answers, strict=True))[:8]:
+        for end in dict.fromkeys(answer[2:20:5]):
+            done = world.run(method, prompt, NEW_TOKENS, (end,))
+            assert done.tokens == answer[: answer.index(end) + 1]
+            assert done.ended
+            last = done.trace.steps[-1] if done.trace.steps else None
+            inside += last is not None and last.num_emitted <= last.num_accepted
+    assert inside > 3  # the cut fell among accepted tokens, behind which others had been accepted
+
+
+def test_an_end_token_ends_the_answer_of_transformers_at_the_same_place(world):
+    for prompt, answer in list(zip(world.prompts, world.answers, strict=True))[:3]:
+        assert world.run("ar", prompt, NEW_TOKENS, (answer[9],)).tokens == transformers_answer(
+            world.oracle, prompt, NEW_TOKENS, eos=answer[9]
+        )
+
+
+@pytest.mark.parametrize("method", ["spec:k=5", "specdec++", "eagle:k=4"])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_the_limit_cuts_inside_a_round(world, method, count):
+    for prompt, answer in list(zip(world.prompts, world.answers, strict=True))[:10]:
+        done = world.run(method, prompt, count)
+        assert done.tokens == answer[:count] and not done.ended
+        assert done.trace.num_tokens == count
+
+
+@pytest.mark.parametrize("length", [CONTEXT - 1, CONTEXT - 2, CONTEXT - 9])
+def test_a_full_context_ends_the_answer(world, length):
+    prompt = (world.prompts[-1] * CONTEXT)[:length]
+    answer = transformers_answer(world.oracle, prompt, CONTEXT - length)
+    for method in ["ar", *METHODS]:
+        done = world.run(method, prompt, NEW_TOKENS)
+        assert done.tokens == answer, method
+        assert not done.ended
+
+
+def test_a_prompt_without_room_or_without_tokens_is_refused(world):
+    for prompt in ([], [5] * CONTEXT):
+        with pytest.raises(InputError, match=f"prompt: found {len(prompt)} tokens, expected 1 to {CONTEXT - 1}"):
+            world.run("ar", prompt, 4)
+    with pytest.raises(InputError, match="max_new_tokens"):
+        world.run("ar", [5], 0)
+
+
+def test_a_draft_of_a_shorter_context_stops_drafting_where_it_ends(world):
+    drafter, went_quiet = DraftModelDrafter(world.short_draft, FixedLength(5), CONTEXT), 0
+    assert world.short_draft.info.max_position == 40
+    for prompt, answer in list(zip(world.prompts, world.answers, strict=True))[:16]:
+        done = world.run("spec", prompt, NEW_TOKENS, drafter=drafter)
+        assert done.tokens == answer
+        emitted = 1
+        for step in done.trace.steps:
+            # The last drafted token is never read: its position may be the first one past the draft's context.
+            assert len(prompt) + emitted + step.num_drafted - 1 <= 40 or step.num_drafted == 0
+            emitted += step.num_emitted
+        went_quiet += done.trace.steps[0].num_drafted > 0 and done.trace.steps[-2].num_drafted == 0
+    assert went_quiet > 5
+
+
+def test_the_rounds_shown_add_up_to_the_answer(world):
+    rounds = []
+    done = generate(
+        world.target, world.drafter("spec:k=5"), world.prompts[9], GREEDY, NEW_TOKENS, TorchSource(0), (), rounds.append
+    )
+    assert [token for r in rounds for token in r.tokens] == done.tokens
+    assert [r.num_accepted for r in rounds[1:]] == [
+        min(step.num_accepted, step.num_emitted) for step in done.trace.steps
+    ]
