@@ -125,7 +125,7 @@ def world(tmp_path_factory) -> World:
     oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     oracle.generation_config.eos_token_id = None
     target, rng = load_lm(str(directory)), random.Random(0)
-    # Prompts of one token and of many, some of them repetitive.
+    # Prompts of one token and of many.
     lengths = [1, 1, 2, 3] + [rng.randrange(2, 40) for _ in range(NUM_PROMPTS - 4)]
     prompts = [[rng.randrange(5, target.info.vocab_size) for _ in range(length)] for length in lengths]
     answers = transformers_answers(oracle, prompts, NEW_TOKENS)
