@@ -22,7 +22,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
 MAX_NEW_TOKENS = 256
-BATCH = 32
+BATCH = 64
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ TOKENIZER_TEXTS = 20_000
 # How often a turn of each task is taken: edits of plentiful kinds are thinned, rare ones repeated.
 TASK_SHARE = {"wrap_in_try": 0.45, "rename": 0.8, "remove_type_hints": 0.6, "add_type_hints": 0.8, "complete": 0.4}
 SORT_IMPORTS_VARIANTS = 4
-DISTIL_PROMPTS = 5_000
+DISTIL_PROMPTS = 2_500
 DISTIL_GREEDY_SHARE = 0.3  # drafts serve greedy and sampled decoding
 SHIPPED_PROMPTS = {"train": 1_440, "dev": 180, "test": 380}
 CARD_PROMPTS = 40  # per task, of the shipped test prompts

@@ -51,6 +51,7 @@ class BatchedMuon(torch.optim.Optimizer):
     def _step_shape(self, params: list[torch.nn.Parameter], group: dict) -> None:
         directions = []
         for param in params:
+            assert param.grad is not None
             momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
             momentum.lerp_(param.grad, 1 - group["momentum"])
             directions.append(torch.lerp(param.grad, momentum, group["momentum"]))  # Nesterov

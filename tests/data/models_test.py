@@ -235,3 +235,13 @@ def test_tokenizers_are_compared_by_content(pristine, directory, tmp_path):
         check_same_tokenizer(str(pristine), str(directory))
     with pytest.raises(InputError, match="without tokenizer files"):
         load_tokenizer(str(gpt2(tmp_path / "bare")))
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma2Config(vocab_size=32, num_key_value_heads=1, head_dim=8, final_logit_softcapping=30.0, **sizes)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="final_logit_softcapping"):
+        load_lm(str(tmp_path))
