@@ -13,6 +13,7 @@ from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.types import InputError
 
 EMBEDDED = "embedded:"
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -176,6 +177,11 @@ def _load_hf(
         raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
     model = model.to(device)
     text = model.config.get_text_config()  # knows each architecture's own names (GPT-2's n_embd)
+    for field in LOGIT_CHANGES:
+        # These act on the logits after the output embedding, where `CausalLM.lm_head` ends: the law would be wrong.
+        if getattr(text, field, None) not in (None, 0, 1, 1.0):
+            remedy = "This model family is not supported yet."
+            raise InputError(field, getattr(text, field), "logits as the output embedding gives them", remedy)
     info = ModelInfo(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,

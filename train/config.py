@@ -24,8 +24,9 @@ class TrainConfig:
         max_steps: Optimiser steps in all; 0 leaves it to epochs.
         batch_size: Sequences in one optimiser step, over all devices and accumulated parts together.
         accumulate: Parts that a step's batch is computed in, one after the other, to save memory.
+        optimizer: adamw, or muon for matrices (AdamW for vectors), which learns from fewer steps.
         lr: Peak learning rate.
-        schedule: How the learning rate falls after warm-up.
+        schedule: How the learning rate falls after warm-up; hold stays at its peak for half of the steps.
         warmup_share: Share of all steps in which the learning rate rises linearly from 0.
         min_lr_share: Where the learning rate ends, as a share of lr.
         weight_decay: AdamW's decay of matrices; vectors (norms, biases) have none.
@@ -58,8 +59,9 @@ class TrainConfig:
     max_steps: int = 0
     batch_size: int = 32
     accumulate: int = 1
+    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 5e-5
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "hold", "constant"] = "cosine"
     warmup_share: float = 0.03
     min_lr_share: float = 0.0
     weight_decay: float = 0.0

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.layers import LlamaModel
-from draftsmith.train.muon import BatchedMuon
+from draftsmith.train.muon import MuonAdamW
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,12 @@ def grow(model: LlamaModel, num_layers: int, seed: int) -> LlamaModel:
     return grown
 
 
-def optimizers(model: LlamaModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def optimizer(model: LlamaModel, recipe: Recipe) -> MuonAdamW:
     """Muon for the layers' matrices, AdamW for embeddings and norms."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("layers.")]
-    others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and n.startswith("layers."))]
-    return [
-        BatchedMuon(matrices, recipe.lr, weight_decay=recipe.weight_decay),
-        torch.optim.AdamW(others, recipe.lr, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
+    named = dict(model.named_parameters())
+    matrices = [name for name, param in named.items() if param.ndim == 2 and name.startswith("layers.")]
+    others = [param for name, param in named.items() if name not in matrices]
+    return MuonAdamW([named[name] for name in matrices], others, recipe.lr, weight_decay=recipe.weight_decay)
 
 
 def lr_fraction(step: int, recipe: Recipe) -> float:
@@ -132,19 +130,16 @@ def fit(
     on_step: Callable[[int, float], None] | None = None,
 ) -> None:
     """Run `recipe.steps` optimiser steps. `on_step(step, loss)` is called after each."""
-    opts = optimizers(model, recipe)
+    opt = optimizer(model, recipe)
     model.train()
     for step in range(recipe.steps):
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = recipe.lr * lr_fraction(step, recipe)
+        for group in opt.param_groups:
+            group["lr"] = recipe.lr * lr_fraction(step, recipe)
         loss = loss_of(model, next(data))
-        for opt in opts:
-            opt.zero_grad(set_to_none=True)
+        opt.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            opt.step()
+        opt.step()
         if on_step is not None:
             on_step(step, loss.item())
     model.eval()

@@ -13,6 +13,7 @@ from draftsmith.modules.types import LossOutput
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import Part
 from draftsmith.train.metrics import Means, num_ranks, rank, total
+from draftsmith.train.muon import MuonAdamW
 from draftsmith.train.schedules import lr_schedule
 
 
@@ -85,11 +86,15 @@ class LitHead(pl.LightningModule):
         config = self.config
         matrices = [p for p in self.head.parameters() if p.requires_grad and p.ndim >= 2]
         vectors = [p for p in self.head.parameters() if p.requires_grad and p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+        optimizer: torch.optim.Optimizer
+        if config.optimizer == "muon":
+            optimizer = MuonAdamW(matrices, vectors, config.lr, config.betas, weight_decay=config.weight_decay)
+        else:
+            groups = [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ]
+            optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
         share = lr_schedule(config.schedule, self.total_steps, config.warmup_share, config.min_lr_share)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,4 +1,4 @@
-"""Muon in float32, with equally shaped matrices orthogonalised together.
+"""Muon for matrices, in float32 and with equally shaped ones orthogonalised together; AdamW for the rest.
 
 `torch.optim.Muon` runs Newton-Schulz in bf16, one matrix at a time; on a CPU without bf16 instructions that costs more
 than the model's own step. Same update rule (Jordan 2024, "Muon"; learning rate scale of Liu et al. 2025, section 2.2).
@@ -27,36 +27,74 @@ def orthogonalise(batch: Tensor, steps: int = 5) -> Tensor:
     return x if wide else x.mT
 
 
-class BatchedMuon(torch.optim.Optimizer):
-    """Momentum, orthogonalised. The scale 0.2 sqrt(max(rows, columns)) gives updates the size of AdamW's.
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for matrices, AdamW for everything else, as one optimizer: one schedule, one state to checkpoint.
 
-    params: 2-D weights. weight_decay is decoupled, as in AdamW.
+    Matrices move by orthogonalised momentum times 0.2 sqrt(max(rows, columns)), which is the size of AdamW's updates,
+    so both share a learning rate. weight_decay is decoupled and acts on matrices only.
     """
 
     def __init__(
-        self, params: Iterable[torch.nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+        self,
+        matrices: Iterable[torch.nn.Parameter],
+        others: Iterable[torch.nn.Parameter],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.98),
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
     ):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        groups = [
+            {"params": list(matrices), "orthogonal": True, "weight_decay": weight_decay},
+            {"params": list(others), "orthogonal": False, "weight_decay": 0.0},
+        ]
+        super().__init__(
+            [group for group in groups if group["params"]], {"lr": lr, "betas": betas, "momentum": momentum}
+        )
 
     @torch.no_grad()
     def step(self, closure=None):  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if not group["orthogonal"]:
+                for param in params:
+                    self._step_adam(param, group)
+                continue
             by_shape: dict[torch.Size, list[torch.nn.Parameter]] = defaultdict(list)
-            for param in group["params"]:
-                if param.grad is not None:
-                    by_shape[param.shape].append(param)
-            for params in by_shape.values():
-                self._step_shape(params, group)
+            for param in params:
+                by_shape[param.shape].append(param)
+            for equal in by_shape.values():
+                self._step_muon(equal, group)
+        return loss
 
-    def _step_shape(self, params: list[torch.nn.Parameter], group: dict) -> None:
+    def _step_muon(self, params: list[torch.nn.Parameter], group: dict) -> None:
+        """Matrices of one shape, orthogonalised together."""
         directions = []
         for param in params:
             assert param.grad is not None
-            momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
-            momentum.lerp_(param.grad, 1 - group["momentum"])
-            directions.append(torch.lerp(param.grad, momentum, group["momentum"]))  # Nesterov
+            state = self.state[param]
+            if not state:
+                state["momentum"] = torch.zeros_like(param)
+            state["momentum"].lerp_(param.grad, 1 - group["momentum"])
+            directions.append(torch.lerp(param.grad, state["momentum"], group["momentum"]))  # Nesterov
         rows, columns = params[0].shape
         scale = group["lr"] * 0.2 * max(rows, columns) ** 0.5
         for param, update in zip(params, orthogonalise(torch.stack(directions)), strict=True):
             param.mul_(1 - group["lr"] * group["weight_decay"])
             param.add_(update, alpha=-scale)
+
+    def _step_adam(self, param: torch.nn.Parameter, group: dict) -> None:
+        """Adam (Kingma and Ba 2015, algorithm 1), bias corrected."""
+        assert param.grad is not None
+        state = self.state[param]
+        if not state:
+            state |= {"step": 0, "mean": torch.zeros_like(param), "square": torch.zeros_like(param)}
+        state["step"] += 1
+        (beta1, beta2), count = group["betas"], state["step"]
+        state["mean"].lerp_(param.grad, 1 - beta1)
+        state["square"].lerp_(param.grad.square(), 1 - beta2)
+        scale = (state["square"] / (1 - beta2**count)).sqrt_().add_(1e-8)
+        param.addcdiv_(state["mean"], scale, value=-group["lr"] / (1 - beta1**count))

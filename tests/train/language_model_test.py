@@ -19,7 +19,7 @@ from draftsmith.train.language_model import (
     lr_fraction,
     next_token_loss,
 )
-from draftsmith.train.muon import orthogonalise
+from draftsmith.train.muon import MuonAdamW, orthogonalise
 
 CONFIG = LlamaConfig(40, 16, 24, 2, 2, 2, 8, 64, tie_embeddings=True)
 ROWS = [TokenRow(tuple((i + j) % 39 + 1 for j in range(4 + i % 7)), 2) for i in range(50)]
@@ -105,3 +105,28 @@ def test_learning_rate_warms_up_then_holds_then_falls():
     rates = [lr_fraction(step, recipe) for step in range(100)]
     assert rates[0] == 0.1 and rates[10:51] == [1.0] * 41
     assert all(a > b for a, b in itertools.pairwise(rates[50:])) and 0.1 < rates[-1] < 0.13
+
+
+def test_vectors_move_as_torchs_adamw_moves_them_also_after_a_reload():
+    ours, theirs = (torch.nn.Parameter(torch.arange(4.0)) for _ in range(2))
+    opt = MuonAdamW([], [ours], lr=0.1, betas=(0.9, 0.98))
+    reference = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.98), weight_decay=0.0)
+    for step in range(6):
+        for param in (ours, theirs):
+            param.grad = torch.sin(param.detach() + step)
+        opt.step()
+        reference.step()
+        if step == 2:
+            state = opt.state_dict()
+            opt = MuonAdamW([], [ours], lr=0.1, betas=(0.9, 0.98))
+            opt.load_state_dict(state)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_matrices_move_by_orthogonal_steps_of_adamws_size():
+    matrix = torch.nn.Parameter(torch.zeros(6, 10))
+    opt = MuonAdamW([matrix], [], lr=0.01)
+    matrix.grad = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    opt.step()
+    singular = torch.linalg.svdvals(matrix.detach()) / (0.01 * 0.2 * 10**0.5)
+    assert (singular > 0.6).all() and (singular < 1.3).all()
