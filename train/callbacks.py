@@ -102,8 +102,11 @@ class BetweenSteps(pl.Callback):
         log(trainer, {f"val/{name}": value for name, value in metrics.items()}, step)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         say_on_rank_zero(f"step {step}/{module.total_steps}: {shown}")
-        sign = 1 if module.larger_is_better else -1
-        if not self.best or sign * metrics[module.monitor] > sign * self.best[module.monitor]:
+        # What decoding reaches decides, where it is measured: a head can lose teacher-forced accuracy and gain tau.
+        probed = self.probe is not None and self.probe_every > 0
+        monitor, larger_is_better = ("tau", True) if probed else (module.monitor, module.larger_is_better)
+        sign = 1 if larger_is_better else -1
+        if monitor in metrics and (not self.best or sign * metrics[monitor] > sign * self.best[monitor]):
             self.best = {**metrics, "step": float(step)}
             if rank() == 0:
                 self.save_head("best", step, metrics)
