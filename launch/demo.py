@@ -26,7 +26,7 @@ class DemoConfig:
 
     Attributes:
         output: Directory of everything it makes; what is there already is not made again.
-        full: Train longer and measure on more prompts (about 25 minutes).
+        full: Train longer and measure on more prompts.
         num_threads: CPU threads of the stages that make data and train; the bench takes one.
         seed: Of the trainings and of the order of samples.
     """

@@ -54,7 +54,7 @@ class BuildConfig:
 
 
 def run(config: BuildConfig) -> Path:
-    """Build everything; about two hours on two cores."""
+    """Build everything, or what is missing of it; hours rather than minutes on two cores."""
     import torch
 
     from draftsmith.data.models import load_lm

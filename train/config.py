@@ -24,7 +24,7 @@ class TrainConfig:
         max_steps: Optimiser steps in all; 0 leaves it to epochs.
         batch_size: Sequences in one optimiser step, over all devices and accumulated parts together.
         accumulate: Parts that a step's batch is computed in, one after the other, to save memory.
-        optimizer: adamw, or muon for matrices (AdamW for vectors), which learns from fewer steps.
+        optimizer: adamw, or muon for matrices and AdamW for vectors.
         lr: Peak learning rate.
         schedule: How the learning rate falls after warm-up; hold stays at its peak for half of the steps.
         warmup_share: Share of all steps in which the learning rate rises linearly from 0.
