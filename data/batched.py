@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -74,6 +74,33 @@ def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     """Row numbers in batches of like length, longest first, so that running out of memory shows at once."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+def answer_all(
+    lm: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    max_new_tokens: int,
+    batch_size: int,
+    uniforms: Callable[[int], np.ndarray] | None = None,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[list[int]]:
+    """`answer`, in batches of like length; the answers come in the order of `prompts`.
+
+    uniforms: number of a prompt -> its [max_new_tokens] uniforms; greedy decoding needs none.
+    advance: called with the number of prompts that a batch finished.
+    """
+    answers: list[list[int]] = [[] for _ in prompts]
+    for batch in by_length([len(prompt) for prompt in prompts], batch_size):
+        drawn = None
+        if not params.greedy:
+            assert uniforms is not None, "sampling draws with the rows' own uniforms"
+            drawn = torch.from_numpy(np.stack([uniforms(i) for i in batch]))
+        made = answer(lm, [prompts[i] for i in batch], params, max_new_tokens, drawn)
+        for i, tokens in zip(batch, made, strict=True):
+            answers[i] = tokens
+        advance(len(batch))
+    return answers
 
 
 def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from draftsmith.data.batched import answer, by_length, pick_device, row_uniforms, set_threads
+from draftsmith.data.batched import answer_all, pick_device, row_uniforms, set_threads
 from draftsmith.data.manifest import Field, open_artefact, volatile
 from draftsmith.data.models import load_lm, tokenizer_identity
 from draftsmith.data.progress import Advance
@@ -129,17 +128,12 @@ def in_process(lm: CausalLM, prompts: Rows, config: ResponsesConfig) -> Callable
         ids = [row["prompt_ids"] for row in rows]
         for offset, prompt in enumerate(ids):
             check_context(shard.start + offset, len(prompt), lm.info.max_position)
-        answers: dict[int, list[int]] = {}
-        for batch in by_length([len(prompt) for prompt in ids], config.batch_size):
-            uniforms = None
-            if not config.params.greedy:
-                numbers = [shard.start + i for i in batch]
-                drawn = [row_uniforms("responses", config.seed, row, config.max_new_tokens) for row in numbers]
-                uniforms = torch.from_numpy(np.stack(drawn))
-            found = answer(lm, [ids[i] for i in batch], config.params, config.max_new_tokens, uniforms)
-            answers |= dict(zip(batch, found, strict=True))
-            advance(len(batch))
-        return content(rows, [answers[i] for i in range(len(rows))], lm.info.eos_ids)
+
+        def uniforms(offset: int) -> np.ndarray:
+            return row_uniforms("responses", config.seed, shard.start + offset, config.max_new_tokens)
+
+        answers = answer_all(lm, ids, config.params, config.max_new_tokens, config.batch_size, uniforms, advance)
+        return content(rows, answers, lm.info.eos_ids)
 
     return make
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from draftsmith.data.batched import answer, by_length, row_uniforms
+from draftsmith.data.batched import answer_all, row_uniforms
 from draftsmith.eval.report import markdown_lines
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
@@ -67,16 +66,13 @@ class TaskScore:
         }
 
 
-def answer_all(lm: CausalLM, questions: Sequence[Question], temperature: float, seed: int) -> list[list[int]]:
-    """The target's answers, batched by prompt length."""
-    answers: list[list[int]] = [[] for _ in questions]
-    for group in by_length([len(question.prompt_ids) for question in questions], BATCH):
-        uniforms = torch.from_numpy(np.stack([row_uniforms("card", seed, row, MAX_NEW_TOKENS) for row in group]))
-        prompts = [questions[i].prompt_ids for i in group]
-        found = answer(lm, prompts, SamplingParams(temperature), MAX_NEW_TOKENS, uniforms if temperature else None)
-        for i, tokens in zip(group, found, strict=True):
-            answers[i] = tokens
-    return answers
+def answers_to(lm: CausalLM, questions: Sequence[Question], temperature: float, seed: int) -> list[list[int]]:
+    """The target's answers up to MAX_NEW_TOKENS."""
+    prompts = [question.prompt_ids for question in questions]
+    params = SamplingParams(temperature)
+    return answer_all(
+        lm, prompts, params, MAX_NEW_TOKENS, BATCH, lambda row: row_uniforms("card", seed, row, MAX_NEW_TOKENS)
+    )
 
 
 @torch.no_grad()
@@ -92,7 +88,7 @@ def score_pair(
     target: CausalLM, draft: CausalLM, questions: Sequence[Question], seed: int, chain_prompts_per_task: int = 12
 ) -> dict[str, TaskScore]:
     """Scores by task. Answers are the target's; nothing after their end token is counted."""
-    greedy, sampled = answer_all(target, questions, 0.0, seed), answer_all(target, questions, 1.0, seed)
+    greedy, sampled = answers_to(target, questions, 0.0, seed), answers_to(target, questions, 1.0, seed)
     scores: dict[str, TaskScore] = defaultdict(TaskScore)
     ends = set(target.info.eos_ids)
     drafter = DraftModelDrafter(draft, FixedLength(5), target.info.max_position)
@@ -140,7 +136,7 @@ def verbatim_samples(
 ) -> list[tuple[Question, str, str]]:
     """`count` questions chosen by seed, with prompt and greedy answer as text."""
     chosen = random.Random(seed).sample(list(questions), count)
-    answers = answer_all(target, chosen, 0.0, seed)
+    answers = answers_to(target, chosen, 0.0, seed)
     return [(q, tokenizer.decode(q.prompt_ids), tokenizer.decode(a)) for q, a in zip(chosen, answers, strict=True)]
 
 

@@ -42,6 +42,9 @@ COMMANDS: dict[str, Command] = {
     "train acceptance": Command("train.acceptance", "TrainAcceptanceConfig", "Acceptance head: when to stop drafting"),
     "train eagle": Command("train.eagle", "TrainEagleConfig", "EAGLE head: drafts from the target's own features"),
     "eval bench": Command("eval.bench", "BenchConfig", "Compare methods: speed, tau, equality with the target"),
+    "eval generation": Command(
+        "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
+    ),
     "embedded build": Command("launch.embedded", "BuildConfig", "Train the shipped models again, from their corpus"),
 }  # fmt: skip
 
@@ -51,7 +54,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Make training data with the target": ("data prompts", "data responses", "data acceptance", "data features",
                                            "data inspect"),
     "Train heads": ("train acceptance", "train eagle"),
-    "Measure": ("eval bench",),
+    "Measure": ("eval bench", "eval generation"),
     "The shipped models": ("embedded build",),
 }  # fmt: skip
 

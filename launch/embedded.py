@@ -176,7 +176,7 @@ def distillation_rows(
     config: BuildConfig, turns: list[Turn], tokenizer: Any, target: CausalLM, log: Callable[[str], None]
 ) -> list[TokenRow]:
     """What the target itself answers to training prompts, sampled and greedy; from `work`/own_text.jsonl when there."""
-    from draftsmith.eval.embedded_card import Question, answer_all
+    from draftsmith.eval.embedded_card import Question, answers_to
     from draftsmith.train.language_model import TokenRow
 
     path = config.work / "own_text.jsonl"
@@ -186,8 +186,8 @@ def distillation_rows(
         rows = [row for row in fitting(chosen, tokenizer)]
         questions = [Question("", row.ids[: row.answer_start], ()) for row in rows]
         num_greedy = round(DISTIL_GREEDY_SHARE * len(questions))
-        answers = answer_all(target, questions[:num_greedy], 0.0, config.seed)
-        answers += answer_all(target, questions[num_greedy:], 1.0, config.seed)
+        answers = answers_to(target, questions[:num_greedy], 0.0, config.seed)
+        answers += answers_to(target, questions[num_greedy:], 1.0, config.seed)
         log(f"{len(answers)} answers of the target's own, {sum(map(len, answers)) / 1e6:.2f} M tokens")
         pairs = zip(questions, answers, strict=True)
         _write(path, "".join(json.dumps([list(q.prompt_ids), answer]) + "\n" for q, answer in pairs))
