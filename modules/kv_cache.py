@@ -25,19 +25,21 @@ class KVCache:
         self.data = torch.zeros(num_layers, 2, batch, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
         self.length = 0
         # Views made once: indexing the big tensor in every layer of every call is measurable on small models.
-        self._layers = [(layer[0], layer[1]) for layer in self.data]
+        self._layers = list(self.data)
 
     @property
     def capacity(self) -> int:
         return self.data.shape[-2]
 
-    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [B, kv_heads, T, D] at slots start.. and return everything up to there, [B, kv_heads, start+T, D]."""
-        end = start + keys.shape[2]
-        cached_keys, cached_values = self._layers[layer]
-        cached_keys[:, :, start:end] = keys
-        cached_values[:, :, start:end] = values
-        return cached_keys[:, :, :end], cached_values[:, :, :end]
+    def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, T, 2 * kv_heads, D], the keys' heads first, at slots start.. and return everything up to there:
+        keys and values [B, kv_heads, start+T, D]."""
+        batch, length, _, head_dim = keys_values.shape
+        cached, end = self._layers[layer], start + length
+        new = keys_values.view(batch, length, 2, -1, head_dim).permute(2, 0, 3, 1, 4)
+        cached.narrow(3, start, length).copy_(new)
+        keys, values = cached.narrow(3, 0, end).unbind(0)
+        return keys, values
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         """Keep the first `length` slots, then those at `slots` (ascending, >= length), moved to follow them."""
@@ -50,4 +52,4 @@ class KVCache:
     def select_rows(self, rows: Tensor) -> None:
         """Keep these rows of the batch only."""
         self.data = self.data.index_select(2, rows)
-        self._layers = [(layer[0], layer[1]) for layer in self.data]
+        self._layers = list(self.data)

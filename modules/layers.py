@@ -48,7 +48,7 @@ class LlamaConfig:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight; the mean is taken in float32, as in transformers."""
+    """x / rms(x) * weight; the mean is taken in float32 or wider, as in transformers."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
+        if x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)

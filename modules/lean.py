@@ -32,8 +32,24 @@ def _fuse(linears: Sequence[torch.nn.Linear], share: bool) -> tuple[Tensor, Tens
     return weight, torch.cat([linear.bias.detach() for linear in linears])
 
 
+class LeanNorm:
+    """x / rms(x) * weight over the last dimension, the mean in float32 or wider, in few calls. weight: [..., H]."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        self.weight, self._eps, self._size = weight.detach(), eps, weight.shape[-1]
+        self._wide = weight.dtype in (torch.float32, torch.float64)
+        self._eps_tensor = torch.tensor(eps, dtype=weight.dtype if self._wide else torch.float32, device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return F.rms_norm(x, (self._size,), None, self._eps) * self.weight  # one fused kernel there, seven here
+        norm = torch.linalg.vector_norm(x if self._wide else x.float(), dim=-1, keepdim=True)
+        scaled = x * torch.addcmul(self._eps_tensor, norm, norm, value=1 / self._size).rsqrt_()
+        return (scaled if self._wide else scaled.to(x.dtype)).mul_(self.weight)
+
+
 class LeanLayer:
-    """One decoder layer with q/k/v and gate/up fused; reads and writes a `KVCache`."""
+    """One decoder layer with q/k/v and gate/up fused; reads and writes a `KVCache`. Results are written in place."""
 
     def __init__(self, layer: DecoderLayer, share: bool):
         attention = layer.self_attn
@@ -43,41 +59,56 @@ class LeanLayer:
         self.o_weight, self.o_bias = _fuse([attention.o_proj], share)
         self.gate_up_weight, self.gate_up_bias = _fuse([layer.mlp.gate_proj, layer.mlp.up_proj], share)
         self.down_weight, self.down_bias = _fuse([layer.mlp.down_proj], share)
-        self.qk_norm = (attention.q_norm, attention.k_norm) if attention.qk_norm else None
-        self.input_norm = layer.input_layernorm if isinstance(layer.input_layernorm, RMSNorm) else None
-        self.post_norm = layer.post_attention_layernorm
+        self.qk_norm = None
+        if attention.qk_norm:
+            weights = [attention.q_norm.weight] * self.num_heads + [attention.k_norm.weight] * self.num_kv_heads
+            self.qk_norm = LeanNorm(torch.stack(weights), attention.q_norm.eps)
+        first, second = layer.input_layernorm, layer.post_attention_layernorm
+        self.input_norm = LeanNorm(first.weight, first.eps) if isinstance(first, RMSNorm) else None
+        self.post_norm = LeanNorm(second.weight, second.eps)
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, index: int, mask: Tensor | None, causal: bool
     ) -> Tensor:
         """x [B, T, H], fed after `cache.length` tokens -> [B, T, H]. cos, sin: [B or 1, T, 1, D].
 
-        mask: bool [B or 1, 1, T, cache.length + T], true = may attend; None with T == 1, or with `causal`.
+        mask: added to the scores, [B or 1, 1, T, cache.length + T] (`as_bias`); None with T == 1, or with `causal`.
         """
-        batch, length, _ = x.shape
-        num_rotated = self.num_heads + self.num_kv_heads
-        normed = x if self.input_norm is None else self.input_norm(x)
+        batch, length, size = x.shape
+        rows = x.view(-1, size)
+        normed = rows if self.input_norm is None else self.input_norm(rows)
         qkv = F.linear(normed, self.qkv_weight, self.qkv_bias).view(batch, length, -1, self.head_dim)
-        rotated = qkv[:, :, :num_rotated]
+        rotated = qkv[:, :, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
-            q_norm, k_norm = self.qk_norm
-            rotated = torch.cat([q_norm(rotated[:, :, : self.num_heads]), k_norm(rotated[:, :, self.num_heads :])], 2)
-        half = self.head_dim // 2
+            rotated.copy_(self.qk_norm(rotated))
         # sin carries the sign of its first half, so a roll by half the width is the rotation.
-        rotated = rotated * cos + rotated.roll(half, -1) * sin
-        new_keys, new_values = rotated[:, :, self.num_heads :], qkv[:, :, num_rotated:]
-        keys, values = cache.write(index, cache.length, new_keys.transpose(1, 2), new_values.transpose(1, 2))
+        rolled = rotated.roll(self.head_dim // 2, -1)
+        rotated.mul_(cos).addcmul_(rolled, sin)
+        keys, values = cache.write(index, cache.length, qkv[:, :, self.num_heads :])
         attended = F.scaled_dot_product_attention(
-            rotated[:, :, : self.num_heads].transpose(1, 2),
+            qkv[:, :, : self.num_heads].transpose(1, 2),
             keys,
             values,
             attn_mask=mask,
             is_causal=causal,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
-        x = x + F.linear(attended.transpose(1, 2).reshape(batch, length, -1), self.o_weight, self.o_bias)
-        gate, up = F.linear(self.post_norm(x), self.gate_up_weight, self.gate_up_bias).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, self.down_weight, self.down_bias)
+        rows = _add_linear(rows, attended.transpose(1, 2).reshape(batch * length, -1), self.o_weight, self.o_bias)
+        normed = self.post_norm(rows)
+        gate, up = F.linear(normed, self.gate_up_weight, self.gate_up_bias).chunk(2, -1)
+        rows = _add_linear(rows, F.silu(gate).mul_(up), self.down_weight, self.down_bias)
+        return rows.view(batch, length, size)
+
+
+def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """residual + linear(x), all [N, ...], without a pass of its own for the sum."""
+    added = torch.addmm(residual, x, weight.t())
+    return added if bias is None else added.add_(bias)
+
+
+def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """True = may attend -> 0, false -> -inf: made once a forward, where attention would make it once a layer."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 class LeanStack:
@@ -98,13 +129,19 @@ class LeanStack:
         signed = torch.cat([-sin[:, : config.head_dim // 2], sin[:, config.head_dim // 2 :]], -1)
         self.cos, self.sin = cos.to(device, dtype)[:, None], signed.to(device, dtype)[:, None]  # [positions, 1, D]
         self._causal = torch.ones(0, 0, dtype=torch.bool)
+        self._causal_bias = as_bias(self._causal, dtype)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         config = self.config
         return KVCache(len(self.layers), batch, config.num_kv_heads, capacity, config.head_dim, self.dtype, self.device)
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, mask: Tensor | None, causal: bool) -> Tensor:
-        """[B, T, H] -> [B, T, H] before any final norm. Slots are written but not kept: `cache.length` stays."""
+        """[B, T, H] -> [B, T, H] before any final norm. Slots are written but not kept: `cache.length` stays.
+
+        mask: bool, true = may attend, or a bias of the stack's dtype.
+        """
+        if mask is not None and mask.dtype == torch.bool:
+            mask = as_bias(mask, self.dtype)
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, cache, index, mask, causal)
         return x
@@ -121,7 +158,8 @@ class LeanStack:
             return self.run(x, cos, sin, cache, None, False)
         if start == 0:
             return self.run(x, cos, sin, cache, None, True)
-        return self.run(x, cos, sin, cache, self._chain_mask(start, end), False)
+        self._chain_mask(start, end)
+        return self.run(x, cos, sin, cache, self._causal_bias[start:end, :end], False)
 
     def tree(self, x: Tensor, parents: Sequence[int], cache: KVCache) -> Tensor:
         """A tree of T inputs [1, T, H]; parents[i] < i, -1 = the last kept token; position = cache.length + depth."""
@@ -137,6 +175,7 @@ class LeanStack:
         if self._causal.shape[0] < end:
             size = max(256, 2 * end)
             self._causal = torch.ones(size, size, dtype=torch.bool, device=self.device).tril()
+            self._causal_bias = as_bias(self._causal, self.dtype)
         return self._causal[start:end, :end]
 
     def _windowed(self, mask: Tensor, positions: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, RopeScaling, rope_table
-from draftsmith.modules.lean import LeanStack
+from draftsmith.modules.lean import LeanNorm, LeanStack
 from draftsmith.modules.targets.base import ModelInfo, Scores
 from draftsmith.modules.types import InputError
 
@@ -105,6 +105,7 @@ class LlamaLM:
         self.device, self.dtype = weight.device, weight.dtype
         layers: list = list(model.layers)
         self.stack = LeanStack(layers, model.config, self.dtype, self.device, share=True)
+        self.norm = LeanNorm(model.norm.weight, model.norm.eps)
         self._head = model.lm_head.weight.detach()
 
     def session(self, capacity: int) -> LlamaSession:
@@ -145,7 +146,7 @@ class LlamaSession:
         lm, cache = self._lm, self._cache
         x = lm.embed(torch.tensor([tokens], device=lm.device))
         hidden = lm.stack.chain(x, cache) if parents is None else lm.stack.tree(x, parents, cache)
-        hidden = lm.model.norm(hidden[0])
+        hidden = lm.norm(hidden[0])
         cache.length += len(tokens)
         return Scores(lm.lm_head(hidden[len(tokens) - num_logits :]), hidden)
 
@@ -188,7 +189,7 @@ class LlamaBatchSession:
             mask = mask & (slots[:, None] - every[None] < lm.config.sliding_window)
         hidden = lm.stack.run(lm.embed(ids), lm.stack.cos[positions], lm.stack.sin[positions], cache, mask, False)
         cache.length += length
-        return lm.lm_head(lm.model.norm(hidden[:, -1]))
+        return lm.lm_head(lm.norm(hidden[:, -1]))
 
     @torch.inference_mode()
     def select(self, rows: Tensor) -> None:

@@ -14,6 +14,11 @@ LAYERS, BATCH, HEADS, CAPACITY, DIM = 2, 3, 2, 12, 4
 CPU = torch.device("cpu")
 
 
+def joined(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[B, heads, T, D] each -> [B, T, 2 * heads, D], as layers write them."""
+    return torch.cat([keys, values], dim=1).transpose(1, 2).contiguous()
+
+
 def filled_cache(length: int) -> KVCache:
     """Layer l, key or value, row b and slot s hold the number that says so."""
     cache = KVCache(LAYERS, BATCH, HEADS, CAPACITY, DIM, torch.float32, CPU)
@@ -22,7 +27,7 @@ def filled_cache(length: int) -> KVCache:
     slots = torch.arange(length).view(1, 1, -1, 1)
     for layer in range(LAYERS):
         content = 1000 * layer + 100 * rows + slots
-        cache.write(layer, 0, content.expand(shape).float(), -content.expand(shape).float())
+        cache.write(layer, 0, joined(content.expand(shape).float(), -content.expand(shape).float()))
     cache.length = length
     return cache
 
@@ -57,7 +62,7 @@ def test_keep_moves_the_accepted_path_behind_the_kept_tokens(length, slots, kept
 def test_write_returns_everything_up_to_the_new_slots():
     cache = filled_cache(5)
     new = torch.full((BATCH, HEADS, 2, DIM), 7.0)
-    keys, values = cache.write(1, 5, new, new + 1)
+    keys, values = cache.write(1, 5, joined(new, new + 1))
     assert keys.shape == (BATCH, HEADS, 7, DIM)
     assert keys[0, 0, :, 0].tolist() == [1000, 1001, 1002, 1003, 1004, 7, 7]
     assert values[0, 0, 5:, 0].tolist() == [8, 8]
@@ -69,7 +74,7 @@ def test_selected_rows_stay_writable():
     cache.select_rows(torch.tensor([2, 0]))
     assert slots_of(cache, 1, 0)[0] == 200  # row 0 was row 2
     new = torch.full((2, HEADS, 1, DIM), 5.0)
-    keys, _ = cache.write(0, 4, new, new)
+    keys, _ = cache.write(0, 4, joined(new, new))
     assert keys[:, 0, 4, 0].tolist() == [5, 5] and cache.data[0, 0, 1, 0, 4, 0] == 5
 
 
