@@ -32,7 +32,7 @@ TASK_SHARE = {"wrap_in_try": 0.45, "rename": 0.8, "remove_type_hints": 0.6, "add
 SORT_IMPORTS_VARIANTS = 4
 DISTIL_PROMPTS = 2_500
 DISTIL_GREEDY_SHARE = 0.3  # drafts serve greedy and sampled decoding
-SHIPPED_PROMPTS = {"train": 1_440, "dev": 180, "test": 380}
+SHIPPED_PROMPTS = {"train": 3_240, "dev": 180, "test": 380}
 CARD_PROMPTS = 40  # per task, of the shipped test prompts
 
 
@@ -58,7 +58,7 @@ def run(config: BuildConfig) -> Path:
     import torch
 
     from draftsmith.data.models import load_lm
-    from draftsmith.train.embedded import DRAFT_STAGES, distil_draft, train_target
+    from draftsmith.train.embedded import DRAFTS, train_draft, train_target
 
     torch.set_num_threads(config.num_threads)
     config.work.mkdir(parents=True, exist_ok=True)
@@ -79,8 +79,9 @@ def run(config: BuildConfig) -> Path:
     # From here on the target is what ships: bf16 weights, read back.
     target = load_lm(str(config.output / "target"))
     own_text = distillation_rows(config, turns, tokenizer, target, log)
-    for name in DRAFT_STAGES:
-        draft = distil_draft(name, config.work, target.model, own_text, dev, pad, log)  # type: ignore[attr-defined]
+    teacher: LlamaModel = target.model  # type: ignore[attr-defined]
+    for name in DRAFTS:
+        draft = train_draft(name, config.work, teacher, rows, own_text, dev, pad, config.seed, log)
         export_model(draft, config.output / name, tokenizer)
     write_prompts(config.output / "prompts.jsonl", turns, tokenizer, config.seed)
     write_card(config, tokenizer, dev, rows, log)
@@ -262,19 +263,21 @@ def write_card(
     """MODEL_CARD.md, its numbers as card.json, and NOTICE.md."""
     from draftsmith.data.models import load_lm
     from draftsmith.eval import embedded_card
-    from draftsmith.train.embedded import DRAFT_STAGES, TARGET_STAGES
+    from draftsmith.train.embedded import DRAFTS, TARGET_STAGES
     from draftsmith.train.language_model import evaluate
 
     questions = card_questions(config.output / "prompts.jsonl", tokenizer)
-    models = {name: load_lm(str(config.output / name)) for name in ("target", *DRAFT_STAGES)}
-    scores = {
-        name: embedded_card.score_pair(models["target"], models[name], questions, config.seed) for name in DRAFT_STAGES
-    }
+    models = {name: load_lm(str(config.output / name)) for name in ("target", *DRAFTS)}
+    scores = {name: embedded_card.score_pair(models["target"], models[name], questions, config.seed) for name in DRAFTS}
     held_out = {
         name: dict(zip(("loss", "top1"), evaluate(lm.model, dev, tokenizer.pad_token_id), strict=True))  # type: ignore[attr-defined]
         for name, lm in models.items()
     }
-    stages = {name: dataclasses.asdict(recipe) for name, (_, recipe) in (TARGET_STAGES | DRAFT_STAGES).items()}
+    recipes = {name: recipe for name, (_, recipe) in TARGET_STAGES.items()}
+    for name, draft in DRAFTS.items():
+        recipes |= {f"{name}, start": draft.start} if draft.start is not None else {}
+        recipes |= {f"{name}, distilled": draft.distil}
+    stages = {name: dataclasses.asdict(recipe) for name, recipe in recipes.items()}
     facts = embedded_card.Facts(
         sources=source_versions(),
         num_rows=len(rows),
