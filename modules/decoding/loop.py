@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Source
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.targets.base import CausalLM, Session
+from draftsmith.modules.targets.base import CausalLM, Scores, Session
 from draftsmith.modules.types import InputError, SamplingParams
 
 EMPTY = DraftTree((), ())
@@ -72,6 +72,7 @@ def generate(
 
     scores = session.extend(prompt)
     first = verify(EMPTY, scores.logits, params, source).next_token
+    assert first is not None
     state.trace.prefill_emitted = 1
     state.emit([first], 0)
     if drafter is not None and not state.done:
@@ -118,21 +119,25 @@ def _round(
     # the last token wanted, whose value the round's own token gives.
     max_drafted = min(state.room - len(state.tokens) - 1, limit - kept - 1, max_nodes)
     tree = EMPTY if drafter is None or max_drafted < 1 else drafter.propose(max_drafted, params, source)
-    count = len(tree.tokens)
-    if _is_chain(tree):
-        scores = session.extend([root, *tree.tokens], num_logits=count + 1)
-    else:
-        parents = [-1, *(parent + 1 for parent in tree.parents)]
-        scores = session.extend([root, *tree.tokens], parents, num_logits=count + 1)
+    scores = read(session, root, tree)
     verdict = verify(tree, scores.logits, params, source)
-    session.keep(kept + 1, [kept + 1 + node for node in verdict.path])
-    emitted = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+    read_path = [node for node in verdict.path if node < tree.num_read]
+    session.keep(kept + 1, [kept + 1 + node for node in read_path])
+    emitted = [tree.tokens[node] for node in verdict.path]
+    emitted += [] if verdict.next_token is None else [verdict.next_token]
     num_emitted = state.emit(emitted, len(verdict.path))
-    calls = drafter.draft_calls if drafter is not None and count else 0
-    state.trace.steps.append(DecodeStep(count, len(verdict.path), num_emitted, calls))
+    num_drafted = len(tree.tokens) + tree.num_extra
+    calls = drafter.draft_calls if drafter is not None and num_drafted else 0
+    state.trace.steps.append(DecodeStep(num_drafted, len(verdict.path), num_emitted, calls))
     if drafter is not None and not state.done:
-        drafter.advance(emitted, scores.features[[0, *(node + 1 for node in verdict.path)]])
+        features = scores.features[[0, *(node + 1 for node in read_path)]]
+        drafter.advance(Outcome(tuple(emitted), len(verdict.path), features, scores.logits))
 
 
-def _is_chain(tree: DraftTree) -> bool:
-    return tree.parents == tuple(range(-1, len(tree.tokens) - 1))
+def read(session: Session, root: int, tree: DraftTree) -> Scores:
+    """One target call: the root and the tree's nodes, all of them with logits."""
+    fed = [root, *tree.tokens[: tree.num_read]]
+    if tree.is_chain:
+        return session.extend(fed, num_logits=len(fed))
+    parents = [-1, *(parent + 1 for parent in tree.parents)]
+    return session.extend(fed, parents, num_logits=len(fed))

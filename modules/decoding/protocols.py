@@ -32,19 +32,49 @@ class DraftTree:
     parents: -1 is the root: the last emitted token, which the target has not read yet. parents[i] < i.
     draft_prob: [N, V], the law each token was drawn from (after temperature, top-k and top-p); None where nodes were
         chosen deterministically (greedy, top-k children, lookups).
+    last_unread: the target does not read the last token of a chain. That token is verified by the row before it, and a
+        round that accepts everything has no bonus token: its last drafted token becomes the next root (PEARL).
+    num_extra: tokens drafted beside the tree and already thrown away (they count as drafted).
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     draft_prob: Tensor | None = None
+    last_unread: bool = False
+    num_extra: int = 0
+
+    @property
+    def num_read(self) -> int:
+        """Nodes that the target reads."""
+        return len(self.tokens) - self.last_unread
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, len(self.tokens) - 1))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One round's outcome: `path` are the indices of the accepted nodes from the root down, then the target's token."""
+    """What the target decided: `path` are the indices of the accepted nodes from the root down; then its own token,
+    None only where a chain with `last_unread` was accepted to its end."""
 
     path: tuple[int, ...]
-    next_token: int
+    next_token: int | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A round as its drafter learns of it.
+
+    emitted: accepted tokens, then the target's own where there is one.
+    features: [len(emitted), H] of the root and of the accepted tokens that were read; row i predicts emitted[i].
+    logits: [N+1, V] of the root and of all N nodes that the target read, rejected ones too.
+    """
+
+    emitted: tuple[int, ...]
+    num_accepted: int
+    features: Tensor
+    logits: Tensor
 
 
 @dataclass(frozen=True)
@@ -90,9 +120,8 @@ class Drafter(Protocol):
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
         """At most `max_drafted` tokens deep, following everything emitted so far."""
 
-    def advance(self, emitted: Sequence[int], features: Tensor) -> None:
-        """After verification: the A accepted tokens and the target's own token [A+1], and the target's features
-        [A+1, H] of the root and the accepted tokens: row i predicts emitted[i]."""
+    def advance(self, outcome: Outcome) -> None:
+        """After every round but the last, those without a draft included."""
 
     @property
     def draft_calls(self) -> int:

@@ -15,16 +15,15 @@ from draftsmith.modules.types import SamplingParams
 def verify(tree: DraftTree, logits: Tensor, params: SamplingParams, source: Source) -> Verdict:
     """Accept a path of the tree such that what is emitted follows the target exactly.
 
-    logits: [N+1, V] of the target; row 0 scores the root's children, row i+1 what follows node i.
+    logits: [N+1, V] of the target for the N nodes it read; row 0 scores the root's children, row i+1 what follows
+        node i.
 
     Greedy: walk while the target's argmax is a child. Sampling, nodes chosen deterministically: draw x ~ p and go to
     child x where there is one (the law of accepting with p(x) and renormalising). Sampling, a chain drawn from q:
     accept with min(1, p/q), else draw from norm((p - q)+) (Leviathan et al. 2023, algorithm 1).
     """
-    if logits.shape[0] != len(tree.tokens) + 1:
-        raise ValueError(
-            f"logits: got {logits.shape[0]} rows, expected {len(tree.tokens) + 1}, one a node and the root's"
-        )
+    if logits.shape[0] != tree.num_read + 1:
+        raise ValueError(f"logits: got {logits.shape[0]} rows, expected {tree.num_read + 1}, one a node and the root's")
     if params.greedy:
         return _walk_greedy(tree, logits)
     if tree.draft_prob is None:
@@ -45,23 +44,24 @@ def _walk_greedy(tree: DraftTree, logits: Tensor) -> Verdict:
     children = _children(tree)
     path: list[int] = []
     node = -1
-    while (child := children.get((node, choices[node + 1]))) is not None:
+    while node < tree.num_read and (child := children.get((node, choices[node + 1]))) is not None:
         path.append(child)
         node = child
-    return Verdict(tuple(path), choices[node + 1])
+    return Verdict(tuple(path), choices[node + 1] if node < tree.num_read else None)
 
 
 def _walk_drawn(tree: DraftTree, logits: Tensor, params: SamplingParams, source: Source) -> Verdict:
     children = _children(tree)
     path: list[int] = []
     node = -1
-    while True:
+    while node < tree.num_read:
         token = source.draw(probabilities(logits[node + 1], params))
         child = children.get((node, token))
         if child is None:
             return Verdict(tuple(path), token)
         path.append(child)
         node = child
+    return Verdict(tuple(path), None)
 
 
 def _walk_chain(tree: DraftTree, logits: Tensor, params: SamplingParams, source: Source) -> Verdict:
@@ -71,4 +71,5 @@ def _walk_chain(tree: DraftTree, logits: Tensor, params: SamplingParams, source:
         p, q = target_prob[token].item(), draft_prob[token].item()
         if not source.accept(min(1.0, p / q)):
             return Verdict(tuple(range(i)), source.draw(residual(target_prob, draft_prob)))
-    return Verdict(tuple(range(len(tree.tokens))), source.draw(probabilities(logits[-1], params)))
+    own = None if tree.last_unread else source.draw(probabilities(logits[-1], params))
+    return Verdict(tuple(range(len(tree.tokens))), own)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.decoding.chain import draft_chain
-from draftsmith.modules.decoding.protocols import DraftTree, Source, StopPolicy
+from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source, StopPolicy
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, rope_table
 from draftsmith.modules.lean import LeanStack
 from draftsmith.modules.targets.base import CausalLM
@@ -157,7 +157,8 @@ class EagleDrafter:
         self._cache.length += len(ids)
         return hidden
 
-    def advance(self, emitted: Sequence[int], features: Tensor) -> None:
-        self._ids += emitted
+    def advance(self, outcome: Outcome) -> None:
+        self._ids += outcome.emitted
+        features = outcome.features
         self._features = features if self._features is None else torch.cat([self._features, features])
-        self.stop.observe(self._num_drafted, len(emitted) - 1)
+        self.stop.observe(self._num_drafted, outcome.num_accepted)

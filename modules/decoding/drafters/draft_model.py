@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from draftsmith.modules.decoding.chain import draft_chain
-from draftsmith.modules.decoding.protocols import DraftTree, Source, StopPolicy
+from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source, StopPolicy
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
 
@@ -55,11 +55,10 @@ class DraftModelDrafter:
         self._num_drafted = len(tree.tokens)
         return tree
 
-    def advance(self, emitted: Sequence[int], features: Tensor) -> None:
-        num_accepted = len(emitted) - 1
+    def advance(self, outcome: Outcome) -> None:
         # All drafted tokens but the last were read while drafting.
-        num_read = max(0, min(num_accepted, self._num_drafted - 1))
+        num_read = max(0, min(outcome.num_accepted, self._num_drafted - 1))
         self._read += num_read
         self._session.keep(self._read)
-        self._pending += emitted[num_read:]
-        self.stop.observe(self._num_drafted, num_accepted)
+        self._pending += outcome.emitted[num_read:]
+        self.stop.observe(self._num_drafted, outcome.num_accepted)

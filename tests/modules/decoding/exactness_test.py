@@ -5,8 +5,6 @@ No sampling and no tolerance for luck: 1e-10 is a thousand times what float64 su
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from table_models import PROMPT, Branches, H, TableLM, V, decoded_law, enumerate_branches, target_law, total_variation
@@ -73,8 +71,8 @@ class TableTrees:
         nodes = [i for i, depth in enumerate(depths) if depth <= max_drafted]
         return DraftTree(tuple(tokens[i] for i in nodes), tuple(self.PARENTS[i] for i in nodes))
 
-    def advance(self, emitted: Sequence[int], features):
-        self._seen += emitted
+    def advance(self, outcome):
+        self._seen += outcome.emitted
 
 
 def method(name: str, target: TableLM, seed: int = 7):
