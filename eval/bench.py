@@ -24,7 +24,9 @@ from draftsmith.data.progress import say
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.load import load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner, measure
-from draftsmith.eval.methods import HFAssisted, HFGenerate, Models, Named, at_least, check_needs, parse_methods
+from draftsmith.eval.methods import check_needs, parse_methods
+from draftsmith.eval.methods.base import Models, Named, at_least
+from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.report import results_table, task_table
 from draftsmith.eval.summary import BASELINE, Clock, prompt_rows, summarise
@@ -40,8 +42,9 @@ class BenchConfig:
 
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
-    draft: draft model, for spec, specdec++ and hf-assisted.
-    eagle: EAGLE head directory, for eagle.
+    draft: draft model, for spec, specdec++, confidence, self-verify and hf-assisted; M1 of three-model methods.
+    mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
+    eagle: EAGLE head directory, for eagle, eagle-tree and eagle2; with drafter=eagle in place of a draft model.
     acceptance: acceptance head directory, for specdec++; trained for the draft.
     methods: name:setting=value, separated by commas. ar, spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
         eagle:k=5, hf, hf-assisted:k=5. ar is always measured.
@@ -66,6 +69,7 @@ class BenchConfig:
     target: str
     prompts: str
     draft: str | None = None
+    mid: str | None = None
     eagle: str | None = None
     acceptance: str | None = None
     methods: str = "ar"
@@ -173,7 +177,7 @@ def check_device(name: str) -> None:
 
 def model_paths(config: Any) -> dict[str, str | None]:
     """Flag -> what the user passed."""
-    return {flag: getattr(config, flag) for flag in ("target", "draft", "eagle", "acceptance")}
+    return {flag: getattr(config, flag) for flag in ("target", "draft", "mid", "eagle", "acceptance")}
 
 
 def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int) -> int:

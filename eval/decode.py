@@ -17,7 +17,9 @@ from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import check_device, longest_sequence, model_paths
 from draftsmith.eval.load import load_models
 from draftsmith.eval.measure import BenchPrompt
-from draftsmith.eval.methods import HFAssisted, HFGenerate, Named, parse_methods
+from draftsmith.eval.methods import parse_methods
+from draftsmith.eval.methods.base import Named
+from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.modules.decoding.loop import Generation, Round, generate
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.sampling import TorchSource
@@ -32,7 +34,8 @@ class DecodeConfig:
 
     prompt: what to ask; `-` reads standard input.
     target: model directory, hub id or embedded:target.
-    draft: draft model, for spec and specdec++.
+    draft: draft model, for spec, specdec++, confidence and self-verify; M1 of three-model methods.
+    mid: model between draft and target, for pre-verify, pre+self-verify and hsddw.
     eagle: EAGLE head directory, for eagle.
     acceptance: acceptance head directory, for specdec++; trained for the draft.
     method: ar, spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off or eagle:k=5; auto takes what the given models
@@ -55,6 +58,7 @@ class DecodeConfig:
     prompt: str
     target: str = "embedded:target"
     draft: str | None = None
+    mid: str | None = None
     eagle: str | None = None
     acceptance: str | None = None
     method: str = "auto"

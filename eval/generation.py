@@ -19,7 +19,7 @@ from draftsmith.data.batched import answer_all, set_threads
 from draftsmith.data.manifest import package_versions, write_json
 from draftsmith.data.models import load_lm
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
-from draftsmith.eval.methods import at_least
+from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.modules.types import SamplingParams
 

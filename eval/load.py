@@ -8,7 +8,8 @@ from typing import Any
 
 from draftsmith.data.heads import head_config, load_head
 from draftsmith.data.models import check_same_tokenizer, load_lm
-from draftsmith.eval.methods import Models, Named, check_needs
+from draftsmith.eval.methods import check_needs
+from draftsmith.eval.methods.base import Models, Named
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -37,28 +38,40 @@ def load_models(
         check_needs(method, paths)
     needed = {flag for method in named for flag in method.method.needs}
     longest = min(sequence_length, target.info.max_position)
-    draft = eagle = acceptance = None
+    draft = mid = eagle = acceptance = None
     if "draft" in needed:
-        draft = load_draft(str(paths["target"]), str(paths["draft"]), target, longest, **how)
+        draft = load_draft("draft", paths, target, longest, **how)
+    if "mid" in needed:
+        mid = load_draft("mid", paths, target, longest, **how)
     if "eagle" in needed:
-        eagle = load_head(str(paths["eagle"]), target, kind="eagle")
+        eagle = load_head(str(paths["eagle"]), target if eagle_owner(named) == "target" else mid, kind="eagle")
     if "acceptance" in needed:
         acceptance = load_head(str(paths["acceptance"]), draft, kind="acceptance")
         warn_about_sampling(str(paths["acceptance"]), params)
-    return Models(target, draft, eagle, acceptance, dict(paths), longest + DRAFT_ROOM)
+    return Models(target, draft, mid, eagle, acceptance, dict(paths), longest + DRAFT_ROOM)
 
 
-def load_draft(target_path: str, path: str, target: CausalLM, longest: int, **how: Any) -> CausalLM:
-    """A draft model that speaks the target's tokens."""
-    check_same_tokenizer(target_path, path)
+def eagle_owner(named: Iterable[Named]) -> str:
+    """Flag of the model that the run's EAGLE head was trained for."""
+    owners = {item.method.eagle_for for item in named if "eagle" in item.method.needs}
+    if len(owners) > 1:
+        found = "methods whose EAGLE head drafts for the target, and methods whose head drafts for --mid"
+        raise InputError("methods", found, "one owner of --eagle", "Run them one after the other.")
+    return owners.pop()
+
+
+def load_draft(flag: str, paths: Mapping[str, str | None], target: CausalLM, longest: int, **how: Any) -> CausalLM:
+    """A smaller model that speaks the target's tokens."""
+    path = str(paths[flag])
+    check_same_tokenizer(str(paths["target"]), path)
     draft = load_lm(path, **how)
     ours, theirs = target.info, draft.info
     if theirs.vocab_size != ours.vocab_size:
         found = f"{path} of vocabulary {theirs.vocab_size}"
-        raise InputError("draft", found, f"{ours.vocab_size}, the target's", "Use a draft of the same family.")
+        raise InputError(flag, found, f"{ours.vocab_size}, the target's", "Use a draft of the same family.")
     if theirs.max_position < longest:
         found = f"{path} with a context of {theirs.max_position}"
-        raise InputError("draft", found, f"{longest} or more", "Lower --max-new-tokens, or use another draft.")
+        raise InputError(flag, found, f"{longest} or more", "Lower --max-new-tokens, or use another draft.")
     return draft
 
 

@@ -15,8 +15,8 @@ import yaml
 from rich.console import Console
 
 TARGET, DRAFT, PROMPTS = "embedded:target", "embedded:draft", "embedded:prompts"
-SPEC_K = (5, 8, 12)
-EAGLE_K = (3, 5)
+SPEC_K = (4, 5, 6, 8)
+EAGLE_K = (4, 5, 6)
 THRESHOLDS = (0.3, 0.6)
 
 
@@ -72,11 +72,10 @@ def load_profile(full: bool) -> Profile:
 def run(config: DemoConfig) -> Path:
     """Run what is missing, then print the table and where everything lies."""
     profile = load_profile(config.full)
-    # Data is the same for both sizes; what depends on the size has a folder of its own.
-    data, sized = config.output, config.output / ("full" if config.full else "quick")
+    sized = config.output / ("full" if config.full else "quick")
     console = Console(highlight=False)
     started = time.monotonic()
-    steps = [*data_steps(config, profile, data), *training_steps(config, profile, data, sized)]
+    steps = [*data_steps(config, profile, sized), *training_steps(config, profile, sized)]
     for step in steps:
         execute(step, console)
     execute(bench_step(config, profile, sized, "dev", dev_methods(), profile.dev_prompts, repeats=1), console)
@@ -121,18 +120,18 @@ def data_steps(config: DemoConfig, profile: Profile, data: Path) -> list[Step]:
     ]
 
 
-def training_steps(config: DemoConfig, profile: Profile, data: Path, sized: Path) -> list[Step]:
+def training_steps(config: DemoConfig, profile: Profile, sized: Path) -> list[Step]:
     """The acceptance head for the draft, and the EAGLE head for the target."""
     common = ("--seed", str(config.seed), "--resume", "true")
     acceptance, eagle = sized / "acceptance-head", sized / "eagle-head"
     train_acceptance = (
         *("train", "acceptance", "--config", "acceptance-small"),
-        *("--data", str(data / "acceptance"), "--draft", DRAFT),
+        *("--data", str(sized / "acceptance"), "--draft", DRAFT),
         *("--epochs", str(profile.acceptance_epochs), "--output", str(acceptance)),
     )
     train_eagle = (
         *("train", "eagle", "--config", "eagle-small"),
-        *("--data", str(data / "features"), "--target", TARGET),
+        *("--data", str(sized / "features"), "--target", TARGET),
         *("--max_steps", str(profile.eagle_steps), "--val_every", str(profile.eagle_steps // 4)),
         *("--output", str(eagle)),
     )

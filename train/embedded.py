@@ -54,7 +54,7 @@ DRAFTS = {
     "draft": Draft(
         2,
         64,
-        start=Recipe(steps=1800, decay_from=0.5, min_lr_fraction=0.1, seed=1),
+        start=Recipe(steps=2000, decay_from=0.625, min_lr_fraction=0.46, seed=1),
         distil=Recipe(steps=300, lr=2e-3, decay_from=0.1, min_lr_fraction=0.03, seed=4),
     ),
     "draft-small": Draft(

@@ -126,3 +126,18 @@ class Drafter(Protocol):
     @property
     def draft_calls(self) -> int:
         """Forward passes of the drafter in the last `propose`."""
+
+
+class NestedDrafter(Drafter, Protocol):
+    """A drafter that can serve a model which itself drafts for another: what it was told may be taken back.
+
+    needs_features: it reads the features of the model it drafts for.
+    """
+
+    needs_features: bool
+
+    def commit(self, tokens: Sequence[int], features: Tensor | None) -> None:
+        """T more tokens of the sequence, none of them drafted here; features [T, H] of the tokens before each."""
+
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` tokens of the sequence only."""

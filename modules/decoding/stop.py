@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from draftsmith.modules.decoding.protocols import DraftView
 
 
@@ -22,3 +25,75 @@ class FixedLength:
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Nothing is learned."""
+
+
+class Confidence:
+    """Stop once the drafted token's own probability falls below `threshold` (assisted generation of transformers).
+
+    The token that falls below stays in the draft. Greedy drafts look at the softmax at temperature 1.
+    """
+
+    def __init__(self, threshold: float, min_drafted: int, max_drafted: int):
+        self.threshold, self.min_drafted, self.max_drafted = threshold, min_drafted, max_drafted
+
+    def reset(self) -> None:
+        """Nothing is remembered."""
+
+    def start_round(self) -> None:
+        """Nothing is remembered."""
+
+    def should_stop(self, view: DraftView) -> bool:
+        if view.num_drafted >= self.max_drafted:
+            return True
+        return view.num_drafted >= self.min_drafted and draft_law(view)[view.token].item() < self.threshold
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Nothing is learned."""
+
+
+class RunningEntropy:
+    """Mean entropy of the laws whose token was rejected, over one sequence; 0 before the first rejection (HSDDW)."""
+
+    def __init__(self) -> None:
+        self.entropies: list[float] = []  # of this round's drafted tokens
+        self.reset()
+
+    def reset(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    @property
+    def threshold(self) -> float:
+        return self._sum / self._count if self._count else 0.0
+
+    def start_round(self) -> None:
+        self.entropies = []
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        if num_accepted < num_drafted:
+            self._sum += self.entropies[num_accepted]
+            self._count += 1
+
+
+class SelfVerify(RunningEntropy):
+    """Stop once the entropy of the law that a token was drawn from exceeds the running mean at rejected tokens (HSDDW,
+    self-verification)."""
+
+    def __init__(self, max_drafted: int):
+        super().__init__()
+        self.max_drafted = max_drafted
+
+    def should_stop(self, view: DraftView) -> bool:
+        self.entropies.append(entropy(draft_law(view)))
+        return view.num_drafted >= self.max_drafted or self.entropies[-1] > self.threshold
+
+
+def draft_law(view: DraftView) -> Tensor:
+    """The law [V] that the token was drawn from; of a greedy draft the softmax of its logits."""
+    if view.draft_prob is not None:
+        return view.draft_prob
+    return view.logits.to(torch.promote_types(view.logits.dtype, torch.float32)).softmax(-1)
+
+
+def entropy(law: Tensor) -> float:
+    """-sum p log p [nats] of a law [V]; entries of probability zero add nothing."""
+    return -torch.xlogy(law, law).sum().item()

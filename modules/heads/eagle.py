@@ -109,13 +109,16 @@ class EagleDrafter:
     from its cache after every round (section 4.3).
     """
 
+    needs_features = True
+
     def __init__(self, head: EagleHead, target: CausalLM, stop: StopPolicy, capacity: int):
         """capacity: most tokens a generation may reach, drafts included."""
         self._target, self.stop = target, stop
         layers: list = list(head.layers)
         self._stack = LeanStack(layers, head.config.llama, target.dtype, target.device)
         self._fc = head.fc
-        self._cache = self._stack.new_cache(1, min(capacity, head.config.llama.max_position))
+        self._positions = min(capacity, head.config.llama.max_position)
+        self._cache = self._stack.new_cache(1, self._positions)
         self._ids: list[int] = []
         self._features: Tensor | None = None
         self._num_drafted = 0
@@ -130,7 +133,7 @@ class EagleDrafter:
         assert self._features is not None
         cache = self._cache
         self._num_drafted = self.draft_calls = 0
-        max_drafted = min(max_drafted, cache.capacity - cache.length - len(self._ids) + 1)
+        max_drafted = min(max_drafted, self._positions - cache.length - len(self._ids) + 1)
         if max_drafted < 1:
             return DraftTree((), ())
         hidden = self._read(self._ids, self._features)[-1]
@@ -158,7 +161,16 @@ class EagleDrafter:
         return hidden
 
     def advance(self, outcome: Outcome) -> None:
-        self._ids += outcome.emitted
-        features = outcome.features
-        self._features = features if self._features is None else torch.cat([self._features, features])
+        self.commit(outcome.emitted, outcome.features)
         self.stop.observe(self._num_drafted, outcome.num_accepted)
+
+    def commit(self, tokens: Sequence[int], features: Tensor | None) -> None:
+        assert features is not None and len(features) == len(tokens)
+        self._ids += tokens
+        self._features = features if self._features is None else torch.cat([self._features, features])
+
+    def rewind(self, length: int) -> None:
+        rows = length - 1  # row t holds token t+1
+        self._ids = self._ids[: max(0, rows - self._cache.length)]
+        self._features = self._features[: len(self._ids)] if self._features is not None and self._ids else None
+        self._cache.keep(min(self._cache.length, rows))

@@ -104,7 +104,9 @@ def test_prompts_and_tasks_add_up_to_the_whole(results, per_prompt):
 def test_meta_says_how_to_take_the_numbers_again(results, config):
     meta = results["meta"]
     assert meta["settings"]["methods"] == METHODS and meta["settings"]["max_new_tokens"] == NEW_TOKENS
-    assert meta["methods"]["specdec++:h=0.3:calibrated=on"] == {"h": 0.3, "min": 2, "max": 20, "calibrated": True}
+    assert meta["methods"]["specdec++:h=0.3:calibrated=on"] == {
+        "drafter": "draft", "h": 0.3, "min": 2, "max": 20, "calibrated": True
+    }  # fmt: skip
     # A build's local tag (+cpu, +cu130) is in torch's own version and not always in the distribution's.
     assert meta["seed"] == 0 and meta["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert set(meta["target"]) >= {"config", "lm_head", "tokenizer"} and meta["hardware"]["cpu_count"] >= 1

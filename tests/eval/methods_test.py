@@ -6,15 +6,8 @@ import dataclasses
 
 import pytest
 
-from draftsmith.eval.methods import (
-    METHODS,
-    EagleChain,
-    FixedK,
-    SpecDecPlusPlus,
-    check_needs,
-    parse_method,
-    parse_methods,
-)
+from draftsmith.eval.methods import METHODS, check_needs, parse_method, parse_methods
+from draftsmith.eval.methods.chains import EagleChain, FixedK, SpecDecPlusPlus
 from draftsmith.modules.types import InputError
 
 
@@ -32,7 +25,7 @@ def test_specdecpp_defaults_are_the_papers():
     ("text", "expected"),
     [
         ("", ["methods", "ar"]),
-        ("medusa", ["'medusa'", "ar, spec, specdec++, eagle, hf, hf-assisted"]),
+        ("medusa", ["'medusa'", ", ".join(METHODS)]),
         ("spec:depth=3", ["'depth'", "expected k."]),
         ("ar:k=3", ["'k'", "no settings"]),
         ("spec:k=three", ["spec, k", "'three'", "an integer"]),
@@ -41,6 +34,14 @@ def test_specdecpp_defaults_are_the_papers():
         ("spec:k=1:k=2", ["k twice"]),
         ("spec,spec", ["spec twice"]),
         ("specdec++:h=1.5", ["h: found 1.5"]),
+        ("specdec++:h=0", ["h: found 0.0", "between 0 and 1"]),
+        ("confidence:t=1", ["t: found 1.0", "between 0 and 1"]),
+        ("confidence:drafter=lookup", ["'lookup'", "one of draft, eagle"]),
+        ("self-verify:k=0", ["k: found 0"]),
+        ("eagle2:nodes=200", ["nodes: found 200", "128 or less"]),
+        ("eagle2:nodes=30:depth=1:topk=5:rerank=off", ["nodes: found 30", "10 or less"]),
+        ("eagle-tree:tree=no-such-tree", ["'no-such-tree'", "eagle-1"]),
+        ("hsddw:max=65", ["max: found 65", "64 or less"]),
         ("specdec++:min=5:max=4", ["max: found 4", "5 or more"]),
         ("specdec++:calibrated=maybe", ["'maybe'", "on or off"]),
     ],
@@ -51,10 +52,10 @@ def test_a_wrong_method_is_told_with_what_is_allowed(text, expected):
     assert all(part in str(raised.value) for part in expected), str(raised.value)
 
 
-@pytest.mark.parametrize("label", ["spec", "specdec++", "eagle", "hf-assisted"])
+@pytest.mark.parametrize("label", [name for name in METHODS if parse_method(name).needs])
 def test_a_missing_model_is_told_with_its_flag(label):
     (named,) = parse_methods(label)
-    given = {"target": "t", "draft": "d", "eagle": "e", "acceptance": "a"}
+    given = {flag: flag for flag in ("target", "draft", "mid", "eagle", "acceptance")}
     check_needs(named, given)
     for flag in named.method.needs:
         with pytest.raises(InputError, match=f"Pass --{flag} "):
@@ -65,4 +66,4 @@ def test_a_missing_model_is_told_with_its_flag(label):
 def test_a_registered_method_is_a_frozen_dataclass_with_defaults(name):
     method = parse_method(name)
     assert dataclasses.is_dataclass(method) and method.__dataclass_params__.frozen
-    assert set(method.needs) <= {"draft", "eagle", "acceptance"}
+    assert set(method.needs) <= {"draft", "mid", "eagle", "acceptance"}

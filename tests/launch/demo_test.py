@@ -13,10 +13,9 @@ from draftsmith.launch.cli import COMMANDS
 
 
 def every_step(full: bool) -> list[demo.Step]:
-    config, profile, data = demo.DemoConfig(full=full), demo.load_profile(full), Path("runs/demo")
-    sized = data / "sized"
+    config, profile, sized = demo.DemoConfig(full=full), demo.load_profile(full), Path("runs/demo/sized")
     bench = demo.bench_step(config, profile, sized, "dev", demo.dev_methods(), profile.dev_prompts, 2)
-    return [*demo.data_steps(config, profile, data), *demo.training_steps(config, profile, data, sized), bench]
+    return [*demo.data_steps(config, profile, sized), *demo.training_steps(config, profile, sized), bench]
 
 
 @pytest.mark.parametrize("full", [False, True])

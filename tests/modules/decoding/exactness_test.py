@@ -10,11 +10,14 @@ import torch
 from table_models import PROMPT, Branches, H, TableLM, V, decoded_law, enumerate_branches, target_law, total_variation
 
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.protocols import DraftTree
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
+from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP
 from draftsmith.modules.heads.eagle import EagleConfig, EagleDrafter, EagleHead
+from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -89,18 +92,45 @@ def method(name: str, target: TableLM, seed: int = 7):
     if name.startswith("eagle:k="):
         head = random_eagle_head(seed)
         return lambda: EagleDrafter(head, target, FixedLength(int(name[-1])), CAPACITY)
+    if name.startswith(("confidence", "self-verify")):
+        stop = (lambda: Confidence(0.5, 1, 3)) if name.startswith("confidence") else (lambda: SelfVerify(3))
+        if name.endswith("eagle"):
+            head = random_eagle_head(seed)
+            return lambda: EagleDrafter(head, target, stop(), CAPACITY)
+        return lambda: DraftModelDrafter(draft, stop(), CAPACITY)
+    if name in EAGLE_TREES:
+        head = random_eagle_head(seed)
+        return lambda: EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY)
+    if name.startswith(("pre-verify", "hsddw")):
+        middle, dynamic = TableLM(seed + 200), name.startswith("hsddw")
+        stop = (lambda: SelfVerify(2)) if dynamic else (lambda: FixedLength(1))
+        if name.endswith("eagle"):
+            head = random_eagle_head(seed)
+            return lambda: HierarchicalDrafter(
+                middle, EagleDrafter(head, middle, FixedLength(1), CAPACITY), 2, dynamic, CAPACITY
+            )
+        return lambda: HierarchicalDrafter(middle, DraftModelDrafter(draft, stop(), CAPACITY), 3, dynamic, CAPACITY)
     assert name == "tree"
     return TableTrees
 
 
-METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "eagle:k=2", "tree"]
+EAGLE_TREES = {
+    "eagle-tree": StaticTree.from_paths([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1]]),
+    "eagle2": DynamicTree(nodes=6, depth=2, topk=3),
+    "eagle2:value=off": DynamicTree(nodes=5, depth=2, topk=2, value=False),
+    "eagle2:rerank=off": DynamicTree(nodes=5, depth=2, topk=2, rerank=False),
+}
+METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "eagle:k=2", "tree",
+           "confidence", "self-verify", "self-verify:eagle", *EAGLE_TREES, "pre-verify", "hsddw",
+           "hsddw:eagle"]  # fmt: skip
+# An untruncated EAGLE head gives every token some mass: too many branches for three tokens.
+FULL_SUPPORT = {"eagle:k=2", "self-verify:eagle", "hsddw:eagle"}
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_emitted_law_is_the_targets(name, params):
-    # Room for whole drafts after the first token; three tokens reach into the second round after any rejection. An
-    # untruncated head gives every token some mass: too many branches for three tokens.
-    target, length = TableLM(1), 2 if name == "eagle:k=2" and params == SETTINGS["T=1"] else 3
+    # Room for whole drafts after the first token; three tokens reach into the second round after any rejection.
+    target, length = TableLM(1), 2 if name in FULL_SUPPORT and params == SETTINGS["T=1"] else 3
     law = decoded_law(target, method(name, target), params, length, max_new_tokens=8)
     assert total_variation(law, target_law(target, params, length)) < EXACT
 

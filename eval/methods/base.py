@@ -1,0 +1,69 @@
+"""What every decoding method has: settings, the models it needs, and a drafter built from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError
+
+
+@dataclass(frozen=True)
+class Models:
+    """What the methods of one run may use; None where the user named no such model.
+
+    paths: flag (`target`, `draft`, ...) -> what the user passed, for methods that load models in their own way.
+    capacity: most tokens that a sequence of this run can hold, drafts included.
+    """
+
+    target: CausalLM
+    draft: CausalLM | None = None
+    mid: CausalLM | None = None
+    eagle: nn.Module | None = None
+    acceptance: nn.Module | None = None
+    paths: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    capacity: int = 0
+
+
+class Method:
+    """A way to decode.
+
+    needs: flags of the models it cannot do without.
+    eagle_for: flag of the model whose features its EAGLE head reads, where it uses one.
+    """
+
+    needs: tuple[str, ...] = ()
+    eagle_for: str = "target"
+
+    def build(self, models: Models) -> Drafter | None:
+        """The drafter for this engine's own loop; None decodes without one."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Named:
+    """A method and its name in tables, as the user wrote it."""
+
+    label: str
+    method: Method
+
+
+def at_least(name: str, value: int, smallest: int) -> None:
+    if value < smallest:
+        raise InputError(name, value, f"{smallest} or more", "Raise it.")
+
+
+def at_most(name: str, value: int, largest: int) -> None:
+    if value > largest:
+        raise InputError(name, value, f"{largest} or less", "Lower it.")
+
+
+def between(name: str, value: float, low: float, high: float) -> None:
+    """`value` lies strictly between."""
+    if not low < value < high:
+        raise InputError(name, value, f"a number between {low} and {high}", "Correct it.")

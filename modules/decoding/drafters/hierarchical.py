@@ -1,0 +1,132 @@
+"""Three models: a fast drafter M1, a stronger model M2 that verifies its drafts, and the target (HSDDW)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.decoding.protocols import DraftTree, NestedDrafter, Outcome, Source
+from draftsmith.modules.decoding.stop import RunningEntropy, entropy
+from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.sampling import probabilities
+from draftsmith.modules.targets.base import CausalLM, Scores
+from draftsmith.modules.types import SamplingParams
+
+NOTHING = DraftTree((), ())
+
+
+class HierarchicalDrafter:
+    """M2 decodes speculatively with M1, so what it emits follows M2 exactly: that is the draft, M2's laws are its q.
+
+    The paper leaves out M2's own token when M1's draft is accepted whole; taking it is as lossless, and faster.
+    """
+
+    needs_features = False
+
+    def __init__(self, middle: CausalLM, inner: NestedDrafter, max_drafted: int, dynamic: bool, capacity: int):
+        """inner: M1, whose target is M2. max_drafted: most tokens handed to the target.
+
+        dynamic: go on drafting while M2 is sure of itself (HSDDW); else hand over after one verification by M2.
+        """
+        self._lm, self._inner, self.max_drafted, self._dynamic = middle, inner, max_drafted, dynamic
+        self._session = middle.session(min(capacity, middle.info.max_position))
+        self._rule = RunningEntropy()
+        self._tokens: list[int] = []  # committed; M2 has read the first `_read` of them and of the draft
+        self._read = 0
+        self._features: dict[int, Tensor] = {}  # position -> M2's feature there [H], where M1 may still ask for it
+        self._num_drafted = 0
+        self.draft_calls = 0
+
+    def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        self._session.keep(0)
+        self._rule.reset()
+        scores = self._session.extend(prompt)
+        self._tokens, self._read = [*prompt, first_token], len(prompt)
+        self._inner.start(prompt, scores.features, first_token)
+        self._inner_length = len(self._tokens)
+        self._features = {}
+
+    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+        # M2's context may be shorter than the target's; one of its positions goes to the last token it is to read.
+        limit = min(max_drafted, self.max_drafted, self._lm.info.max_position - len(self._tokens))
+        self.draft_calls = self._num_drafted = 0
+        self._rule.start_round()
+        if limit < 1:
+            return NOTHING
+        tokens = list(self._tokens)
+        laws: list[Tensor] = []
+        while len(tokens) - len(self._tokens) < limit:
+            room = limit - (len(tokens) - len(self._tokens))
+            emitted, rows = self._round(tokens, room, params, source)
+            tokens += emitted
+            laws += rows
+            if not self._dynamic or max(self._rule.entropies[-len(emitted) :]) > self._rule.threshold:
+                break
+        drafted = tokens[len(self._tokens) :]
+        self._num_drafted = len(drafted)
+        chain = tuple(range(-1, len(drafted) - 1))
+        return DraftTree(tuple(drafted), chain, None if params.greedy else torch.stack(laws))
+
+    def _round(
+        self, tokens: Sequence[int], room: int, params: SamplingParams, source: Source
+    ) -> tuple[list[int], list[Tensor]]:
+        """M1 drafts, M2 verifies: the tokens emitted after `tokens`, at most `room`, and M2's laws of them."""
+        self._catch_up(tokens)
+        tree = self._inner.propose(room - 1, params, source) if room > 1 else NOTHING
+        assert tree.is_chain, "M1 drafts chains"
+        self.draft_calls += self._inner.draft_calls if tree.tokens else 0
+        scores = self._extend([*tokens, *tree.tokens], len(tree.tokens) + 1)
+        verdict = verify(tree, scores.logits, params, source)
+        assert verdict.next_token is not None
+        emitted = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+        self._keep(len(tokens) + len(verdict.path))
+        rows = len(scores.features) - len(tree.tokens) - 1
+        features = scores.features[rows : rows + len(emitted)]
+        if tree.tokens:
+            self._inner.advance(Outcome(tuple(emitted), len(verdict.path), features, scores.logits))
+        else:
+            self._inner.commit(emitted, features)
+        self._inner_length = len(tokens) + len(emitted)
+        drawn_from = SamplingParams(1.0) if params.greedy else params
+        laws = [probabilities(row, drawn_from) for row in scores.logits[: len(emitted)]]
+        self._rule.entropies += [entropy(law) for law in laws]
+        return emitted, laws
+
+    def _catch_up(self, tokens: Sequence[int]) -> None:
+        """Tell M1 of the target's own tokens. If M1 reads features, M2 first has to read what precedes them."""
+        first = self._inner_length
+        if first == len(tokens):
+            return
+        features = None
+        if self._inner.needs_features:
+            if self._read < len(tokens) - 1:  # the draft was accepted whole: M2 has not read its own last token
+                self._extend(tokens[:-1], num_logits=1)
+            features = torch.stack([self._features[i] for i in range(first - 1, len(tokens) - 1)])
+        self._inner.commit(tokens[first:], features)
+        self._inner_length = len(tokens)
+
+    def _extend(self, tokens: Sequence[int], num_logits: int) -> Scores:
+        """M2 reads what it has not read of `tokens`."""
+        self.draft_calls += 1
+        scores = self._session.extend(tokens[self._read :], num_logits=num_logits)
+        if self._inner.needs_features:
+            self._features |= dict(enumerate(scores.features, start=self._read))
+        self._read = len(tokens)
+        return scores
+
+    def _keep(self, length: int) -> None:
+        """Forget what M2 read after the first `length` tokens."""
+        self._read = min(self._read, length)
+        self._session.keep(self._read)
+
+    def advance(self, outcome: Outcome) -> None:
+        length = len(self._tokens) + outcome.num_accepted
+        self._tokens += outcome.emitted
+        self._keep(length)
+        self._inner.rewind(length)
+        self._inner_length = min(self._inner_length, length)
+        # M1 will ask for the features from the token before its next one on.
+        self._features = {i: row for i, row in self._features.items() if self._inner_length - 1 <= i < length}
+        self._rule.observe(self._num_drafted, outcome.num_accepted)

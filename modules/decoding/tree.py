@@ -1,0 +1,62 @@
+"""Shapes of draft trees: EAGLE-1's static ones, and EAGLE-2's choice of which candidates the target is to score."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree of ranks (EAGLE, section 4.1): node i is the `ranks[i]`-th most probable child of node `parents[i]`.
+
+    Nodes are in level order, so parents come first; parent -1 is the root.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+    depths: tuple[int, ...]
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[Sequence[int]]) -> StaticTree:
+        """From paths of ranks, as SafeAILab writes them: [0, 1] is the second child of the root's first.
+
+        Raises:
+            ValueError: no path, a path that is empty, twice there or without its parent, or a negative rank.
+        """
+        ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+        numbers = {path: i for i, path in enumerate(ordered)}
+        if not ordered or len(numbers) != len(ordered):
+            raise ValueError("a tree needs at least one path, and each path once")
+        for path in ordered:
+            if not path or min(path) < 0:
+                raise ValueError(f"path {list(path)}: expected ranks of 0 or more")
+            if len(path) > 1 and path[:-1] not in numbers:
+                raise ValueError(f"path {list(path)}: its parent {list(path[:-1])} is not in the tree")
+        parents = tuple(numbers.get(path[:-1], -1) for path in ordered)
+        return cls(parents, tuple(path[-1] for path in ordered), tuple(len(path) for path in ordered))
+
+    def level(self, depth: int) -> list[int]:
+        """Nodes at `depth`; 1 are the root's children."""
+        return [i for i, own in enumerate(self.depths) if own == depth]
+
+
+def best_connected(parents: Sequence[int], values: Sequence[float], count: int) -> list[int]:
+    """The `count` candidates of highest value that form a tree with the root, ascending (EAGLE-2, section 4.2).
+
+    parents[i] < i; -1 is the root. Best first among the candidates whose parent is taken; of equal values the lowest
+    index. Where no child is worth more than its parent this is the top `count`, with parents before children on ties.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    open_nodes = [(-values[node], node) for node in children.get(-1, [])]
+    heapq.heapify(open_nodes)
+    taken: list[int] = []
+    while open_nodes and len(taken) < count:
+        _, node = heapq.heappop(open_nodes)
+        taken.append(node)
+        for child in children.get(node, []):
+            heapq.heappush(open_nodes, (-values[child], child))
+    return sorted(taken)

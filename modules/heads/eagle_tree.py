@@ -1,0 +1,153 @@
+"""EAGLE heads that draft trees: EAGLE-1's static tree and EAGLE-2's dynamic one (Li et al. 2024, both papers)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.decoding.protocols import DraftTree, Source
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.tree import StaticTree, best_connected
+from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2's settings (section 4): the `topk` best of a level are expanded, `depth` times; the target scores the
+    `nodes` best of all candidates.
+
+    value: rank by the product of confidences along the path; else by a node's own confidence (the paper's ablation).
+    rerank: choose among all candidates; else keep the nodes that were expanded or would be next, level by level.
+    """
+
+    nodes: int = 60
+    depth: int = 6
+    topk: int = 10
+    value: bool = True
+    rerank: bool = True
+
+
+class _Level:
+    """What the head said about the nodes of one level, and what they can see."""
+
+    def __init__(self, hidden: Tensor, logits: Tensor, visible: Tensor):
+        """hidden [n, H], logits [n, V]; visible [n, S]: which of the S slots after the committed rows each sees."""
+        self.hidden, self.logits, self.visible = hidden, logits, visible
+
+
+class EagleTreeDrafter(EagleDrafter):
+    """Drafts a tree, level by level: one forward of the head a level. Its nodes are chosen, not drawn."""
+
+    def __init__(self, head: EagleHead, target: CausalLM, shape: StaticTree | DynamicTree, capacity: int):
+        super().__init__(head, target, FixedLength(1), capacity)
+        self.shape = shape
+        if isinstance(shape, DynamicTree):
+            room = shape.depth * shape.topk
+        else:
+            room = len(shape.parents)
+        # Nodes of one level share a position but not a slot: the cache is wider than the context.
+        self._cache = self._stack.new_cache(1, self._positions + room)
+
+    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+        assert self._features is not None
+        cache = self._cache
+        self.draft_calls = 0
+        max_depth = min(max_drafted, self._positions - cache.length - len(self._ids) + 1)
+        if max_depth < 1:
+            return DraftTree((), ())
+        hidden = self._read(self._ids, self._features)[-1:]
+        committed = cache.length
+        self.draft_calls = 1
+        root = _Level(hidden, self._target.lm_head(hidden), torch.ones(1, 0, dtype=torch.bool, device=hidden.device))
+        grow = self._grow_static if isinstance(self.shape, StaticTree) else self._grow_dynamic
+        tree = grow(root, max_depth)
+        cache.keep(committed)
+        self._ids, self._features = [], None
+        return tree
+
+    def _expand(self, level: _Level, tokens: Tensor, above: Tensor, depth: int) -> _Level:
+        """Read the nodes `tokens` [n] at `depth` (1: the root's children); parents: rows `above` of `level`."""
+        cache, count = self._cache, len(tokens)
+        fed = level.visible.shape[1]
+        own = torch.eye(count, dtype=torch.bool, device=tokens.device)
+        visible = torch.cat([level.visible[above], own], 1)
+        mask = torch.cat([visible.new_ones(count, cache.length - fed), visible], 1)
+        position = torch.full((count,), cache.length - fed + depth - 1, device=tokens.device)
+        embeds = self._target.embed(tokens)
+        x = torch.nn.functional.linear(torch.cat([embeds, level.hidden[above]], -1), self._fc.weight, self._fc.bias)
+        cos, sin = self._stack.cos[position], self._stack.sin[position]
+        hidden = self._stack.run(x[None], cos, sin, cache, mask, False)[0]
+        cache.length += count
+        self.draft_calls += 1
+        return _Level(hidden, self._target.lm_head(hidden), visible)
+
+    def _grow_static(self, root: _Level, max_depth: int) -> DraftTree:
+        shape = self.shape
+        assert isinstance(shape, StaticTree)
+        tokens: list[int] = []
+        level, places = root, {-1: 0}  # node -> its row in `level`
+        for depth in range(1, max(shape.depths) + 1):
+            nodes = shape.level(depth)
+            if depth > max_depth or not nodes:
+                break
+            width = max(shape.ranks[node] for node in nodes) + 1
+            ranked = level.logits.topk(min(width, level.logits.shape[-1]), dim=-1).indices.tolist()
+            tokens += [ranked[places[shape.parents[node]]][shape.ranks[node]] for node in nodes]
+            inner = [node for node in nodes if node in shape.parents]
+            if not inner or depth == max_depth:
+                break
+            above = torch.tensor([places[shape.parents[node]] for node in inner], device=root.hidden.device)
+            ids = torch.tensor([tokens[node] for node in inner], device=root.hidden.device)
+            level = self._expand(level, ids, above, depth)
+            places = {node: row for row, node in enumerate(inner)}
+        return DraftTree(tuple(tokens), shape.parents[: len(tokens)])
+
+    def _grow_dynamic(self, root: _Level, max_depth: int) -> DraftTree:
+        shape = self.shape
+        assert isinstance(shape, DynamicTree)
+        log_prob, tokens = _children(root.logits, shape.topk)
+        parents = torch.full_like(tokens[0], -1)
+        all_tokens, all_parents, all_values = [tokens[0]], [parents], [log_prob[0]]
+        # The frontier: candidates to expand, by number, in the order of their level's candidates.
+        frontier, values = torch.arange(len(tokens[0]), device=tokens.device), log_prob[0]
+        level, above = root, torch.zeros_like(frontier)
+        frontier_tokens, kept = tokens[0], [frontier]
+        count = len(frontier)
+        for depth in range(1, min(shape.depth, max_depth - 1) + 1):
+            level = self._expand(level, frontier_tokens, above, depth)
+            log_prob, tokens = _children(level.logits, shape.topk)
+            grown = log_prob + values[:, None] if shape.value else log_prob
+            all_tokens.append(tokens.flatten())
+            all_values.append(grown.flatten())
+            all_parents.append(frontier.repeat_interleave(tokens.shape[1]))
+            chosen = _best(grown.flatten(), shape.topk)
+            above, frontier = chosen // tokens.shape[1], chosen + count
+            frontier_tokens, values = tokens.flatten()[chosen], grown.flatten()[chosen]
+            kept.append(frontier)
+            count += tokens.numel()
+        candidate_parents = torch.cat(all_parents).tolist()
+        if shape.rerank:
+            taken = best_connected(candidate_parents, torch.cat(all_values).tolist(), shape.nodes)
+        else:
+            taken = torch.cat(kept).tolist()[: shape.nodes]
+        candidate_tokens = torch.cat(all_tokens).tolist()
+        place = {node: i for i, node in enumerate(taken)} | {-1: -1}
+        return DraftTree(
+            tuple(candidate_tokens[node] for node in taken), tuple(place[candidate_parents[node]] for node in taken)
+        )
+
+
+def _children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [n, k] and tokens [n, k] of the most probable children, best first."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    best = wide.log_softmax(-1).topk(min(count, logits.shape[-1]), dim=-1)
+    return best.values, best.indices
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` highest, ascending; of equal values the lowest indices."""
+    return values.sort(descending=True, stable=True).indices[:count].sort().values
