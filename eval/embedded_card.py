@@ -185,7 +185,7 @@ def render(
     card = f"""# The embedded models
 
 Small Llama models that ship with Draftsmith, so that the pipeline runs and is tested on real, trained weights without
-a download: `target` (12 layers, hidden size 128), `draft` (2 layers, 64), `draft-small` (1 layer, 128), one tokenizer
+a download: `target` (12 layers), `draft` (2 layers), `draft-small` (1 layer), hidden size 128, one tokenizer
 (byte-level BPE, 2048 pieces), bf16. They edit short Python functions; they are instruments for measuring speculative
 decoding, not assistants. Made by `draftsmith embedded build`.
 
@@ -200,8 +200,8 @@ split into train, dev and test by content hash (1/32 each for dev and test). {fa
 The target grew: `seedling` (2 layers) to `sapling` (6) to `target` (12), new layers starting as identities; Muon and
 AdamW, float32, seeded, the loss on answer tokens with weight 1 and on prompt tokens with weight 0.15. Both drafts are
 distilled on the target's own answers (T=1 and greedy) to training prompts; `draft` is trained on the corpus first, and
-`draft-small` starts from the seedling's first layer. `draft` is narrow and stops early on purpose: two layers of the
-target's width come to agree with 99 % of its greedy tokens, which no draft of a real model does.
+`draft-small` starts from the seedling's first layer. `draft` stops early on purpose: trained as long as the seedling,
+two layers come to agree with 99 % of the target's greedy tokens, which no draft of a real model does.
 
 {stages}
 

@@ -41,10 +41,11 @@ class TrainEagleConfig(TrainConfig):
         feature_weight: Loss weight of the smooth-L1 distance between features.
         token_weight: Loss weight of the soft cross-entropy against the target's distribution.
         noise: Features are read with uniform noise up to this share of their standard deviation.
-        own_features: Share of positions at which the head reads its own feature of the pass before instead of the
-            target's, as it will while drafting. 0 is EAGLE-1; more keeps later tokens of a chain good.
-        own_passes: Passes without gradient that make these features; each reads the own features of the one before.
-        own_after: Share of the steps after which this begins.
+        unroll: Draft steps to train on: each batch is also read as the second, third, ... step of a draft, on the
+            head's own features (HASS; EAGLE-3's training-time test). 1 is EAGLE-1; more costs as many passes and keeps
+            later tokens of a chain good.
+        unroll_after: Share of the steps after which this begins.
+        unroll_decay: Loss weight of a draft step, relative to the one before.
         tau_every: Steps between measurements of tau by real decoding; 0 measures with every validation. It is measured
             at validations, so it counts in multiples of val_every.
         tau_prompts: Held-out prompts to decode for it; 0 switches it off.
@@ -62,9 +63,9 @@ class TrainEagleConfig(TrainConfig):
     feature_weight: float = 1.0
     token_weight: float = 0.1
     noise: float = 0.1
-    own_features: float = 0.0
-    own_passes: int = 1
-    own_after: float = 0.25
+    unroll: int = 1
+    unroll_after: float = 0.0
+    unroll_decay: float = 1.0
     tau_every: int = volatile(0)
     tau_prompts: int = volatile(16)
     tau_k: int = volatile(5)
@@ -75,9 +76,10 @@ class TrainEagleConfig(TrainConfig):
         if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
             found = f"{self.feature_weight}, {self.token_weight}"
             raise InputError("feature_weight, token_weight", found, "not negative, not both 0", "Change them.")
-        for name in ("own_features", "own_after"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(name, getattr(self, name), "a share in [0, 1)", "Change it.")
+        if not 0 <= self.unroll_after < 1:
+            raise InputError("unroll_after", self.unroll_after, "a share in [0, 1)", "Change it.")
+        if not 0 < self.unroll_decay <= 1:
+            raise InputError("unroll_decay", self.unroll_decay, "a weight in (0, 1]", "Change it.")
         if not self.noise >= 0:
             raise InputError("noise", self.noise, "0 or more", "Change it.")
         for name, least in {
@@ -86,7 +88,7 @@ class TrainEagleConfig(TrainConfig):
             "tau_prompts": 0,
             "tau_k": 1,
             "tau_max_new_tokens": 1,
-            "own_passes": 1,
+            "unroll": 1,
         }.items():
             if getattr(self, name) < least:
                 raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
@@ -126,9 +128,9 @@ def run(config: TrainEagleConfig) -> Path:
         token_weight=config.token_weight,
         noise=config.noise,
         feature_std=feature_std(train_samples),
-        own_features=config.own_features,
-        own_passes=config.own_passes,
-        own_after=config.own_after,
+        unroll=config.unroll,
+        unroll_after=config.unroll_after,
+        unroll_decay=config.unroll_decay,
     )
     prompts = held_out_prompts(val_samples, config.tau_prompts)
     probe = TauProbe(module, prompts, config.tau_k, config.tau_max_new_tokens) if prompts else None

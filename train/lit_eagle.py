@@ -43,23 +43,22 @@ class LitEagle(LitHead):
         token_weight: float,
         noise: float,
         feature_std: float,
-        own_features: float = 0.0,
-        own_passes: int = 1,
-        own_after: float = 0.0,
+        unroll: int = 1,
+        unroll_after: float = 0.0,
+        unroll_decay: float = 1.0,
     ):
         """noise: features are read with U(-noise, noise) * feature_std added, so that the head learns to draft on its
         own imprecise ones.
 
-        own_features: share of positions that read the head's own feature of a pass before, from `own_after` of the
-            steps on: scheduled sampling (Bengio et al. 2015), which is what drafting does from its second token on.
-        own_passes: passes without gradient; each reads the own features of the one before.
+        unroll: from `unroll_after` of the steps on, each batch is also read as the second, ... and `unroll`-th step of
+            a draft; `unroll_decay` is the loss weight of a step relative to the one before (`EagleHead.unroll`).
         """
         super().__init__(head, config, total_steps)
         self.target = Frozen(target)
         self.feature_weight, self.token_weight = feature_weight, token_weight
         self.noise = noise * feature_std
-        self.own_features, self.own_passes = own_features, own_passes
-        self.own_from = round(own_after * total_steps)
+        self.unroll, self.unroll_decay = unroll, unroll_decay
+        self.unroll_from = round(unroll_after * total_steps)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """The target's logits; the gradient flows to `hidden`."""
@@ -72,30 +71,19 @@ class LitEagle(LitHead):
         if epoch_noise and self.noise:
             features = features + self._noise_of(part, features)
         embeds = self.target.model.embed(pair.next_ids).to(dtype)
-        if epoch_noise and self.own_features and self.trainer.global_step >= self.own_from:
-            features = self._mix_own(part, embeds, features, pair.position_ids)
-        hidden = self.head(embeds, features, pair.position_ids)
-        return eagle_loss(
-            hidden, pair.target_features, pair.loss_mask, self.lm_head, self.feature_weight, self.token_weight
-        )
-
-    @torch.no_grad()
-    def _mix_own(self, part: Part, embeds: Tensor, features: Tensor, position_ids: Tensor) -> Tensor:
-        """Features [B, T, H] with a share of them replaced by the head's own: h_{t-1} stands for f_t. The draws depend
-        on (seed, epoch, sample) alone, as the noise does."""
-        lengths = self.trainer.datamodule.train.lengths  # type: ignore[attr-defined]
-        mixed = features
-        draws = torch.ones(self.own_passes, *features.shape[:2])
-        generator = torch.Generator()
-        for row, key in enumerate(part.keys):
-            generator.manual_seed((self.config.seed * 1_000_003 + key.epoch) * 1_000_003 + key.index)
-            count = lengths[key.index] - 2
-            draws[:, row, :count] = torch.rand(self.own_passes, count, generator=generator)
-        for drawn in draws.to(features.device):
-            hidden = self.head(embeds, mixed, position_ids)
-            own = torch.cat([features[:, :1], hidden[:, :-1]], dim=1)
-            mixed = torch.where((drawn < self.own_features)[..., None], own, features)
-        return mixed
+        unrolled = epoch_noise and self.unroll > 1 and self.trainer.global_step >= self.unroll_from
+        passes = self.head.unroll(embeds, features, self.unroll if unrolled else 1, pair.position_ids)
+        outputs = []
+        for first, hidden in enumerate(passes):
+            mask = pair.loss_mask.clone()
+            mask[:, :first] = False  # no draft that began inside the sequence has got that far
+            outputs.append(
+                eagle_loss(hidden, pair.target_features, mask, self.lm_head, self.feature_weight, self.token_weight)
+            )
+        weights = [self.unroll_decay**i for i in range(len(outputs))]
+        loss = sum(weight * output.loss for weight, output in zip(weights, outputs, strict=True)) / sum(weights)
+        # What is reported is the first step: it means the same with and without unrolling.
+        return LossOutput(loss, outputs[0].sums, outputs[0].counts)
 
     def _noise_of(self, part: Part, features: Tensor) -> Tensor:
         """Noise [B, T, H] that depends on (seed, epoch, sample) and not on what shares the sample's batch."""

@@ -21,6 +21,7 @@ from draftsmith.eval.methods.chains import (
 )
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.eval.methods.hierarchy import Hsddw, PreAndSelfVerification, PreVerification
+from draftsmith.eval.methods.lookups import Lookahead, Pearl, PromptLookup
 from draftsmith.eval.methods.trees import Eagle2, EagleStaticTree
 from draftsmith.modules.types import InputError
 
@@ -37,6 +38,9 @@ METHODS: dict[str, type[Method]] = {
     "pre-verify": PreVerification,
     "pre+self-verify": PreAndSelfVerification,
     "hsddw": Hsddw,
+    "pld": PromptLookup,
+    "lookahead": Lookahead,
+    "pearl": Pearl,
     "hf": HFGenerate,
     "hf-assisted": HFAssisted,
 }

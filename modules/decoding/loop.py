@@ -119,6 +119,7 @@ def _round(
     # the last token wanted, whose value the round's own token gives.
     max_drafted = min(state.room - len(state.tokens) - 1, limit - kept - 1, max_nodes)
     tree = EMPTY if drafter is None or max_drafted < 1 else drafter.propose(max_drafted, params, source)
+    count = len(tree.tokens)
     scores = read(session, root, tree)
     verdict = verify(tree, scores.logits, params, source)
     read_path = [node for node in verdict.path if node < tree.num_read]
@@ -126,9 +127,8 @@ def _round(
     emitted = [tree.tokens[node] for node in verdict.path]
     emitted += [] if verdict.next_token is None else [verdict.next_token]
     num_emitted = state.emit(emitted, len(verdict.path))
-    num_drafted = len(tree.tokens) + tree.num_extra
-    calls = drafter.draft_calls if drafter is not None and num_drafted else 0
-    state.trace.steps.append(DecodeStep(num_drafted, len(verdict.path), num_emitted, calls))
+    calls = drafter.draft_calls if drafter is not None and count else 0
+    state.trace.steps.append(DecodeStep(tree.num_drafted, len(verdict.path), num_emitted, calls))
     if drafter is not None and not state.done:
         features = scores.features[[0, *(node + 1 for node in read_path)]]
         drafter.advance(Outcome(tuple(emitted), len(verdict.path), features, scores.logits))

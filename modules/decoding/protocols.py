@@ -34,14 +34,19 @@ class DraftTree:
         chosen deterministically (greedy, top-k children, lookups).
     last_unread: the target does not read the last token of a chain. That token is verified by the row before it, and a
         round that accepts everything has no bonus token: its last drafted token becomes the next root (PEARL).
-    num_extra: tokens drafted beside the tree and already thrown away (they count as drafted).
+    num_drafted: tokens drafted for this round, where they are not the nodes: what is drafted ahead (PEARL) counts in
+        the round that drafts it.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     draft_prob: Tensor | None = None
     last_unread: bool = False
-    num_extra: int = 0
+    num_drafted: int = -1
+
+    def __post_init__(self) -> None:
+        if self.num_drafted < 0:
+            object.__setattr__(self, "num_drafted", len(self.tokens))
 
     @property
     def num_read(self) -> int:

@@ -90,6 +90,38 @@ class EagleHead(nn.Module):
             x = layer(x, cos.to(x.dtype), sin.to(x.dtype))
         return x
 
+    def unroll(
+        self, embeds: Tensor, features: Tensor, num_passes: int, position_ids: Tensor | None = None
+    ) -> list[Tensor]:
+        """Every row as each of the first `num_passes` steps of a draft: a list of hidden [B, T, H].
+
+        Pass 0 is `forward`. In pass j row t reads the head's own h_{t-1} of pass j-1 in place of f_t, and attends as in
+        a draft that began at row t-j: to rows up to t-j of pass 0, which had true features, and to one row of each
+        later pass. Rows before j mean nothing (HASS, section 3.2; EAGLE-3's training-time test).
+        """
+        length = embeds.shape[1]
+        if position_ids is None:
+            cos, sin = self.cos[:length], self.sin[:length]  # type: ignore[index]
+        else:
+            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]  # type: ignore[index]
+        cos, sin = cos.to(embeds.dtype), sin.to(embeds.dtype)
+        ahead = torch.arange(length, device=embeds.device)
+        ahead = ahead[None] - ahead[:, None]  # [T, T], column less row
+        cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        passes: list[Tensor] = []
+        for j in range(num_passes):
+            own = features if not passes else torch.cat([features[:, :1], passes[-1][:, :-1]], dim=1)
+            mask = torch.cat([ahead <= -j, *(ahead == i - j for i in range(1, j + 1))], dim=1) if j else None
+            x = self.fc(torch.cat([embeds, own], dim=-1))
+            for layer, rows in zip(self.layers, cached, strict=True):
+                query, key, value = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
+                rows.append((key, value))
+                keys, values = (torch.cat(parts, dim=2) for parts in zip(*rows, strict=True))
+                x = x + layer.self_attn.attend(query, keys, values, mask, causal=j == 0)
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
+            passes.append(x)
+        return passes
+
     def init_from_target(self, layer_state: Mapping[str, Tensor]) -> None:
         """Start from the target's last layer (its state dict), and from fc = [0 | I]: the feature passes through.
 

@@ -16,7 +16,8 @@ from draftsmith.data.heads import load_head
 from draftsmith.data.models import load_lm
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
+from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead, shift
+from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.data_module import Key, Part, Samples
@@ -149,6 +150,23 @@ def test_noise_belongs_to_the_sample_not_to_its_batch(artefacts, tmp_path):
     assert 0.15 < noise(together).abs().max() <= 0.2  # 0.1 of the features' standard deviation, 2
     later = Part(together.data, tuple(Key(1, key.index) for key in together.keys), 1, 1, True, True)
     assert not torch.equal(noise(later), noise(together))
+
+
+def test_unrolled_training_is_the_weighted_mean_of_the_drafts_steps_and_reports_the_first(artefacts, tmp_path):
+    module = a_module(artefacts, tmp_path)
+    part = a_part(artefacts, [0, 1])
+    first = module.loss(part, epoch_noise=False)
+    module.noise, module.unroll, module.unroll_decay, module.trainer.global_step = 0.0, 2, 0.5, 0
+    both = module.loss(part, epoch_noise=True)
+    pair = shift(part.data)
+    hidden = module.head.unroll(module.target.model.embed(pair.next_ids), pair.features.float(), 2)[1]
+    second = eagle_loss(
+        hidden, pair.target_features, pair.loss_mask, module.lm_head, module.feature_weight, module.token_weight
+    )  # no loss before the second row: prompts are longer
+    torch.testing.assert_close(both.loss, (first.loss + 0.5 * second.loss) / 1.5)
+    assert both.sums["loss"] == first.sums["loss"]
+    module.unroll_from = 1  # not yet
+    torch.testing.assert_close(module.loss(part, epoch_noise=True).loss, first.loss)
 
 
 def test_validation_is_the_mean_over_tokens_and_without_noise(artefacts, tmp_path):

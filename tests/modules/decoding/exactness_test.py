@@ -11,6 +11,9 @@ from table_models import PROMPT, Branches, H, TableLM, V, decoded_law, enumerate
 
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafter
+from draftsmith.modules.decoding.drafters.lookahead import LookaheadDrafter
+from draftsmith.modules.decoding.drafters.pearl import PearlDrafter
+from draftsmith.modules.decoding.drafters.prompt_lookup import PromptLookupDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
@@ -110,6 +113,12 @@ def method(name: str, target: TableLM, seed: int = 7):
                 middle, EagleDrafter(head, middle, FixedLength(1), CAPACITY), 2, dynamic, CAPACITY
             )
         return lambda: HierarchicalDrafter(middle, DraftModelDrafter(draft, stop(), CAPACITY), 3, dynamic, CAPACITY)
+    if name.startswith("pld"):
+        return lambda: PromptLookupDrafter(3, 2)
+    if name.startswith("lookahead"):
+        return lambda: LookaheadDrafter(3, 3, 4)
+    if name.startswith("pearl"):
+        return lambda: PearlDrafter(draft, int(name[-1]), CAPACITY)
     assert name == "tree"
     return TableTrees
 
@@ -122,7 +131,7 @@ EAGLE_TREES = {
 }
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "eagle:k=2", "tree",
            "confidence", "self-verify", "self-verify:eagle", *EAGLE_TREES, "pre-verify", "hsddw",
-           "hsddw:eagle"]  # fmt: skip
+           "hsddw:eagle", "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip
 # An untruncated EAGLE head gives every token some mass: too many branches for three tokens.
 FULL_SUPPORT = {"eagle:k=2", "self-verify:eagle", "hsddw:eagle"}
 

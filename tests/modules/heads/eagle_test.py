@@ -177,3 +177,18 @@ def test_a_head_whose_context_is_full_drafts_no_more():
     assert done.tokens == generate(lm, None, PROMPT, SamplingParams(), 20, TorchSource(0)).tokens
     drafted = [step.num_drafted for step in done.trace.steps]
     assert drafted[0] == 3 and drafted[-5:] == [0] * 5
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_unrolled_passes_are_the_steps_of_drafts_that_begin_at_every_row(num_layers):
+    # Oracle: draft step by step with `forward`, from each row, appending the head's own output as the next feature.
+    head, length, num_passes = make_head(num_layers=num_layers), 8, 4
+    embeds, features = torch.randn(2, 2, length, H, dtype=torch.float64)
+    passes = head.unroll(embeds, features, num_passes)
+    torch.testing.assert_close(passes[0], head(embeds, features))
+    for first in range(length - num_passes):
+        read = features[:, : first + 1]
+        for step in range(num_passes):
+            hidden = head(embeds[:, : first + 1 + step], read)[:, -1]
+            torch.testing.assert_close(passes[step][:, first + step], hidden, atol=1e-12, rtol=1e-12)
+            read = torch.cat([read, hidden[:, None]], dim=1)

@@ -1,0 +1,94 @@
+"""Lookahead decoding: the target guesses n-grams beside its own work (Fu et al. 2024)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
+from draftsmith.modules.types import SamplingParams
+
+
+class LookaheadDrafter:
+    """A window of `window` columns and `ngram - 1` rows of guesses rides on every target call (Jacobi iteration), and
+    the n-grams that its columns complete are drafted when they continue the last token.
+
+    The window is a tree: its first row is a chain after the root, and each column goes down from there. So it is scored
+    by the same call and mask as the drafts, its positions are its depths, and a guess that the target happens to choose
+    may be accepted like any node. Nodes are chosen, never drawn.
+    """
+
+    draft_calls = 0
+
+    def __init__(self, window: int, ngram: int, max_ngrams: int):
+        """max_ngrams: most n-grams drafted a round, and most remembered for one token (G in the paper)."""
+        self.window, self.ngram, self.max_ngrams = window, ngram, max_ngrams
+
+    def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        self._last = first_token
+        # The first guesses are the prompt's last tokens, in turn: any will do, and these are in the right language.
+        guesses = [*prompt, first_token]
+        self._rows = [
+            [guesses[-1 - (row + column) % len(guesses)] for column in range(self.window)]
+            for row in range(self.ngram - 1)
+        ]
+        self._pool: defaultdict[int, OrderedDict[tuple[int, ...], None]] = defaultdict(OrderedDict)
+
+    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+        tokens: list[int] = []
+        parents: list[int] = []
+        known: dict[tuple[int, int], int] = {}
+
+        def add(parent: int, token: int) -> int:
+            """The node of this token under this parent: n-grams share their beginnings."""
+            node = known.get((parent, token))
+            if node is None:
+                node = known[parent, token] = len(tokens)
+                tokens.append(token)
+                parents.append(parent)
+            return node
+
+        for ngram in reversed(self._pool[self._last]):
+            node = -1
+            for token in ngram[:max_drafted]:
+                node = add(node, token)
+        # The window's nodes are not shared: each stands for a place in it. Too little room: no guesses this round.
+        self._places: list[int] = []
+        if max_drafted >= self.window + self.ngram - 2:
+            above = -1
+            heads = []
+            for token in self._rows[0]:
+                tokens.append(token)
+                parents.append(above)
+                above = len(tokens) - 1
+                heads.append(above)
+            self._places = heads
+            for row in self._rows[1:]:
+                below = []
+                for parent, token in zip(self._places, row, strict=True):
+                    tokens.append(token)
+                    parents.append(parent)
+                    below.append(len(tokens) - 1)
+                self._places = below
+        return DraftTree(tuple(tokens), tuple(parents))
+
+    def advance(self, outcome: Outcome) -> None:
+        if self._places:
+            rows = [node + 1 for node in self._places]
+            new = outcome.logits[rows].argmax(-1).tolist()
+            for column, guess in enumerate(new):
+                path = [row[column] for row in self._rows] + [guess]
+                self._remember(path[0], tuple(path[1:]))
+            # The sequence moves on by the emitted tokens: by one through the rows, by the others through the columns.
+            moved = min(len(outcome.emitted) - 1, self.window - 1)
+            self._rows = [[*row[moved:], *([row[-1]] * moved)] for row in (*self._rows[1:], new)]
+        self._last = outcome.emitted[-1]
+
+    def _remember(self, token: int, following: tuple[int, ...]) -> None:
+        ngrams = self._pool[token]
+        ngrams.pop(following, None)
+        ngrams[following] = None
+        if len(ngrams) > self.max_ngrams:
+            ngrams.popitem(last=False)

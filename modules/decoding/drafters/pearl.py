@@ -1,0 +1,76 @@
+"""PEARL: the draft model drafts on while the target verifies (Liu et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
+from draftsmith.modules.sampling import probabilities
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import SamplingParams
+
+
+class PearlDrafter:
+    """Every round drafts `k` tokens beyond those that wait for verification; the target reads the waiting ones and
+    verifies them and the first new one.
+
+    With none waiting that is the paper's pre-verification (the first token of a draft is verified while the rest is
+    drafted), else its post-verification (drafting goes on while a draft is verified). A round's drafting needs nothing
+    of its target call and the call nothing of the round's drafting but its first token's law, which is needed only
+    to judge: on two devices they run side by side. Here they run in turn.
+    """
+
+    def __init__(self, lm: CausalLM, k: int, capacity: int):
+        """capacity: most tokens a generation may reach, drafts included."""
+        self._lm, self.k = lm, k
+        # A round may draft k tokens beyond k that wait.
+        self._session = lm.session(min(capacity + 2 * k, lm.info.max_position))
+        self._tokens: list[int] = []  # committed
+        self._waiting: list[int] = []
+        self._laws: list[Tensor] = []  # of the waiting tokens
+        self._read = 0  # of committed and waiting tokens
+        self._offered = 0
+        self.draft_calls = 0
+
+    def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        self._session.keep(0)
+        self._tokens, self._waiting, self._laws, self._read = [*prompt, first_token], [], [], 0
+
+    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+        self.draft_calls = 0
+        waiting = len(self._waiting)
+        # Nothing is drafted that the end of the answer or of the draft's context would cut off.
+        room = self._lm.info.max_position - len(self._tokens) - waiting + 1
+        num_new = max(0, min(self.k, max_drafted - waiting, room))
+        for _ in range(num_new):
+            self._draft_one(params, source)
+        self._offered = min(waiting + min(num_new, 1), max_drafted)
+        offered = tuple(self._waiting[: self._offered])
+        laws = None if params.greedy or not offered else torch.stack(self._laws[: self._offered])
+        chain = tuple(range(-1, self._offered - 1))
+        return DraftTree(offered, chain, laws, last_unread=self._offered > 0, num_drafted=num_new)
+
+    def _draft_one(self, params: SamplingParams, source: Source) -> None:
+        unread = [*self._tokens, *self._waiting][self._read :]
+        logits = self._session.extend(unread).logits[-1]
+        self.draft_calls += 1
+        self._read += len(unread)
+        if params.greedy:
+            self._waiting.append(int(logits.argmax()))
+            return
+        law = probabilities(logits, params)
+        self._waiting.append(source.draw(law))
+        self._laws.append(law)
+
+    def advance(self, outcome: Outcome) -> None:
+        accepted = outcome.num_accepted
+        if self._offered and accepted == len(outcome.emitted):  # all of them: the rest goes on waiting
+            self._waiting, self._laws = self._waiting[accepted:], self._laws[accepted:]
+        else:
+            self._waiting, self._laws = [], []
+            self._read = min(self._read, len(self._tokens) + accepted)
+            self._session.keep(self._read)
+        self._tokens += outcome.emitted

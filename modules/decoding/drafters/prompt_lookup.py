@@ -1,0 +1,46 @@
+"""Prompt lookup: what followed the last n tokens when they occurred before (Saxena 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
+from draftsmith.modules.types import SamplingParams
+
+
+class PromptLookupDrafter:
+    """Drafts the `k` tokens that followed the most recent earlier occurrence of the last n tokens, n from `ngram` down
+    to 1. Nothing is drawn, so any draft is verified as a path of chosen nodes."""
+
+    draft_calls = 0
+
+    def __init__(self, k: int, ngram: int):
+        self.k, self.ngram = k, ngram
+        self._tokens: list[int] = []
+        # (n tokens) -> where what follows their last occurrence begins; the sequence's own end is not in it yet.
+        self._places: dict[tuple[int, ...], int] = {}
+
+    def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        self._tokens, self._places = [], {}
+        self._append([*prompt, first_token])
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            end = len(self._tokens)
+            for n in range(1, min(self.ngram, end) + 1):
+                self._places[tuple(self._tokens[end - n :])] = end
+            self._tokens.append(token)
+
+    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+        end = len(self._tokens)
+        for n in range(min(self.ngram, end), 0, -1):
+            place = self._places.get(tuple(self._tokens[end - n :]))
+            if place is not None:
+                drafted = tuple(self._tokens[place : place + min(self.k, max_drafted)])
+                return DraftTree(drafted, tuple(range(-1, len(drafted) - 1)))
+        return DraftTree((), ())
+
+    def advance(self, outcome: Outcome) -> None:
+        self._append(outcome.emitted)
