@@ -30,6 +30,7 @@ from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.report import results_table, task_table
 from draftsmith.eval.summary import BASELINE, Clock, prompt_rows, summarise
+from draftsmith.eval.trace import TracedRunner, TraceFile
 from draftsmith.modules.types import InputError, SamplingParams
 
 SCHEMA_VERSION = 1
@@ -46,8 +47,12 @@ class BenchConfig:
     mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
     eagle: EAGLE head directory, for eagle, eagle-tree and eagle2; with drafter=eagle in place of a draft model.
     acceptance: acceptance head directory, for specdec++; trained for the draft.
-    methods: name:setting=value, separated by commas. ar, spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
-        eagle:k=5, hf, hf-assisted:k=5. ar is always measured.
+    methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,
+        lookahead:w=15:n=5:g=15, hf. With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
+        confidence:t=0.4:min=1:max=20, self-verify:k=10, pearl:k=5, hf-assisted:k=5. With an EAGLE head: eagle:k=5,
+        eagle-tree:tree=eagle-1, eagle2:nodes=60:depth=6:topk=10:value=on:rerank=on, and specdec++, confidence or
+        self-verify with drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10, hsddw:k=10:max=20, each
+        with drafter=eagle where the head was trained for --mid.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
     tasks: keep prompts of these tasks, separated by commas.
     limit: measure the first so many prompts; 0 takes all.
@@ -63,6 +68,7 @@ class BenchConfig:
     seed: of sampling and of the bootstrap.
     repeats: runs of every method on every prompt; the median counts.
     trust_remote_code: run code that comes with a model.
+    trace: JSON-lines file that receives a line for every round of each prompt's first run.
     output: directory that receives results.json and prompts.jsonl.
     """
 
@@ -88,6 +94,7 @@ class BenchConfig:
     seed: int = 0
     repeats: int = 3
     trust_remote_code: bool = False
+    trace: Path | None = None
     output: Path = Path("runs/bench")
 
     @property
@@ -127,7 +134,10 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     models = load_models(named, model_paths(config), longest, params, target, **how)
     eos_ids = () if config.ignore_eos else target.info.eos_ids
     runners = make_runners(config, named, models, params, eos_ids)
-    with between_prompts(len(prompts)) as advance:
+    trace = TraceFile(config.trace) if config.trace is not None else None
+    if trace is not None:
+        runners = {label: traced(label, runner, trace) for label, runner in runners.items()}
+    with between_prompts(len(prompts), trace) as advance:
         measured = measure(runners, prompts, warm_up, config.max_new_tokens, config.repeats, config.seed, advance)
     compare = params.greedy and target.dtype == torch.float32
     results = {
@@ -141,13 +151,24 @@ def bench(config: BenchConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def between_prompts(total: int) -> Iterator[Callable[[], None]]:
+def between_prompts(total: int, trace: TraceFile | None) -> Iterator[Callable[[], None]]:
     """A progress bar that is drawn only when it is advanced: one that redraws itself takes CPU time from the clocks."""
     left = (TextColumn("prompts, left"), TimeRemainingColumn())
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), *left)
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         task = progress.add_task("measuring", total=total)
-        yield lambda: progress.update(task, advance=1, refresh=True)
+
+        def done() -> None:
+            if trace is not None:
+                trace.flush()
+            progress.update(task, advance=1, refresh=True)
+
+        yield done
+
+
+def traced(label: str, runner: Runner, file: TraceFile) -> Runner:
+    """The engine's own methods can be traced; transformers' are as they are."""
+    return TracedRunner(label, runner, file) if isinstance(runner, EngineRunner) else runner
 
 
 def with_baseline(named: Sequence[Named]) -> list[Named]:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,13 +17,13 @@ from draftsmith.data.models import load_lm
 from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import check_device, longest_sequence, model_paths
 from draftsmith.eval.load import load_models
-from draftsmith.eval.measure import BenchPrompt
+from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Named
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
-from draftsmith.modules.decoding.loop import Generation, Round, generate
+from draftsmith.eval.trace import TracedRunner, TraceFile
+from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
-from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 
 DRAFTED, OWN = "green", "yellow"
@@ -36,10 +37,9 @@ class DecodeConfig:
     target: model directory, hub id or embedded:target.
     draft: draft model, for spec, specdec++, confidence and self-verify; M1 of three-model methods.
     mid: model between draft and target, for pre-verify, pre+self-verify and hsddw.
-    eagle: EAGLE head directory, for eagle.
+    eagle: EAGLE head directory, for eagle, eagle-tree and eagle2; with drafter=eagle in place of a draft model.
     acceptance: acceptance head directory, for specdec++; trained for the draft.
-    method: ar, spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off or eagle:k=5; auto takes what the given models
-        allow.
+    method: name:setting=value, as in `draftsmith eval bench`; auto takes what the given models allow.
     system: a system message that goes before the prompt.
     raw: read the prompt as it is, without the chat template.
     max_new_tokens: longest answer.
@@ -53,6 +53,7 @@ class DecodeConfig:
     num_threads: CPU threads.
     seed: of sampling.
     trust_remote_code: run code that comes with a model.
+    trace: JSON-lines file that receives a line for every round.
     """
 
     prompt: str
@@ -75,6 +76,7 @@ class DecodeConfig:
     num_threads: int = 1
     seed: int = 0
     trust_remote_code: bool = False
+    trace: Path | None = None
 
 
 def run(config: DecodeConfig) -> Generation:
@@ -105,10 +107,14 @@ def run(config: DecodeConfig) -> Generation:
     def on_round(done: Round) -> None:
         show(stream.push(done.tokens, done.num_accepted))
 
+    runner = EngineRunner(target, drafter, params, tuple(eos_ids), on_round)
+    trace = TraceFile(config.trace) if config.trace is not None else None
+    run_once: Runner = runner if trace is None else TracedRunner(named.label, runner, trace)
     start = time.perf_counter()
-    source = TorchSource(config.seed)
-    generation = generate(target, drafter, prompt, params, config.max_new_tokens, source, eos_ids, on_round=on_round)
+    generation = run_once(prompt, config.max_new_tokens, config.seed)
     elapsed = time.perf_counter() - start
+    if trace is not None:
+        trace.flush()
     show(stream.finish())
     console.print("\n")
     console.print(Text(footer(generation, elapsed), "dim"))
@@ -125,7 +131,7 @@ def choose_method(config: DecodeConfig) -> Named:
     if len(named) > 1:
         raise InputError("method", repr(text), "one method", "To compare several use `draftsmith eval bench`.")
     if isinstance(named[0].method, HFGenerate | HFAssisted):
-        raise InputError("method", text, "ar, spec, specdec++ or eagle", "Measure it with `draftsmith eval bench`.")
+        raise InputError("method", text, "a method of this engine", "Measure it with `draftsmith eval bench`.")
     return named[0]
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from draftsmith.modules.decoding.loop import Generation, generate
+from draftsmith.modules.decoding.loop import Generation, Round, generate
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import DecodeTrace
 from draftsmith.modules.sampling import TorchSource
@@ -27,16 +27,19 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class EngineRunner:
-    """This project's loop with one drafter, or none."""
+    """This project's loop with one drafter, or none. `on_round` is called after every round."""
 
     target: CausalLM
     drafter: Drafter | None
     params: SamplingParams
     eos_ids: tuple[int, ...]
+    on_round: Callable[[Round], None] | None = None
 
     def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
         source = TorchSource(seed)
-        return generate(self.target, self.drafter, prompt, self.params, max_new_tokens, source, self.eos_ids)
+        return generate(
+            self.target, self.drafter, prompt, self.params, max_new_tokens, source, self.eos_ids, self.on_round
+        )
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ COMMANDS: dict[str, Command] = {
     "train acceptance": Command("train.acceptance", "TrainAcceptanceConfig", "Acceptance head: when to stop drafting"),
     "train eagle": Command("train.eagle", "TrainEagleConfig", "EAGLE head: drafts from the target's own features"),
     "eval bench": Command("eval.bench", "BenchConfig", "Compare methods: speed, tau, equality with the target"),
+    "eval lossless": Command("eval.lossless", "LosslessConfig", "Certify that methods leave the output as it is"),
     "eval generation": Command(
         "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
     ),
@@ -54,13 +55,14 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Make training data with the target": ("data prompts", "data responses", "data acceptance", "data features",
                                            "data inspect"),
     "Train heads": ("train acceptance", "train eagle"),
-    "Measure": ("eval bench", "eval generation"),
+    "Measure": ("eval bench", "eval lossless", "eval generation"),
     "The shipped models": ("embedded build",),
 }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; the exit code is 0, 2 for bad input and 130 when interrupted.
+    """Run one command line; the exit code is 0, 1 for a failed certificate, 2 for bad input and 130 when
+    interrupted.
 
     Defects are not caught: their traceback is what a bug report needs, and Python exits with 1.
     """
@@ -120,7 +122,7 @@ def unknown_rest(args: list[str], words: list[str]) -> bool:
 
 
 def run_command(name: str, args: list[str]) -> int:
-    """Parse the settings of one command and run it."""
+    """Parse the settings of one command and run it. A command that judges returns its exit code, others a path."""
     command = COMMANDS[name]
     # The libraries below report every load of a tiny model; their warnings are still shown.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -131,9 +133,8 @@ def run_command(name: str, args: list[str]) -> int:
     from draftsmith.launch.arguments import parse
 
     config = parse(f"draftsmith {name}", config_class, args, command.positional, command.help)
-    if config is not None:
-        module.run(config)
-    return 0
+    result = module.run(config) if config is not None else 0
+    return result if isinstance(result, int) else 0
 
 
 def version() -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source, Verdict
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.targets.base import CausalLM, Scores, Session
@@ -27,10 +27,17 @@ class Generation:
 
 @dataclass(frozen=True)
 class Round:
-    """What `on_round` sees: the tokens a round emitted, of which the first `num_accepted` had been drafted."""
+    """What `on_round` sees: the tokens a round emitted, of which the first `num_accepted` had been drafted.
+
+    tree, verdict and step: what was drafted, what the target decided, and the counts; None for the prefill, which emits
+    the first token.
+    """
 
     tokens: list[int]
     num_accepted: int
+    tree: DraftTree | None = None
+    verdict: Verdict | None = None
+    step: DecodeStep | None = None
 
 
 def session_capacity(prompt_length: int, max_new_tokens: int, max_nodes: int) -> int:
@@ -74,7 +81,7 @@ def generate(
     first = verify(EMPTY, scores.logits, params, source).next_token
     assert first is not None
     state.trace.prefill_emitted = 1
-    state.emit([first], 0)
+    state.show(Round(state.emit([first]), 0))
     if drafter is not None and not state.done:
         drafter.start(prompt, scores.features, first)
     while not state.done:
@@ -95,8 +102,8 @@ class _State:
     def done(self) -> bool:
         return self.ended or len(self.tokens) >= self.room
 
-    def emit(self, tokens: list[int], num_accepted: int) -> int:
-        """Append, cut at the first end token and at the limit; how many were appended."""
+    def emit(self, tokens: list[int]) -> list[int]:
+        """Append, cut at the first end token and at the limit; what was appended."""
         for i, token in enumerate(tokens):
             if token in self.ends:
                 tokens, self.ended = tokens[: i + 1], True
@@ -105,9 +112,11 @@ class _State:
             tokens = tokens[: self.room - len(self.tokens)]
             self.ended = tokens[-1] in self.ends
         self.tokens += tokens
+        return tokens
+
+    def show(self, done: Round) -> None:
         if self.on_round is not None:
-            self.on_round(Round(tokens, min(num_accepted, len(tokens))))
-        return len(tokens)
+            self.on_round(done)
 
 
 def _round(
@@ -126,9 +135,11 @@ def _round(
     session.keep(kept + 1, [kept + 1 + node for node in read_path])
     emitted = [tree.tokens[node] for node in verdict.path]
     emitted += [] if verdict.next_token is None else [verdict.next_token]
-    num_emitted = state.emit(emitted, len(verdict.path))
+    appended = state.emit(emitted)
     calls = drafter.draft_calls if drafter is not None and count else 0
-    state.trace.steps.append(DecodeStep(tree.num_drafted, len(verdict.path), num_emitted, calls))
+    step = DecodeStep(tree.num_drafted, len(verdict.path), len(appended), calls)
+    state.trace.steps.append(step)
+    state.show(Round(appended, min(len(verdict.path), len(appended)), tree, verdict, step))
     if drafter is not None and not state.done:
         features = scores.features[[0, *(node + 1 for node in read_path)]]
         drafter.advance(Outcome(tuple(emitted), len(verdict.path), features, scores.logits))

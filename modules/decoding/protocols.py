@@ -34,6 +34,7 @@ class DraftTree:
         chosen deterministically (greedy, top-k children, lookups).
     last_unread: the target does not read the last token of a chain. That token is verified by the row before it, and a
         round that accepts everything has no bonus token: its last drafted token becomes the next root (PEARL).
+    values: what each node was chosen by, where there is such a thing (EAGLE-2: log-probability of its path).
     num_drafted: tokens drafted for this round, where they are not the nodes: what is drafted ahead (PEARL) counts in
         the round that drafts it.
     """
@@ -42,6 +43,7 @@ class DraftTree:
     parents: tuple[int, ...]
     draft_prob: Tensor | None = None
     last_unread: bool = False
+    values: tuple[float, ...] | None = None
     num_drafted: int = -1
 
     def __post_init__(self) -> None:

@@ -129,15 +129,17 @@ class EagleTreeDrafter(EagleDrafter):
             frontier_tokens, values = tokens.flatten()[chosen], grown.flatten()[chosen]
             kept.append(frontier)
             count += tokens.numel()
-        candidate_parents = torch.cat(all_parents).tolist()
+        candidate_parents, candidate_values = torch.cat(all_parents).tolist(), torch.cat(all_values).tolist()
         if shape.rerank:
-            taken = best_connected(candidate_parents, torch.cat(all_values).tolist(), shape.nodes)
+            taken = best_connected(candidate_parents, candidate_values, shape.nodes)
         else:
             taken = torch.cat(kept).tolist()[: shape.nodes]
         candidate_tokens = torch.cat(all_tokens).tolist()
         place = {node: i for i, node in enumerate(taken)} | {-1: -1}
         return DraftTree(
-            tuple(candidate_tokens[node] for node in taken), tuple(place[candidate_parents[node]] for node in taken)
+            tuple(candidate_tokens[node] for node in taken),
+            tuple(place[candidate_parents[node]] for node in taken),
+            values=tuple(candidate_values[node] for node in taken),
         )
 
 

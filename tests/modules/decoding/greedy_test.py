@@ -174,7 +174,8 @@ def test_an_end_token_inside_an_accepted_draft_ends_the_answer(world, method):
             assert done.ended
             last = done.trace.steps[-1] if done.trace.steps else None
             inside += last is not None and last.num_emitted <= last.num_accepted
-    assert inside > (0 if method.startswith(("pld", "lookahead")) else 3)  # the cut fell among accepted tokens, behind which others had been accepted
+    # The cut fell among accepted tokens, behind which others had been accepted; lookups seldom get that far.
+    assert inside > (0 if method.startswith(("pld", "lookahead")) else 3)
 
 
 def test_an_end_token_ends_the_answer_of_transformers_at_the_same_place(world):

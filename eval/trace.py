@@ -1,0 +1,221 @@
+"""Traces: one JSON line a round, for reports and for studying where a method loses its time or its tokens.
+
+What a line holds is collected while decoding and worked out between prompts, off the clock: a traced run keeps
+references to laws and logits, and the arithmetic on them comes later.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from draftsmith.eval.measure import EngineRunner, synchronize
+from draftsmith.modules.decoding.loop import Generation, Round, generate
+from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
+from draftsmith.modules.decoding.stop import draft_law, entropy
+from draftsmith.modules.sampling import TorchSource
+
+
+class TraceFile:
+    """Rounds of any number of runners, appended to one JSON-lines file by `flush`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._pending: list[Callable[[], dict[str, Any]]] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+
+    def add(self, line: Callable[[], dict[str, Any]]) -> None:
+        self._pending.append(line)
+
+    def flush(self) -> None:
+        """Work out and write what was collected."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line()) + "\n" for line in self._pending)
+        self._pending = []
+
+
+class TracedRunner:
+    """An `EngineRunner` that traces the first run of every prompt; other runs are as they would be without it."""
+
+    def __init__(self, label: str, runner: EngineRunner, file: TraceFile):
+        self._label, self._runner, self._file = label, runner, file
+        self._seen: set[tuple[int, ...]] = set()
+
+    def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
+        key = tuple(prompt)
+        if key in self._seen:
+            return self._runner(prompt, max_new_tokens, seed)
+        self._seen.add(key)
+        runner = self._runner
+        target, drafter = _TimedTarget(runner.target), None
+        stop = None
+        if runner.drafter is not None:
+            drafter = _TimedDrafter(runner.drafter)
+            stop = _watch_stop(runner.drafter)
+        rounds = _Rounds(self._label, len(self._seen) - 1, target, drafter, stop, self._file)
+
+        def on_round(done: Round) -> None:
+            rounds(done)
+            if runner.on_round is not None:
+                runner.on_round(done)
+
+        try:
+            source = TorchSource(seed)
+            return generate(
+                target, drafter, prompt, runner.params, max_new_tokens, source, runner.eos_ids, on_round=on_round
+            )
+        finally:
+            if stop is not None:
+                runner.drafter.stop = stop.policy  # type: ignore[union-attr]
+
+
+class _Rounds:
+    """`on_round`: one line a round."""
+
+    def __init__(self, label: str, prompt: int, target: Any, drafter: Any, stop: Any, file: TraceFile):
+        self._base = {"method": label, "prompt": prompt}
+        self._target, self._drafter, self._stop, self._file = target, drafter, stop, file
+        self._number = 0
+
+    def __call__(self, done: Round) -> None:
+        target_s = self._target.take()
+        draft_s = self._drafter.take() if self._drafter is not None else 0.0
+        views = self._stop.take() if self._stop is not None else []
+        base, number = self._base, self._number
+        self._number += 1
+
+        def line() -> dict[str, Any]:
+            found: dict[str, Any] = {**base, "round": number, "emitted": done.tokens, "target_s": target_s}
+            if done.tree is None or done.verdict is None or done.step is None:
+                return {**found, "prefill": True}
+            tree = done.tree
+            found |= {
+                "drafted": list(tree.tokens),
+                "parents": list(tree.parents),
+                "accepted": list(done.verdict.path),
+                "next_token": done.verdict.next_token,
+                "num_drafted": done.step.num_drafted,
+                "num_accepted": done.step.num_accepted,
+                "num_emitted": done.step.num_emitted,
+                "draft_calls": done.step.draft_calls,
+                "draft_s": draft_s,
+            }
+            if tree.last_unread:
+                found["beside"] = "the drafter's calls of this round could run beside the target's"
+            if tree.draft_prob is not None:
+                found["q"] = [float(law[token]) for law, token in zip(tree.draft_prob, tree.tokens, strict=True)]
+            if tree.values is not None:
+                found["value"] = list(tree.values)
+            return found | self._looked_at(views, tree.draft_prob)
+
+        self._file.add(line)
+
+    def _looked_at(self, views: Sequence[DraftView], laws: Tensor | None) -> dict[str, Any]:
+        """What the stop policy could see of each drafted token, and what its head said."""
+        if not views:
+            return {}
+        own = [draft_law(view) for view in views]
+        found: dict[str, Any] = {"entropy": [entropy(law) for law in own]}
+        if laws is None:
+            found["q"] = [float(law[view.token]) for law, view in zip(own, views, strict=True)]
+        judge = getattr(self._stop.policy, "accept_prob", None)
+        if judge is not None:
+            # The head reads a token one forward after it was drafted: the last one it never reads.
+            found["head"] = [judge(view.hidden) for view in views[1:]]
+        return found
+
+
+class _Clock:
+    """Seconds since the last `take`, summed over calls."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def timed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        synchronize()
+        started = time.perf_counter()
+        result = call(*args, **kwargs)
+        synchronize()
+        self._seconds += time.perf_counter() - started
+        return result
+
+    def take(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+class _TimedTarget(_Clock):
+    """A target whose sessions' forwards are timed."""
+
+    def __init__(self, lm: Any):
+        super().__init__()
+        self._lm = lm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lm, name)
+
+    def session(self, capacity: int) -> Any:
+        return _TimedSession(self, self._lm.session(capacity))
+
+
+class _TimedSession:
+    def __init__(self, clock: _Clock, session: Any):
+        self._clock, self._session = clock, session
+
+    @property
+    def length(self) -> int:
+        return self._session.length
+
+    def extend(self, *args: Any, **kwargs: Any) -> Any:
+        return self._clock.timed(self._session.extend, *args, **kwargs)
+
+    def keep(self, *args: Any) -> None:
+        self._session.keep(*args)
+
+
+class _TimedDrafter(_Clock):
+    """A drafter whose proposals are timed."""
+
+    def __init__(self, drafter: Any):
+        super().__init__()
+        self._drafter = drafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, *args: Any) -> Any:
+        return self.timed(self._drafter.propose, *args)
+
+
+class _WatchedStop:
+    """A stop policy that remembers what it was shown in this round."""
+
+    def __init__(self, policy: StopPolicy):
+        self.policy = policy
+        self._views: list[DraftView] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def should_stop(self, view: DraftView) -> bool:
+        self._views.append(view)
+        return self.policy.should_stop(view)
+
+    def take(self) -> list[DraftView]:
+        views, self._views = self._views, []
+        return views
+
+
+def _watch_stop(drafter: Any) -> _WatchedStop | None:
+    """Put a watcher in place of the drafter's stop policy, where it drafts a chain by one."""
+    policy = getattr(drafter, "stop", None)
+    if policy is None:
+        return None
+    drafter.stop = _WatchedStop(policy)
+    return drafter.stop
