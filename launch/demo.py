@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 
 TARGET, DRAFT, PROMPTS = "embedded:target", "embedded:draft", "embedded:prompts"
-SPEC_K = (4, 5, 6, 8)
+SPEC_K = (4, 6, 8)
 EAGLE_K = (4, 5, 6)
 THRESHOLDS = (0.3, 0.6)
 
