@@ -266,6 +266,6 @@ def test_importing_the_command_line_loads_nothing_heavy(module):
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs").rglob("*.y*ml")), ids=lambda p: p.relative_to(ROOT).as_posix()
 )
-def test_a_config_is_a_yaml_mapping(path):
+def test_a_config_is_a_yaml_mapping_and_a_tree_a_list(path):
     assert path.suffix == ".yaml", "package data holds *.yaml only"
-    assert isinstance(yaml.safe_load(path.read_text("utf-8")), dict)
+    assert isinstance(yaml.safe_load(path.read_text("utf-8")), list if path.parent.name == "trees" else dict)

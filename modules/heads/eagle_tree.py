@@ -112,7 +112,7 @@ class EagleTreeDrafter(EagleDrafter):
         log_prob, tokens = _children(root.logits, shape.topk)
         parents = torch.full_like(tokens[0], -1)
         all_tokens, all_parents, all_values = [tokens[0]], [parents], [log_prob[0]]
-        # The frontier: candidates to expand, by number, in the order of their level's candidates.
+        # The frontier: candidates to expand, by number, best first.
         frontier, values = torch.arange(len(tokens[0]), device=tokens.device), log_prob[0]
         level, above = root, torch.zeros_like(frontier)
         frontier_tokens, kept = tokens[0], [frontier]
@@ -151,5 +151,5 @@ def _children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest, ascending; of equal values the lowest indices."""
-    return values.sort(descending=True, stable=True).indices[:count].sort().values
+    """Indices of the `count` highest, best first; of equal values the lowest index first."""
+    return values.sort(descending=True, stable=True).indices[:count]

@@ -32,7 +32,7 @@ def test_lossless_methods_pass(models, tmp_path, capsys):
     rows = verdicts(tmp_path)
     assert [row["method"] for row in rows] == methods.split(",")
     for row in rows:
-        assert row["passed"] and row["greedy"]["identical"] == 3 and row["greedy"]["tokens"] == 36
+        assert row["passed"] and row["greedy"]["identical"] == 3 and 3 < row["greedy"]["tokens"] <= 36
         assert all(test["impossible"] == 0 and 0 <= test["pair_p"] <= 1 for test in row["sampling"])
     assert capsys.readouterr().out.count("lossless") >= 5
 
@@ -67,16 +67,20 @@ def test_a_biased_sampler_fails_with_exit_code_1(models, tmp_path, monkeypatch):
 def test_a_changed_greedy_answer_is_named(models, tmp_path, monkeypatch):
     original = lossless.EngineRunner.__call__
 
+    answers = []
+
     def changed(self, prompt, max_new_tokens, seed):
         made = original(self, prompt, max_new_tokens, seed)
+        answers.append(list(made.tokens))
         if self.drafter is not None and self.params.greedy:
-            made.tokens[4] += 1
+            made.tokens[-1] += 1
         return made
 
     monkeypatch.setattr(lossless.EngineRunner, "__call__", changed)
     assert lossless.run(config(models, tmp_path, sampled_prompts=0)) == 1
     (row,) = verdicts(tmp_path)
-    assert row["greedy"]["identical"] == 0 and row["greedy"]["first_difference"]["place"] == 4
+    assert row["greedy"]["identical"] == 0
+    assert row["greedy"]["first_difference"]["place"] in (len(answer) - 1 for answer in answers)
 
 
 def test_chi_square_is_the_textbooks():
