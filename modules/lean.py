@@ -61,7 +61,8 @@ class LeanLayer:
         self.down_weight, self.down_bias = _fuse([layer.mlp.down_proj], share)
         self.qk_norm = None
         if attention.qk_norm:
-            weights = [attention.q_norm.weight] * self.num_heads + [attention.k_norm.weight] * self.num_kv_heads
+            weights: list[Tensor] = [attention.q_norm.weight] * self.num_heads
+            weights += [attention.k_norm.weight] * self.num_kv_heads
             self.qk_norm = LeanNorm(torch.stack(weights), attention.q_norm.eps)
         first, second = layer.input_layernorm, layer.post_attention_layernorm
         self.input_norm = LeanNorm(first.weight, first.eps) if isinstance(first, RMSNorm) else None

@@ -80,8 +80,8 @@ class LitEagle(LitHead):
             outputs.append(
                 eagle_loss(hidden, pair.target_features, mask, self.lm_head, self.feature_weight, self.token_weight)
             )
-        weights = [self.unroll_decay**i for i in range(len(outputs))]
-        loss = sum(weight * output.loss for weight, output in zip(weights, outputs, strict=True)) / sum(weights)
+        weights = torch.tensor([self.unroll_decay**i for i in range(len(outputs))], device=outputs[0].loss.device)
+        loss = (weights * torch.stack([output.loss for output in outputs])).sum() / weights.sum()
         # What is reported is the first step: it means the same with and without unrolling.
         return LossOutput(loss, outputs[0].sums, outputs[0].counts)
 

@@ -126,7 +126,10 @@ def content_key(function: ast.FunctionDef) -> str:
     bare = strip_docstring(strip_annotations(function))
     bare.name = "f"
     # The key decides the split, so it may not depend on the interpreter: 3.12 adds a field, 3.13 hides empty ones.
-    dumped = ast.dump(bare, show_empty=True) if sys.version_info >= (3, 13) else ast.dump(bare)
+    if sys.version_info >= (3, 13):
+        dumped = ast.dump(bare, show_empty=True)
+    else:
+        dumped = ast.dump(bare)
     return hashlib.sha256(dumped.replace(", type_params=[]", "").encode()).hexdigest()[:16]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,13 +108,14 @@ class EagleHead(nn.Module):
         cos, sin = cos.to(embeds.dtype), sin.to(embeds.dtype)
         ahead = torch.arange(length, device=embeds.device)
         ahead = ahead[None] - ahead[:, None]  # [T, T], column less row
-        cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        layers: list[Any] = list(self.layers)
+        cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
         passes: list[Tensor] = []
         for j in range(num_passes):
             own = features if not passes else torch.cat([features[:, :1], passes[-1][:, :-1]], dim=1)
             mask = torch.cat([ahead <= -j, *(ahead == i - j for i in range(1, j + 1))], dim=1) if j else None
             x = self.fc(torch.cat([embeds, own], dim=-1))
-            for layer, rows in zip(self.layers, cached, strict=True):
+            for layer, rows in zip(layers, cached, strict=True):
                 query, key, value = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
                 rows.append((key, value))
                 keys, values = (torch.cat(parts, dim=2) for parts in zip(*rows, strict=True))
