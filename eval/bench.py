@@ -253,7 +253,7 @@ def describe(
         "clock": config.clock,
         "seed": config.seed,
         "settings": resolved(config),
-        "methods": {item.label: dataclasses.asdict(item.method) for item in named},  # type: ignore[call-overload]
+        "methods": {item.label: dataclasses.asdict(item.method) for item in named},
         "target": {**models.target.info.identity, **tokenizer_identity(config.target)},
         "draft": models.draft.info.identity if models.draft is not None else None,
         "prompts": {"source": config.prompts, "count": len(prompts), "sha256": hashlib.sha256(ids).hexdigest()},

@@ -257,7 +257,7 @@ def write(config: LosslessConfig, named: Sequence[Named], found: Sequence[dict[s
     """lossless.json, and a table on the screen."""
     meta = {
         "settings": resolved(config),
-        "methods": {item.label: dataclasses.asdict(item.method) for item in named},  # type: ignore[call-overload]
+        "methods": {item.label: dataclasses.asdict(item.method) for item in named},
         "target": target.info.identity,
         "versions": package_versions(),
         "hardware": hardware(config.device),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.eval.measure import EngineRunner, synchronize
 from draftsmith.modules.decoding.loop import Generation, Round, generate
-from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
+from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.stop import draft_law, entropy
 from draftsmith.modules.sampling import TorchSource
 
@@ -72,7 +72,7 @@ class TracedRunner:
             )
         finally:
             if stop is not None:
-                runner.drafter.stop = stop.policy  # type: ignore[union-attr]
+                stop.restore()
 
 
 class _Rounds:
@@ -196,8 +196,9 @@ class _TimedDrafter(_Clock):
 class _WatchedStop:
     """A stop policy that remembers what it was shown in this round."""
 
-    def __init__(self, policy: StopPolicy):
-        self.policy = policy
+    def __init__(self, drafter: Any):
+        self._drafter, self.policy = drafter, drafter.stop
+        drafter.stop = self
         self._views: list[DraftView] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -207,6 +208,9 @@ class _WatchedStop:
         self._views.append(view)
         return self.policy.should_stop(view)
 
+    def restore(self) -> None:
+        self._drafter.stop = self.policy
+
     def take(self) -> list[DraftView]:
         views, self._views = self._views, []
         return views
@@ -214,8 +218,4 @@ class _WatchedStop:
 
 def _watch_stop(drafter: Any) -> _WatchedStop | None:
     """Put a watcher in place of the drafter's stop policy, where it drafts a chain by one."""
-    policy = getattr(drafter, "stop", None)
-    if policy is None:
-        return None
-    drafter.stop = _WatchedStop(policy)
-    return drafter.stop
+    return _WatchedStop(drafter) if hasattr(drafter, "stop") else None

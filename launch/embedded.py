@@ -58,6 +58,7 @@ def run(config: BuildConfig) -> Path:
     import torch
 
     from draftsmith.data.models import load_lm
+    from draftsmith.modules.targets.llama import LlamaLM
     from draftsmith.train.embedded import DRAFTS, train_draft, train_target
 
     torch.set_num_threads(config.num_threads)
@@ -79,9 +80,9 @@ def run(config: BuildConfig) -> Path:
     # From here on the target is what ships: bf16 weights, read back.
     target = load_lm(str(config.output / "target"))
     own_text = distillation_rows(config, turns, tokenizer, target, log)
-    teacher: LlamaModel = target.model  # type: ignore[attr-defined]
+    assert isinstance(target, LlamaLM)
     for name in DRAFTS:
-        draft = train_draft(name, config.work, teacher, rows, own_text, dev, pad, config.seed, log)
+        draft = train_draft(name, config.work, target.model, rows, own_text, dev, pad, config.seed, log)
         export_model(draft, config.output / name, tokenizer)
     write_prompts(config.output / "prompts.jsonl", turns, tokenizer, config.seed)
     write_card(config, tokenizer, dev, rows, log)

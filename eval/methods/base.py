@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -30,19 +31,25 @@ class Models:
     capacity: int = 0
 
 
+@dataclass(frozen=True)
 class Method:
     """A way to decode.
 
-    needs: flags of the models it cannot do without.
+    uses: flags of the models that it needs whatever its settings.
     eagle_for: flag of the model whose features its EAGLE head reads, where it uses one.
     """
 
-    needs: tuple[str, ...] = ()
-    eagle_for: str = "target"
+    uses: ClassVar[tuple[str, ...]] = ()
+    eagle_for: ClassVar[str] = "target"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Flags of the models it cannot do without."""
+        return self.uses
 
     def build(self, models: Models) -> Drafter | None:
         """The drafter for this engine's own loop; None decodes without one."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} is run by transformers and has no drafter")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,7 +36,7 @@ class FixedK(Method):
     """Speculative sampling with a draft model (Leviathan et al. 2023): k drafted tokens a round."""
 
     k: int = 5
-    needs = ("draft",)
+    uses = ("draft",)
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
@@ -51,7 +52,7 @@ class EagleChain(Method):
     """An EAGLE head drafts a chain of k tokens a round (Li et al. 2024)."""
 
     k: int = 5
-    needs = ("eagle",)
+    uses = ("eagle",)
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
@@ -63,7 +64,7 @@ class EagleChain(Method):
 
 
 @dataclass(frozen=True)
-class StopRule(Method):
+class StopRule(Method, ABC):
     """A chain whose length a policy decides.
 
     drafter: draft for a draft model, eagle for an EAGLE head.
@@ -72,12 +73,12 @@ class StopRule(Method):
     drafter: Literal["draft", "eagle"] = field(default="draft", kw_only=True)
 
     @property
-    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+    def needs(self) -> tuple[str, ...]:
         return (self.drafter,)
 
+    @abstractmethod
     def policy(self, models: Models) -> StopPolicy:
         """A fresh stop policy."""
-        raise NotImplementedError
 
     def build(self, models: Models) -> Drafter | None:
         return build_chain(models, self.drafter, self.policy(models))
@@ -101,7 +102,7 @@ class SpecDecPlusPlus(StopRule):
         at_least("max", self.max, self.min)
 
     @property
-    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+    def needs(self) -> tuple[str, ...]:
         return (self.drafter, "acceptance")
 
     def policy(self, models: Models) -> StopPolicy:

@@ -17,7 +17,7 @@ class HFAssisted(Method):
     """transformers' assisted generation with the draft model, a constant k drafted tokens a round."""
 
     k: int = 5
-    needs = ("draft",)
+    uses = ("draft",)
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)

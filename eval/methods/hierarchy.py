@@ -23,7 +23,7 @@ class PreVerification(Method):
     eagle_for = "mid"
 
     @property
-    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+    def needs(self) -> tuple[str, ...]:
         return ("mid", self.drafter)
 
     def __post_init__(self) -> None:

@@ -52,7 +52,7 @@ class Pearl(Method):
     """PEARL (Liu et al. 2024): k tokens are drafted beside every target call, which verifies those drafted before."""
 
     k: int = 5
-    needs = ("draft",)
+    uses = ("draft",)
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)

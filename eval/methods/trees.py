@@ -44,7 +44,7 @@ class EagleStaticTree(Method):
     """EAGLE-1's static tree (Li et al. 2024): 25 nodes, or any tree from a YAML list of paths of ranks."""
 
     tree: str = "eagle-1"
-    needs = ("eagle",)
+    uses = ("eagle",)
 
     def __post_init__(self) -> None:
         read_tree(self.tree)
@@ -71,7 +71,7 @@ class Eagle2(Method):
     topk: int = 10
     value: bool = True
     rerank: bool = True
-    needs = ("eagle",)
+    uses = ("eagle",)
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "topk"):

@@ -68,6 +68,9 @@ class EagleHead(nn.Module):
     Embedding first, no norm before attention in layer 0, no final norm.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: EagleConfig):
         super().__init__()
         self.config = config
@@ -84,9 +87,9 @@ class EagleHead(nn.Module):
         """embeds, features [B, T, H] -> hidden [B, T, H]; causal, right padding needs no mask. position_ids [B, T]."""
         x = self.fc(torch.cat([embeds, features], dim=-1))
         if position_ids is None:
-            cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]  # type: ignore[index]
+            cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
         else:
-            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]  # type: ignore[index]
+            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]
         for layer in self.layers:
             x = layer(x, cos.to(x.dtype), sin.to(x.dtype))
         return x
@@ -102,9 +105,9 @@ class EagleHead(nn.Module):
         """
         length = embeds.shape[1]
         if position_ids is None:
-            cos, sin = self.cos[:length], self.sin[:length]  # type: ignore[index]
+            cos, sin = self.cos[:length], self.sin[:length]
         else:
-            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]  # type: ignore[index]
+            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]
         cos, sin = cos.to(embeds.dtype), sin.to(embeds.dtype)
         ahead = torch.arange(length, device=embeds.device)
         ahead = ahead[None] - ahead[:, None]  # [T, T], column less row
