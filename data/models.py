@@ -99,12 +99,19 @@ def config_hash(raw: dict[str, Any]) -> str:
 
 
 def load_lm(
-    path: str, dtype: str = "float32", device: str = "cpu", engine: str = "auto", trust_remote_code: bool = False
+    path: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    engine: str = "auto",
+    trust_remote_code: bool = False,
+    packed: bool = False,
 ) -> CausalLM:
     """A language model for decoding and teacher forcing, frozen.
 
     dtype: float32, bfloat16, float16, or auto (the checkpoint's own).
     engine: lean (Llama family), hf (any transformers causal model), or auto: lean where it applies.
+    packed: for decoding on a CPU: the lean engine holds its weights in the layout of the CPU's kernels only. Such a
+        model can not be differentiated through.
 
     Raises:
         InputError: unknown path, dtype or engine, or weights that do not fit the config.
@@ -118,7 +125,7 @@ def load_lm(
     resolved = _resolve_dtype(dtype, raw)
     if engine == "lean" or (engine == "auto" and raw.get("model_type") in SUPPORTED):
         try:
-            return _load_lean(directory, raw, resolved, device)
+            return _load_lean(directory, raw, resolved, device, packed)
         except InputError as error:
             if engine == "lean" or "--engine hf" not in str(error):
                 raise
@@ -140,7 +147,7 @@ def _resolve_dtype(dtype: str, raw: dict[str, Any]) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _load_lean(directory: Path, raw: dict[str, Any], dtype: torch.dtype, device: str) -> CausalLM:
+def _load_lean(directory: Path, raw: dict[str, Any], dtype: torch.dtype, device: str, packed: bool) -> CausalLM:
     from draftsmith.modules.targets.llama import LlamaLM, llama_config, model_from_state
 
     config = llama_config(raw)
@@ -153,7 +160,7 @@ def _load_lean(directory: Path, raw: dict[str, Any], dtype: torch.dtype, device:
         eos_ids=end_tokens(directory, raw),
         identity=_identity(raw, model.lm_head.weight),
     )
-    return LlamaLM(model, info)
+    return LlamaLM(model, info, packed)
 
 
 def _load_hf(

@@ -98,9 +98,8 @@ def run(config: ResponsesConfig) -> Path:
         engine = ServerEngine(config, manifest.identity["chat_template"])
         make, target = engine.make(prompts), engine.identity
     else:
-        lm = load_lm(
-            config.target, config.dtype, pick_device(config.device), config.lm_engine, config.trust_remote_code
-        )
+        device = pick_device(config.device)
+        lm = load_lm(config.target, config.dtype, device, config.lm_engine, config.trust_remote_code, packed=True)
         make, target = in_process(lm, prompts, config), lm.info.identity
     plan = Plan(
         kind="responses",

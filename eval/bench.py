@@ -22,7 +22,7 @@ from draftsmith.data.manifest import git_commit, package_versions, publish, reso
 from draftsmith.data.models import load_lm, tokenizer_identity
 from draftsmith.data.progress import say
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
-from draftsmith.eval.load import load_models
+from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner, measure
 from draftsmith.eval.methods import check_needs, parse_methods
 from draftsmith.eval.methods.base import Models, Named, at_least
@@ -64,6 +64,7 @@ class BenchConfig:
     dtype: float32, bfloat16, float16 or auto. Equality with ar is checked in float32 only.
     device: cpu, cuda, cuda:1, ...
     engine: lean (Llama family), hf (any transformers model), or auto.
+    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
     num_threads: CPU threads. With one, CPU time is the clock; it does not see other programs.
     seed: of sampling and of the bootstrap.
     repeats: runs of every method on every prompt; the median counts.
@@ -90,6 +91,7 @@ class BenchConfig:
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     device: str = "cpu"
     engine: Literal["auto", "lean", "hf"] = "auto"
+    packed: bool = True
     num_threads: int = 1
     seed: int = 0
     repeats: int = 3
@@ -128,7 +130,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     wanted = config.limit + 1 if config.limit else 0
     prompts = read_prompts(config.prompts, config.target, config.split, config.tasks, wanted)
     prompts, warm_up = (prompts[:-1], prompts[-1]) if len(prompts) == wanted else (prompts, prompts[0])
-    how = {name: getattr(config, name) for name in ("dtype", "device", "engine", "trust_remote_code")}
+    how = {name: getattr(config, name) for name in LOADING}
     target = load_lm(config.target, **how)
     longest = longest_sequence([*prompts, warm_up], config.max_new_tokens, target.info.max_position)
     models = load_models(named, model_paths(config), longest, params, target, **how)

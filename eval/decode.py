@@ -16,7 +16,7 @@ from rich.text import Text
 from draftsmith.data.models import load_lm
 from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import check_device, longest_sequence, model_paths
-from draftsmith.eval.load import load_models
+from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Named
@@ -50,6 +50,7 @@ class DecodeConfig:
     dtype: float32, bfloat16, float16 or auto.
     device: cpu, cuda, cuda:1, ...
     engine: lean (Llama family), hf (any transformers model), or auto.
+    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
     num_threads: CPU threads.
     seed: of sampling.
     trust_remote_code: run code that comes with a model.
@@ -73,6 +74,7 @@ class DecodeConfig:
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     device: str = "cpu"
     engine: Literal["auto", "lean", "hf"] = "auto"
+    packed: bool = True
     num_threads: int = 1
     seed: int = 0
     trust_remote_code: bool = False
@@ -86,7 +88,7 @@ def run(config: DecodeConfig) -> Generation:
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
     tokenizer, prompt = encode_prompt(config)
-    how = {name: getattr(config, name) for name in ("dtype", "device", "engine", "trust_remote_code")}
+    how = {name: getattr(config, name) for name in LOADING}
     target = load_lm(config.target, **how)
     bench_prompt = BenchPrompt("on the command line", prompt)
     longest = longest_sequence([bench_prompt], config.max_new_tokens, target.info.max_position)

@@ -67,7 +67,7 @@ def run(config: GenerationConfig) -> Path:
     set_threads(config.num_threads)
     rows = read_prompts(config.prompts, config.target, config.split, config.tasks, config.limit)
     prompts = [row.prompt_ids for row in rows]
-    lm = load_lm(config.target, engine=config.engine)
+    lm = load_lm(config.target, engine=config.engine, packed=True)
     hf = HFRunner(load_hf_model(config.target, "float32", "cpu"), SamplingParams(), lm.info.eos_ids)
 
     def batched(some: Sequence[list[int]]) -> Answers:

@@ -13,6 +13,8 @@ from draftsmith.eval.methods.base import Models, Named
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
+# Settings of a command that say how its models are loaded, as `load_lm` takes them.
+LOADING = ("dtype", "device", "engine", "trust_remote_code", "packed")
 # Tokens beyond prompt and answer that a drafter's cache may hold: no draft of a round is longer.
 DRAFT_ROOM = 130
 
@@ -28,7 +30,7 @@ def load_models(
     """The models that the methods need, on top of the loaded target; others are not read.
 
     paths: flag -> what the user passed. sequence_length: longest prompt and answer together, in tokens.
-    how: dtype, device, engine, trust_remote_code, as `load_lm` takes them.
+    how: LOADING.
 
     Raises:
         InputError: a missing or unfitting model, or a draft whose context is too short.

@@ -21,7 +21,7 @@ from rich.table import Table
 from draftsmith.data.manifest import package_versions, resolved, write_json
 from draftsmith.data.models import load_lm
 from draftsmith.eval.bench import check_device, hardware, longest_sequence, model_paths
-from draftsmith.eval.load import load_models
+from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner
 from draftsmith.eval.methods import check_needs, parse_methods
 from draftsmith.eval.methods.base import Named, at_least, between
@@ -62,6 +62,7 @@ class LosslessConfig:
     dtype: float32, bfloat16 or float16.
     device: cpu, cuda, cuda:1, ...
     engine: lean (Llama family), hf (any transformers model), or auto.
+    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
     num_threads: CPU threads.
     seed: of sampling.
     trust_remote_code: run code that comes with a model.
@@ -89,6 +90,7 @@ class LosslessConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "cpu"
     engine: Literal["auto", "lean", "hf"] = "auto"
+    packed: bool = True
     num_threads: int = 1
     seed: int = 0
     trust_remote_code: bool = False
@@ -116,7 +118,7 @@ def run(config: LosslessConfig) -> int:
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
     prompts = read_prompts(config.prompts, config.target, config.split, config.tasks, config.limit)
-    how = {name: getattr(config, name) for name in ("dtype", "device", "engine", "trust_remote_code")}
+    how = {name: getattr(config, name) for name in LOADING}
     target = load_lm(config.target, **how)
     longest = longest_sequence(prompts, max(config.max_new_tokens, SAMPLED_TOKENS), target.info.max_position)
     models = load_models(named, model_paths(config), longest, config.sampling, target, **how)

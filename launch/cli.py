@@ -46,6 +46,7 @@ COMMANDS: dict[str, Command] = {
     "eval generation": Command(
         "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
     ),
+    "eval latency": Command("eval.latency", "LatencyConfig", "What the decoder adds to its models' forwards"),
     "embedded build": Command("launch.embedded", "BuildConfig", "Train the shipped models again, from their corpus"),
 }  # fmt: skip
 
@@ -55,7 +56,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Make training data with the target": ("data prompts", "data responses", "data acceptance", "data features",
                                            "data inspect"),
     "Train heads": ("train acceptance", "train eagle"),
-    "Measure": ("eval bench", "eval lossless", "eval generation"),
+    "Measure": ("eval bench", "eval lossless", "eval generation", "eval latency"),
     "The shipped models": ("embedded build",),
 }  # fmt: skip
 

@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class LayerCache(Protocol):
+    """What a decoder layer needs of a cache: where its new keys and values go, and all that it may attend to."""
+
+    @property
+    def length(self) -> int:
+        """Kept tokens: new ones follow them."""
+
+    def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, T, 2 * kv_heads, D], the keys' heads first, at slots start.. and return everything up to there:
+        keys and values [B, kv_heads, start+T, D]."""
+
+
+class NoCache:
+    """Teacher forcing: a call sees its own keys and values, and nothing is kept."""
+
+    length = 0
+
+    def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = split_heads(keys_values)
+        return keys, values
+
+
+def split_heads(keys_values: Tensor) -> Tensor:
+    """[B, T, 2 * kv_heads, D] -> keys and values [2, B, kv_heads, T, D], a view."""
+    batch, length, _, head_dim = keys_values.shape
+    return keys_values.view(batch, length, 2, -1, head_dim).permute(2, 0, 3, 1, 4)
 
 
 class KVCache:
@@ -32,12 +61,9 @@ class KVCache:
         return self.data.shape[-2]
 
     def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [B, T, 2 * kv_heads, D], the keys' heads first, at slots start.. and return everything up to there:
-        keys and values [B, kv_heads, start+T, D]."""
-        batch, length, _, head_dim = keys_values.shape
-        cached, end = self._layers[layer], start + length
-        new = keys_values.view(batch, length, 2, -1, head_dim).permute(2, 0, 3, 1, 4)
-        cached.narrow(3, start, length).copy_(new)
+        cached, length = self._layers[layer], keys_values.shape[1]
+        end = start + length
+        cached.narrow(3, start, length).copy_(split_heads(keys_values))
         keys, values = cached.narrow(3, 0, end).unbind(0)
         return keys, values
 

@@ -12,24 +12,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.kv_cache import KVCache
+from draftsmith.modules.kv_cache import KVCache, LayerCache
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
+from draftsmith.modules.packed import LeanLinear
 
 
-def _fuse(linears: Sequence[torch.nn.Linear], share: bool) -> tuple[Tensor, Tensor | None]:
-    """Weights, and biases where there are any, of linears that read the same input, stacked by rows.
+def _fuse(linears: Sequence[torch.nn.Linear], share: bool, pack: bool) -> LeanLinear:
+    """Linears that read the same input as one, stacked by rows.
 
-    share: let the linears' weights be views of the stacked tensor from now on, so that a large model is held once.
+    share: leave one copy of the weights: the linears' become views of the stacked tensor, or empty where it is packed
+    (using them is then an error of shape).
     """
-    weight = (
-        torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
-    )
-    if share and len(linears) > 1:
-        for linear, rows in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
-            linear.weight.data = rows
-    if all(linear.bias is None for linear in linears):
-        return weight, None
-    return weight, torch.cat([linear.bias.detach() for linear in linears])
+    weights = [linear.weight.detach() for linear in linears]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    has_bias = any(linear.bias is not None for linear in linears)
+    bias = torch.cat([linear.bias.detach() for linear in linears]) if has_bias else None
+    fused = LeanLinear(weight, bias, pack)
+    if share and (fused.packed or len(linears) > 1):
+        for linear, rows in zip(linears, weight.split([len(own) for own in weights]), strict=True):
+            linear.weight.data = rows.new_empty(0) if fused.packed else rows
+    return fused
 
 
 class LeanNorm:
@@ -49,16 +51,16 @@ class LeanNorm:
 
 
 class LeanLayer:
-    """One decoder layer with q/k/v and gate/up fused; reads and writes a `KVCache`. Results are written in place."""
+    """One decoder layer with q/k/v and gate/up fused; reads and writes a cache. Results are written in place."""
 
-    def __init__(self, layer: DecoderLayer, share: bool):
+    def __init__(self, layer: DecoderLayer, share: bool, pack: bool):
         attention = layer.self_attn
         self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
         self.head_dim = attention.head_dim
-        self.qkv_weight, self.qkv_bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj], share)
-        self.o_weight, self.o_bias = _fuse([attention.o_proj], share)
-        self.gate_up_weight, self.gate_up_bias = _fuse([layer.mlp.gate_proj, layer.mlp.up_proj], share)
-        self.down_weight, self.down_bias = _fuse([layer.mlp.down_proj], share)
+        self.qkv = _fuse([attention.q_proj, attention.k_proj, attention.v_proj], share, pack)
+        self.o = _fuse([attention.o_proj], share, pack)
+        self.gate_up = _fuse([layer.mlp.gate_proj, layer.mlp.up_proj], share, pack)
+        self.down = _fuse([layer.mlp.down_proj], share, pack)
         self.qk_norm = None
         if attention.qk_norm:
             weights: list[Tensor] = [attention.q_norm.weight] * self.num_heads
@@ -69,7 +71,7 @@ class LeanLayer:
         self.post_norm = LeanNorm(second.weight, second.eps)
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, index: int, mask: Tensor | None, causal: bool
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, index: int, mask: Tensor | None, causal: bool
     ) -> Tensor:
         """x [B, T, H], fed after `cache.length` tokens -> [B, T, H]. cos, sin: [B or 1, T, 1, D].
 
@@ -78,7 +80,7 @@ class LeanLayer:
         batch, length, size = x.shape
         rows = x.view(-1, size)
         normed = rows if self.input_norm is None else self.input_norm(rows)
-        qkv = F.linear(normed, self.qkv_weight, self.qkv_bias).view(batch, length, -1, self.head_dim)
+        qkv = self.qkv(normed).view(batch, length, -1, self.head_dim)
         rotated = qkv[:, :, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
             rotated.copy_(self.qk_norm(rotated))
@@ -94,17 +96,11 @@ class LeanLayer:
             is_causal=causal,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
-        rows = _add_linear(rows, attended.transpose(1, 2).reshape(batch * length, -1), self.o_weight, self.o_bias)
+        rows = self.o.add_to(rows, attended.transpose(1, 2).reshape(batch * length, -1))
         normed = self.post_norm(rows)
-        gate, up = F.linear(normed, self.gate_up_weight, self.gate_up_bias).chunk(2, -1)
-        rows = _add_linear(rows, F.silu(gate).mul_(up), self.down_weight, self.down_bias)
+        gate, up = self.gate_up(normed).chunk(2, -1)
+        rows = self.down.add_to(rows, F.silu(gate).mul_(up))
         return rows.view(batch, length, size)
-
-
-def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """residual + linear(x), all [N, ...], without a pass of its own for the sum."""
-    added = torch.addmm(residual, x, weight.t())
-    return added if bias is None else added.add_(bias)
 
 
 def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,9 +118,10 @@ class LeanStack:
         dtype: torch.dtype,
         device: torch.device,
         share: bool = False,
+        pack: bool = False,
     ):
-        """share: the layers are frozen and may become views of the fused weights (see `_fuse`)."""
-        self.layers = [LeanLayer(layer, share) for layer in layers]
+        """share: the layers are frozen and give their weights away (see `_fuse`). pack: see `LeanLinear`."""
+        self.layers = [LeanLayer(layer, share, pack) for layer in layers]
         self.config, self.dtype, self.device = config, dtype, device
         cos, sin = rope_table(config, config.max_position)
         signed = torch.cat([-sin[:, : config.head_dim // 2], sin[:, config.head_dim // 2 :]], -1)
@@ -136,7 +133,7 @@ class LeanStack:
         config = self.config
         return KVCache(len(self.layers), batch, config.num_kv_heads, capacity, config.head_dim, self.dtype, self.device)
 
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, mask: Tensor | None, causal: bool) -> Tensor:
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, mask: Tensor | None, causal: bool) -> Tensor:
         """[B, T, H] -> [B, T, H] before any final norm. Slots are written but not kept: `cache.length` stays.
 
         mask: bool, true = may attend, or a bias of the stack's dtype.
@@ -147,8 +144,8 @@ class LeanStack:
             x = layer(x, cos, sin, cache, index, mask, causal)
         return x
 
-    def chain(self, x: Tensor, cache: KVCache) -> Tensor:
-        """A chain of T inputs [1, T, H] at positions cache.length.. ."""
+    def chain(self, x: Tensor, cache: LayerCache) -> Tensor:
+        """Chains of T inputs [B, T, H], all at positions cache.length.. ."""
         start, length = cache.length, x.shape[1]
         end = start + length
         cos, sin = self.cos[start:end], self.sin[start:end]
@@ -190,12 +187,14 @@ def tree_mask(parents: Sequence[int], start: int, device: torch.device) -> tuple
     """Depths int64 [T] (0 = follows the kept tokens) and the mask bool [T, start + T] of a tree fed after `start`
     tokens: each sees the kept tokens, its ancestors and itself."""
     size = len(parents)
-    ancestors = torch.eye(size, dtype=torch.bool)
-    depths = [0] * size
-    for i, parent in enumerate(parents):
-        if parent >= 0:
-            ancestors[i] |= ancestors[parent]
-            depths[i] = depths[parent] + 1
-    mask = torch.ones(size, start + size, dtype=torch.bool)
-    mask[:, start:] = ancestors
-    return torch.tensor(depths, device=device), mask.to(device)
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    # By pointer doubling: each node takes over what its pointer sees, then goes on from its pointer's pointer. The
+    # extra last node stands for the kept tokens: it sees no node and points to itself.
+    above = torch.tensor([*(parent if parent >= 0 else size for parent in parents), size], device=device)
+    sees = torch.eye(size + 1, size, dtype=torch.bool, device=device)
+    for _ in range(max(depths).bit_length()):
+        sees, above = sees | sees[above], above[above]
+    sees = sees[:size]
+    return torch.tensor(depths, device=device), torch.cat([sees.new_ones(size, start), sees], 1)

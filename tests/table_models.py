@@ -58,6 +58,8 @@ class TableLM:
     Two or three tokens of the V have mass, others than the next model's: p and q have zeros in different places.
     """
 
+    packed = False
+
     def __init__(self, seed: int, support: tuple[int, ...] = (2, 2, 2, 3), max_position: int = 64):
         self.seed, self.support = seed, support
         self.device, self.dtype = torch.device("cpu"), torch.float64

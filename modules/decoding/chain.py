@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView, Source, StopPolicy
-from draftsmith.modules.sampling import probabilities
+from draftsmith.modules.sampling import best_token, probabilities
 from draftsmith.modules.types import SamplingParams
 
 
@@ -33,7 +33,7 @@ def draft_chain(
     while len(tokens) < max_drafted:
         if params.greedy:
             law = None
-            token = int(logits.argmax())
+            token = best_token(logits)
         else:
             law = probabilities(logits, params)
             token = source.draw(law)

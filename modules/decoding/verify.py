@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import DraftTree, Source, Verdict
-from draftsmith.modules.sampling import probabilities, residual
+from draftsmith.modules.sampling import best_token, probabilities, residual
 from draftsmith.modules.types import SamplingParams
 
 
@@ -40,14 +40,23 @@ def _children(tree: DraftTree) -> dict[tuple[int, int], int]:
 
 
 def _walk_greedy(tree: DraftTree, logits: Tensor) -> Verdict:
-    choices = logits.argmax(-1).tolist()  # one transfer; torch breaks ties by the lowest index, as the target does
+    # A GPU's choices come in one transfer; on a CPU only those are made that the walk asks for.
+    all_choices = logits.argmax(-1).tolist() if logits.is_cuda else None
+
+    def choice(row: int) -> int:
+        return best_token(logits[row]) if all_choices is None else all_choices[row]
+
     children = _children(tree)
     path: list[int] = []
     node = -1
-    while node < tree.num_read and (child := children.get((node, choices[node + 1]))) is not None:
+    while node < tree.num_read:
+        token = choice(node + 1)
+        child = children.get((node, token))
+        if child is None:
+            return Verdict(tuple(path), token)
         path.append(child)
         node = child
-    return Verdict(tuple(path), choices[node + 1] if node < tree.num_read else None)
+    return Verdict(tuple(path), None)
 
 
 def _walk_drawn(tree: DraftTree, logits: Tensor, params: SamplingParams, source: Source) -> Verdict:

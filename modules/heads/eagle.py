@@ -14,6 +14,7 @@ from draftsmith.modules.decoding.chain import draft_chain
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source, StopPolicy
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, rope_table
 from draftsmith.modules.lean import LeanStack
+from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, SamplingParams
 
@@ -152,10 +153,10 @@ class EagleDrafter:
         """capacity: most tokens a generation may reach, drafts included."""
         self._target, self.stop = target, stop
         layers: list = list(head.layers)
-        self._stack = LeanStack(layers, head.config.llama, target.dtype, target.device)
-        self._fc = head.fc
+        self.stack = LeanStack(layers, head.config.llama, target.dtype, target.device, pack=target.packed)
+        self.fc = LeanLinear(head.fc.weight, head.fc.bias, target.packed)
         self._positions = min(capacity, head.config.llama.max_position)
-        self._cache = self._stack.new_cache(1, self._positions)
+        self._cache = self.stack.new_cache(1, self._positions)
         self._ids: list[int] = []
         self._features: Tensor | None = None
         self._num_drafted = 0
@@ -192,8 +193,8 @@ class EagleDrafter:
     def _read(self, ids: Sequence[int], features: Tensor) -> Tensor:
         """Feed rows (x_{t+1}, f_t): ids [T], features [T, H] -> hidden [T, H]; the cache keeps them."""
         embeds = self._target.embed(torch.tensor(ids, device=self._target.device))
-        x = torch.nn.functional.linear(torch.cat([embeds, features], -1), self._fc.weight, self._fc.bias)
-        hidden = self._stack.chain(x[None], self._cache)[0]
+        x = self.fc(torch.cat([embeds, features], -1))
+        hidden = self.stack.chain(x[None], self._cache)[0]
         self._cache.length += len(ids)
         return hidden
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import DraftTree, Source
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree, best_connected
 from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
+from draftsmith.modules.lean import as_bias
+from draftsmith.modules.sampling import top_values
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -31,12 +34,13 @@ class DynamicTree:
     rerank: bool = True
 
 
+@dataclass(frozen=True)
 class _Level:
     """What the head said about the nodes of one level, and what they can see."""
 
-    def __init__(self, hidden: Tensor, logits: Tensor, visible: Tensor):
-        """hidden [n, H], logits [n, V]; visible [n, S]: which of the S slots after the committed rows each sees."""
-        self.hidden, self.logits, self.visible = hidden, logits, visible
+    hidden: Tensor  # [n, H]
+    logits: Tensor  # [n, V]
+    bias: Tensor  # [n, S] added to attention scores: 0 where a node sees one of the S slots after the committed rows
 
 
 class EagleTreeDrafter(EagleDrafter):
@@ -46,11 +50,13 @@ class EagleTreeDrafter(EagleDrafter):
         super().__init__(head, target, FixedLength(1), capacity)
         self.shape = shape
         if isinstance(shape, DynamicTree):
-            room = shape.depth * shape.topk
+            room, width = shape.depth * shape.topk, shape.topk
         else:
-            room = len(shape.parents)
+            room = width = len(shape.parents)
         # Nodes of one level share a position but not a slot: the cache is wider than the context.
-        self._cache = self._stack.new_cache(1, self._positions + room)
+        self._cache = self.stack.new_cache(1, self._positions + room)
+        own = torch.eye(width, dtype=torch.bool, device=target.device)
+        self._own_bias = as_bias(own, target.dtype)  # nodes of a level see themselves and not each other
 
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
         assert self._features is not None
@@ -62,7 +68,7 @@ class EagleTreeDrafter(EagleDrafter):
         hidden = self._read(self._ids, self._features)[-1:]
         committed = cache.length
         self.draft_calls = 1
-        root = _Level(hidden, self._target.lm_head(hidden), torch.ones(1, 0, dtype=torch.bool, device=hidden.device))
+        root = _Level(hidden, self._target.lm_head(hidden), hidden.new_zeros(1, 0))
         grow = self._grow_static if isinstance(self.shape, StaticTree) else self._grow_dynamic
         tree = grow(root, max_depth)
         cache.keep(committed)
@@ -72,18 +78,16 @@ class EagleTreeDrafter(EagleDrafter):
     def _expand(self, level: _Level, tokens: Tensor, above: Tensor, depth: int) -> _Level:
         """Read the nodes `tokens` [n] at `depth` (1: the root's children); parents: rows `above` of `level`."""
         cache, count = self._cache, len(tokens)
-        fed = level.visible.shape[1]
-        own = torch.eye(count, dtype=torch.bool, device=tokens.device)
-        visible = torch.cat([level.visible[above], own], 1)
-        mask = torch.cat([visible.new_ones(count, cache.length - fed), visible], 1)
-        position = torch.full((count,), cache.length - fed + depth - 1, device=tokens.device)
+        committed = cache.length - level.bias.shape[1]
+        bias = torch.cat([level.bias[above], self._own_bias[:count, :count]], 1)
+        position = committed + depth - 1
         embeds = self._target.embed(tokens)
-        x = torch.nn.functional.linear(torch.cat([embeds, level.hidden[above]], -1), self._fc.weight, self._fc.bias)
-        cos, sin = self._stack.cos[position], self._stack.sin[position]
-        hidden = self._stack.run(x[None], cos, sin, cache, mask, False)[0]
+        x = self.fc(torch.cat([embeds, level.hidden[above]], -1))
+        cos, sin = self.stack.cos[position], self.stack.sin[position]
+        hidden = self.stack.run(x[None], cos, sin, cache, F.pad(bias, (committed, 0)), False)[0]
         cache.length += count
         self.draft_calls += 1
-        return _Level(hidden, self._target.lm_head(hidden), visible)
+        return _Level(hidden, self._target.lm_head(hidden), bias)
 
     def _grow_static(self, root: _Level, max_depth: int) -> DraftTree:
         shape = self.shape
@@ -129,25 +133,37 @@ class EagleTreeDrafter(EagleDrafter):
             frontier_tokens, values = tokens.flatten()[chosen], grown.flatten()[chosen]
             kept.append(frontier)
             count += tokens.numel()
-        candidate_parents, candidate_values = torch.cat(all_parents).tolist(), torch.cat(all_values).tolist()
-        if shape.rerank:
-            taken = best_connected(candidate_parents, candidate_values, shape.nodes)
-        else:
-            taken = torch.cat(kept).tolist()[: shape.nodes]
-        candidate_tokens = torch.cat(all_tokens).tolist()
-        place = {node: i for i, node in enumerate(taken)} | {-1: -1}
-        return DraftTree(
-            tuple(candidate_tokens[node] for node in taken),
-            tuple(place[candidate_parents[node]] for node in taken),
-            values=tuple(candidate_values[node] for node in taken),
-        )
+        candidates = _Candidates(torch.cat(all_tokens), torch.cat(all_parents), torch.cat(all_values))
+        if not shape.rerank:
+            return candidates.tree(torch.cat(kept)[: shape.nodes].sort().values)
+        if shape.value:
+            # A path's product never grows, so the best form a tree, and of equal ones the parent comes first.
+            return candidates.tree(_best(candidates.values, shape.nodes).sort().values)
+        taken = best_connected(candidates.parents.tolist(), candidates.values.tolist(), shape.nodes)
+        return candidates.tree(torch.tensor(taken, device=tokens.device))
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """All nodes a tree may consist of: tokens, parents (their numbers here; -1 is the root) and values, each [N]."""
+
+    tokens: Tensor
+    parents: Tensor
+    values: Tensor
+
+    def tree(self, taken: Tensor) -> DraftTree:
+        """The tree of the candidates `taken` (ascending, with every parent)."""
+        parents = self.parents[taken]
+        parents = torch.where(parents < 0, parents, torch.searchsorted(taken, parents))
+        # One transfer: tokens, places and float32 values are exact in float64.
+        rows = torch.stack([self.tokens[taken].double(), parents.double(), self.values[taken].double()]).tolist()
+        return DraftTree(tuple(map(int, rows[0])), tuple(map(int, rows[1])), values=tuple(rows[2]))
 
 
 def _children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities [n, k] and tokens [n, k] of the most probable children, best first."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    best = wide.log_softmax(-1).topk(min(count, logits.shape[-1]), dim=-1)
-    return best.values, best.indices
+    return top_values(wide.log_softmax(-1), min(count, logits.shape[-1]))
 
 
 def _best(values: Tensor, count: int) -> Tensor:

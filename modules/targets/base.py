@@ -68,11 +68,16 @@ class BatchSession(Protocol):
 
 
 class CausalLM(Protocol):
-    """A language model: the lean Llama (`targets/llama.py`) or any transformers model (`targets/hf.py`)."""
+    """A language model: the lean Llama (`targets/llama.py`) or any transformers model (`targets/hf.py`).
+
+    packed: weights are in the layout of the CPU's kernels where that helps (`modules.packed`); a head that drafts for
+        this model does as it does.
+    """
 
     info: ModelInfo
     device: torch.device
     dtype: torch.dtype
+    packed: bool
 
     def session(self, capacity: int) -> Session:
         """An empty session for at most `capacity` cached tokens, drafts included."""

@@ -20,6 +20,8 @@ class HFLM:
     work. The model's own forward is never wrapped or changed.
     """
 
+    packed = False
+
     def __init__(self, model: Any, info: ModelInfo):
         self.model, self.info = model.eval().requires_grad_(False), info
         weight = model.get_input_embeddings().weight

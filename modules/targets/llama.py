@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, RopeScaling, rope_table
 from draftsmith.modules.lean import LeanNorm, LeanStack
+from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.targets.base import ModelInfo, Scores
 from draftsmith.modules.types import InputError
 
@@ -97,16 +99,21 @@ def model_from_state(config: LlamaConfig, state: Mapping[str, Tensor], dtype: to
 
 
 class LlamaLM:
-    """A `CausalLM` over `LlamaModel` weights. Single sequences run fused layers over one preallocated cache."""
+    """A `CausalLM` over frozen `LlamaModel` weights: fused layers over preallocated caches."""
 
-    def __init__(self, model: LlamaModel, info: ModelInfo):
-        self.model, self.info, self.config = model, info, model.config
+    def __init__(self, model: LlamaModel, info: ModelInfo, packed: bool = False):
+        """packed: hold large weights in the layout of the CPU's kernels (`modules.packed`), and there only: `model`
+        itself can not be called any more, and nothing can be differentiated."""
+        self.model, self.info, self.config, self.packed = model, info, model.config, packed
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         layers: list = list(model.layers)
-        self.stack = LeanStack(layers, model.config, self.dtype, self.device, share=True)
+        self.stack = LeanStack(layers, model.config, self.dtype, self.device, share=True, pack=packed)
         self.norm = LeanNorm(model.norm.weight, model.norm.eps)
-        self._head = model.lm_head.weight.detach()
+        # Where the embedding is tied to it, the plain layout is needed anyway; a second one would be a second copy.
+        self._head = LeanLinear(model.lm_head.weight, pack=packed and not model.config.tie_embeddings)
+        if self._head.packed:
+            model.lm_head.weight.data = weight.new_empty(0)
 
     def session(self, capacity: int) -> LlamaSession:
         return LlamaSession(self, capacity)
@@ -122,13 +129,13 @@ class LlamaLM:
         ):
             raise ValueError("position_ids: the lean Llama counts from 0 in every row")
         with torch.no_grad():
-            return self.model.features(input_ids)
+            return self.norm(self.stack.chain(self.embed(input_ids), NoCache()))
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.model.embed_tokens.weight)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._head)
+        return self._head(hidden)
 
 
 class LlamaSession:

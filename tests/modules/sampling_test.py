@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from draftsmith.modules.sampling import TorchSource, draw_rows, pick, probabilities, residual
+from draftsmith.modules.sampling import (
+    TorchSource,
+    best_token,
+    draw_rows,
+    pick,
+    probabilities,
+    residual,
+    top_values,
+)
 from draftsmith.modules.types import InputError, SamplingParams
 
 LARGEST_UNIFORM = 1 - 2**-53  # the largest float64 below one
@@ -147,3 +155,18 @@ def test_a_source_repeats_itself_and_its_coins_have_the_right_odds():
     assert not any(first.accept(0.0) for _ in range(300)) and all(first.accept(1.0) for _ in range(300))
     heads = sum(first.accept(0.3) for _ in range(20_000))
     assert abs(heads - 6000) < 5 * (20_000 * 0.21) ** 0.5  # plumbing only: five standard deviations, one seed
+
+
+@pytest.mark.parametrize("size", [7, 8192, 8193, 32000, 32032])
+@pytest.mark.parametrize("count", [1, 10, 60])
+def test_top_values_are_those_of_a_sort(size, count):
+    rows = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
+    values, indices = top_values(rows, min(count, size))
+    ordered = rows.sort(dim=-1, descending=True)
+    assert torch.equal(values, ordered.values[:, :count]) and torch.equal(indices, ordered.indices[:, :count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_best_token_is_the_first_of_the_largest(dtype):
+    logits = torch.tensor([0.5, 2.0, -1.0, 2.0], dtype=dtype)
+    assert best_token(logits) == 1

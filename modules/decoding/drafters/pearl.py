@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
-from draftsmith.modules.sampling import probabilities
+from draftsmith.modules.sampling import best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -59,7 +59,7 @@ class PearlDrafter:
         self.draft_calls += 1
         self._read += len(unread)
         if params.greedy:
-            self._waiting.append(int(logits.argmax()))
+            self._waiting.append(best_token(logits))
             return
         law = probabilities(logits, params)
         self._waiting.append(source.draw(law))

@@ -1,0 +1,139 @@
+"""`draftsmith eval latency`, or `python -m draftsmith.eval.latency`: what the decoder itself costs, in ratios.
+
+Every ratio is taken in one process, interleaved, as a median of paired runs; on a CPU with one thread and process CPU
+time. The models are random ones of a real size (`eval.synthetic`) and the embedded pair. What a draft or a head is
+worth is for `draftsmith eval bench` to say: this is about the time that the decoder adds to its models' forwards.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+
+from draftsmith.data.manifest import git_commit, package_versions, resolved, write_json
+from draftsmith.data.models import DTYPES
+from draftsmith.data.progress import say
+from draftsmith.eval.bench import check_device, hardware
+from draftsmith.eval.clocks import clock_of, interleaved, paired_ratio
+from draftsmith.eval.decoder_cost import Row, dispatch, ideals, long_context, overheads, trace_cost
+from draftsmith.eval.hf_baseline import HFRunner
+from draftsmith.eval.measure import EngineRunner, Runner
+from draftsmith.eval.methods.base import at_least
+from draftsmith.eval.pairs import GREEDY, K, Pair, embedded_models, random_models
+from draftsmith.eval.report import markdown_lines, plain_table
+from draftsmith.modules.packed import can_pack
+from draftsmith.modules.types import InputError
+
+HEADINGS = ("what", "models", "value", "aim")
+
+
+@dataclass(frozen=True)
+class LatencyConfig:
+    """Measures the decoder's own cost against transformers and against the sum of its forwards.
+
+    output: directory that receives latency.json and latency.md.
+    device: cpu, cuda, cuda:1, ...
+    shape: of the random pair: 88m, or llama-3-8b (16 GB in bfloat16; for a GPU).
+    dtypes: float32, bfloat16 or both, separated by a comma.
+    embedded: measure the embedded pair too (float32, CPU).
+    long_context: tokens of the long prompt; 0 leaves it out.
+    new_tokens: answers' length.
+    repeats: paired runs of which the median counts.
+    """
+
+    output: Path = Path("runs/latency")
+    device: str = "cpu"
+    shape: Literal["88m", "llama-3-8b"] = "88m"
+    dtypes: str = "float32,bfloat16"
+    embedded: bool = True
+    long_context: int = 4000
+    new_tokens: int = 64
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        for name, smallest in (("new_tokens", 4 * K), ("repeats", 1), ("long_context", 0)):
+            at_least(name, getattr(self, name), smallest)
+        for dtype in self.dtypes.split(","):
+            if dtype not in DTYPES:
+                raise InputError("dtypes", dtype, "float32, bfloat16 or both", "Correct it.")
+        check_device(self.device)
+
+
+def end_to_end(pair: Pair, repeats: int) -> Iterator[Row]:
+    """Tokens per second against transformers' `generate`, with the same weights, prompts and number of tokens."""
+    hf_target, hf_draft = pair.load_hf()
+    runners: dict[str, Runner] = {
+        "hf": HFRunner(hf_target, GREEDY, ()),
+        "hf-assisted": HFRunner(hf_target, GREEDY, (), hf_draft, K),
+        "ar": EngineRunner(pair.packed[0], None, GREEDY, ()),
+        "spec": pair.chain(pair.packed, GREEDY),
+        "spec, plain": pair.chain(pair.load(False), GREEDY),
+    }
+    with torch.inference_mode():
+        seconds = interleaved({name: pair.answer(run) for name, run in runners.items()}, repeats, pair.clock)
+    assisted = f"transformers' assisted generation, K={K}"
+    yield Row("ar / transformers' generate", pair.name, paired_ratio(seconds["hf"], seconds["ar"]), "x", ">= 1.6")
+    faster = paired_ratio(seconds["hf-assisted"], seconds["spec"])
+    yield Row(f"spec:k={K} / {assisted}", pair.name, faster, "x", ">= 1.9" if "bfloat16" in pair.name else ">= 2.0")
+    faster = paired_ratio(seconds["hf-assisted"], seconds["spec, plain"])
+    yield Row(f"the same without packed kernels / {assisted}", pair.name, faster, "x", ">= 1.1")
+    yield Row(f"{assisted} / its generate", pair.name, paired_ratio(seconds["hf"], seconds["hf-assisted"]), "x")
+
+
+def measure_all(config: LatencyConfig) -> Iterator[Row]:
+    clock = clock_of(config.device)
+    on_cpu = torch.device(config.device).type == "cpu"
+    yield from dispatch(config.repeats, config.device, clock)
+    if config.embedded and on_cpu:
+        pair = embedded_models(config.new_tokens, clock)
+        yield from end_to_end(pair, config.repeats)
+        yield from overheads(pair, config.repeats)
+        yield from ideals(pair, config.repeats)
+        yield from trace_cost(pair, config.repeats)
+    for dtype in config.dtypes.split(","):
+        pair = random_models(config.shape, dtype, config.device, config.new_tokens, clock)
+        yield from end_to_end(pair, config.repeats)
+        yield from ideals(pair, config.repeats)
+        if on_cpu:
+            yield from overheads(pair, config.repeats)
+            if config.long_context and dtype == "float32":
+                yield from long_context(pair, config.long_context, config.repeats)
+
+
+def run(config: LatencyConfig) -> Path:
+    """Measure, print every row as it comes, write latency.json and latency.md; returns the directory."""
+    torch.set_num_threads(1)
+    console = Console(highlight=False)
+    rows = []
+    for row in measure_all(config):
+        rows.append(row)
+        say(" | ".join(row.cells))
+    table = plain_table()
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in HEADINGS[2:] else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row.cells)
+    console.print(table)
+    config.output.mkdir(parents=True, exist_ok=True)
+    meta = {
+        "settings": resolved(config),
+        "hardware": hardware(config.device),
+        "packed": {dtype: can_pack(DTYPES[dtype]) for dtype in config.dtypes.split(",")},
+        "versions": package_versions(),
+        "git_commit": git_commit(),
+    }
+    (config.output / "latency.md").write_text("\n".join(markdown_lines(HEADINGS, [row.cells for row in rows])) + "\n")
+    write_json(config.output / "latency.json", {"meta": meta, "rows": [asdict(row) for row in rows]})
+    return config.output
+
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["eval", "latency"]
+    runpy.run_module("draftsmith", run_name="__main__", alter_sys=True)

@@ -1,0 +1,98 @@
+"""Target and draft as the latency benchmark needs them: in both layouts of their weights, and in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from draftsmith.data.models import DTYPES, load_lm
+from draftsmith.eval.clocks import Clock
+from draftsmith.eval.hf_baseline import load_hf_model
+from draftsmith.eval.measure import EngineRunner, Runner
+from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.synthetic import random_eagle_head, random_pair
+from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.types import SamplingParams
+
+K = 5
+TREE = DynamicTree(nodes=60, depth=6, topk=10)
+GREEDY, SAMPLING = SamplingParams(0.0), SamplingParams(1.0)
+RANDOM_PROMPT = 64  # tokens
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its draft in both layouts and in transformers, with prompts to decode.
+
+    load(packed) gives target and draft of our engine, load_hf() those of transformers.
+    """
+
+    name: str
+    load: Callable[[bool], tuple[LlamaLM, LlamaLM]]
+    load_hf: Callable[[], tuple[Any, Any]]
+    prompts: list[list[int]]
+    new_tokens: int
+    clock: Clock
+
+    @cached_property
+    def packed(self) -> tuple[LlamaLM, LlamaLM]:
+        return self.load(True)
+
+    @property
+    def capacity(self) -> int:
+        return max(map(len, self.prompts)) + self.new_tokens + 2 * TREE.nodes
+
+    def chain(self, models: tuple[LlamaLM, LlamaLM], params: SamplingParams) -> EngineRunner:
+        drafter = DraftModelDrafter(models[1], FixedLength(K), self.capacity)
+        return EngineRunner(models[0], drafter, params, ())
+
+    @cached_property
+    def tree_drafter(self) -> EagleTreeDrafter:
+        target = self.packed[0]
+        return EagleTreeDrafter(random_eagle_head(target), target, TREE, self.capacity)
+
+    def tree(self, params: SamplingParams) -> EngineRunner:
+        return EngineRunner(self.packed[0], self.tree_drafter, params, ())
+
+    def answer(self, runner: Runner) -> Callable[[], None]:
+        def call() -> None:
+            for seed, prompt in enumerate(self.prompts):
+                runner(prompt, self.new_tokens, seed)
+
+        return call
+
+
+def random_models(shape: str, dtype: str, device: str, new_tokens: int, clock: Clock) -> Pair:
+    """A random pair of this shape; weights are made once and shared by our engine and transformers."""
+    target, draft = random_pair(shape, DTYPES[dtype], device)
+    torch.manual_seed(0)
+    prompt = torch.randint(target.config.vocab_size, (RANDOM_PROMPT,)).tolist()
+
+    def load(packed: bool) -> tuple[LlamaLM, LlamaLM]:
+        return target.lean(packed), draft.lean(packed)
+
+    def load_hf() -> tuple[Any, Any]:
+        return target.transformers(), draft.transformers()
+
+    return Pair(f"{shape} {dtype}", load, load_hf, [prompt], new_tokens, clock)
+
+
+def embedded_models(new_tokens: int, clock: Clock) -> Pair:
+    """The shipped pair on some of its test prompts."""
+    paths = "embedded:target", "embedded:draft"
+    rows = read_prompts("embedded:prompts", paths[0], "test", None, 4)
+
+    def load(packed: bool) -> tuple[Any, Any]:
+        return load_lm(paths[0], packed=packed), load_lm(paths[1], packed=packed)
+
+    def load_hf() -> tuple[Any, Any]:
+        return load_hf_model(paths[0], "float32", "cpu"), load_hf_model(paths[1], "float32", "cpu")
+
+    return Pair("embedded float32", load, load_hf, [row.prompt_ids for row in rows], new_tokens, clock)
