@@ -81,6 +81,16 @@ class TableTrees:
         self._seen += outcome.emitted
 
 
+def stop_policy(name: str, seed: int):
+    """The policy that a method's name begins with, with settings that let drafts end at several lengths."""
+    if name.startswith("specdec++"):
+        head = random_acceptance_head(seed)
+        return SpecDecPP(head, h=0.6, min_drafted=1, max_drafted=3, calibrated="calibrated" in name)
+    if name.startswith("confidence"):
+        return Confidence(0.5, 1, 3)
+    return SelfVerify(3) if name.startswith("self-verify") else FixedLength(int(name[-1]))
+
+
 def method(name: str, target: TableLM, seed: int = 7):
     """A function that makes a fresh drafter, as every branch starts from nothing."""
     draft = TableLM(seed + 100)
@@ -88,31 +98,25 @@ def method(name: str, target: TableLM, seed: int = 7):
         return lambda: None
     if name.startswith("spec:k="):
         return lambda: DraftModelDrafter(draft, FixedLength(int(name[-1])), CAPACITY)
-    if name.startswith("specdec++"):
-        head = random_acceptance_head(seed)
-        stop = {"h": 0.6, "min_drafted": 1, "max_drafted": 3, "calibrated": name.endswith("calibrated")}
-        return lambda: DraftModelDrafter(draft, SpecDecPP(head, **stop), CAPACITY)
-    if name.startswith("eagle:k="):
-        head = random_eagle_head(seed)
-        return lambda: EagleDrafter(head, target, FixedLength(int(name[-1])), CAPACITY)
-    if name.startswith(("confidence", "self-verify")):
-        stop = (lambda: Confidence(0.5, 1, 3)) if name.startswith("confidence") else (lambda: SelfVerify(3))
-        if name.endswith("eagle"):
+    if name.startswith(("specdec++", "confidence", "self-verify", "eagle:k=")):
+        if name.endswith("eagle") or name.startswith("eagle"):
             head = random_eagle_head(seed)
-            return lambda: EagleDrafter(head, target, stop(), CAPACITY)
-        return lambda: DraftModelDrafter(draft, stop(), CAPACITY)
+            return lambda: EagleDrafter(head, target, stop_policy(name, seed), CAPACITY)
+        return lambda: DraftModelDrafter(draft, stop_policy(name, seed), CAPACITY)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
         return lambda: EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY)
-    if name.startswith(("pre-verify", "hsddw")):
+    if name.startswith(("pre-verify", "pre+self-verify", "hsddw")):
         middle, dynamic = TableLM(seed + 200), name.startswith("hsddw")
-        stop = (lambda: SelfVerify(2)) if dynamic else (lambda: FixedLength(1))
-        if name.endswith("eagle"):
-            head = random_eagle_head(seed)
-            return lambda: HierarchicalDrafter(
-                middle, EagleDrafter(head, middle, FixedLength(1), CAPACITY), 2, dynamic, CAPACITY
-            )
-        return lambda: HierarchicalDrafter(middle, DraftModelDrafter(draft, stop(), CAPACITY), 3, dynamic, CAPACITY)
+        k = 1 if name.startswith("pre-verify") or name.endswith("eagle") else 2
+        head = random_eagle_head(seed) if name.endswith("eagle") else None
+        most = 2 if head else 3
+
+        def inner():
+            stop = FixedLength(k) if name.startswith("pre-verify") else SelfVerify(k)
+            return EagleDrafter(head, middle, stop, CAPACITY) if head else DraftModelDrafter(draft, stop, CAPACITY)
+
+        return lambda: HierarchicalDrafter(middle, inner(), most, dynamic, CAPACITY)
     if name.startswith("pld"):
         return lambda: PromptLookupDrafter(3, 2)
     if name.startswith("lookahead"):
@@ -129,11 +133,12 @@ EAGLE_TREES = {
     "eagle2:value=off": DynamicTree(nodes=5, depth=2, topk=2, value=False),
     "eagle2:rerank=off": DynamicTree(nodes=5, depth=2, topk=2, rerank=False),
 }
-METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "eagle:k=2", "tree",
-           "confidence", "self-verify", "self-verify:eagle", *EAGLE_TREES, "pre-verify", "hsddw",
+METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
+           "eagle:k=2", "specdec++:eagle", "specdec++calibrated:eagle", "confidence:eagle", "self-verify:eagle", "tree",
+           *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "pre-verify:eagle", "pre+self-verify:eagle",
            "hsddw:eagle", "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip
 # An untruncated EAGLE head gives every token some mass: too many branches for three tokens.
-FULL_SUPPORT = {"eagle:k=2", "self-verify:eagle", "hsddw:eagle"}
+FULL_SUPPORT = {"eagle:k=2", *(name for name in METHODS if name.endswith(":eagle"))}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -180,14 +185,39 @@ def test_a_draft_equal_to_the_target_is_never_rejected():
         assert trace.num_accepted == trace.num_draft_tokens == 2 and trace.num_discarded == 0
 
 
-def test_the_stop_policy_is_exercised_at_several_lengths():
-    # Else the SpecDec++ cases above would be fixed lengths in disguise. The head reads a token one forward after it was
-    # drafted, so a draft has two tokens at least.
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        # SpecDec++'s head reads a token one forward after it was drafted, so a draft has two tokens at least.
+        ("specdec++", {2, 3}), ("specdec++calibrated", {2, 3}), ("specdec++:eagle", {2, 3}),
+        ("confidence", {1, 2, 3}), ("confidence:eagle", {1, 2, 3}), ("self-verify", {1, 2, 3}),
+        ("self-verify:eagle", {1, 2, 3}),
+    ],
+)  # fmt: skip
+def test_a_stop_policy_ends_drafts_at_several_lengths(name, lengths):
+    # Else the cases above would be fixed lengths in disguise.
     target, params = TableLM(1), SETTINGS["T=1"]
-    make = method("specdec++", target)
+    make = method(name, target)
+    runs = [generate(target, make(), PROMPT, params, 12, TorchSource(seed)) for seed in range(40)]
+    # Near the limit drafts are cut whatever the policy says: only rounds that leave room for four tokens count.
+    seen = set()
+    for run in runs:
+        emitted = 1
+        for step in run.trace.steps:
+            seen |= {step.num_drafted} if 12 - emitted > 4 else set()
+            emitted += step.num_emitted
+    assert seen == lengths
 
-    runs = [generate(target, make(), PROMPT, params, 5, TorchSource(seed)) for seed in range(40)]
-    assert {run.trace.steps[0].num_drafted for run in runs} == {2, 3}
+
+@pytest.mark.parametrize("name", METHODS)
+def test_at_temperature_zero_the_law_is_one_answer_the_argmax_of_every_row(name):
+    for seed in (1, 8, 9):
+        target = TableLM(seed)
+        answer = list(PROMPT)
+        for _ in range(9):
+            answer.append(max(range(V), key=lambda token: float(target.row(tuple(answer))[0][token])))  # noqa: B023
+        law = decoded_law(target, method(name, target, seed), SamplingParams(), length=9, max_new_tokens=9)
+        assert law == {tuple(answer[len(PROMPT) :]): 1.0}
 
 
 def test_trees_are_walked_to_every_depth():
