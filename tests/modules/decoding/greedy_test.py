@@ -27,11 +27,11 @@ from draftsmith.modules.types import InputError, SamplingParams
 GREEDY, HIDDEN, NUM_PROMPTS, NEW_TOKENS = SamplingParams(), 32, 24, 60
 METHODS = [
     "spec:k=1", "spec:k=5", "specdec++:h=0.5:min=1:max=8", "confidence:t=0.2:max=8", "self-verify:k=6", "eagle:k=4",
-    "specdec++:h=0.5:min=1:max=5:drafter=eagle", "confidence:t=0.2:max=6:drafter=eagle", "self-verify:k=5:drafter=eagle",
-    "eagle-tree", "eagle2:nodes=12:depth=3:topk=4",
+    "specdec++:h=0.5:min=1:max=5:drafter=eagle", "confidence:t=0.2:max=6:drafter=eagle",
+    "self-verify:k=5:drafter=eagle", "eagle-tree", "eagle2:nodes=12:depth=3:topk=4",
     "eagle2:nodes=9:depth=2:topk=3:value=off", "eagle2:nodes=10:depth=4:topk=3:rerank=off", "pre-verify:k=4",
-    "pre+self-verify:k=5", "hsddw:k=3:max=9", "pre-verify:k=3:drafter=eagle", "hsddw:k=3:max=9:drafter=eagle", "pld:k=6",
-    "lookahead:w=6:n=4:g=6", "pearl:k=3", "hf-target", "hf-draft",
+    "pre+self-verify:k=5", "hsddw:k=3:max=9", "pre-verify:k=3:drafter=eagle", "hsddw:k=3:max=9:drafter=eagle",
+    "pld:k=6", "lookahead:w=6:n=4:g=6", "pearl:k=3", "hf-target", "hf-draft",
 ]  # fmt: skip
 OWN = [method for method in METHODS if not method.startswith("hf")]
 
@@ -125,8 +125,8 @@ def world(tmp_path_factory) -> World:
     acceptance.blocks[0].linear.weight.data.normal_(std=0.3)
     return World(
         directory, target, load_lm(str(directory), engine="hf"), load_lm(str(draft)),
-        load_lm(str(draft), engine="hf"), load_lm(str(short)), load_lm(str(mid)), quick_eagle_head(target, rows, steps=120),
-        acceptance.requires_grad_(False), prompts, answers, oracle,
+        load_lm(str(draft), engine="hf"), load_lm(str(short)), load_lm(str(mid)),
+        quick_eagle_head(target, rows, steps=120), acceptance.requires_grad_(False), prompts, answers, oracle,
     )  # fmt: skip
 
 
@@ -216,3 +216,24 @@ def test_the_rounds_shown_add_up_to_the_answer(world):
     assert [r.num_accepted for r in rounds[1:]] == [
         min(step.num_accepted, step.num_emitted) for step in done.trace.steps
     ]
+
+
+def test_a_context_of_thousands_of_tokens(tmp_path):
+    """Positions, masks and caches far from the beginning."""
+    context, count = 4608, 32
+    directory = tiny_llama_dir(tmp_path / "target", seed=3, hidden=HIDDEN, max_position_embeddings=context)
+    draft = load_lm(str(near_copy(directory, tmp_path / "draft", noise=0.1)))
+    target, rng = load_lm(str(directory)), random.Random(1)
+    prompt = [rng.randrange(5, target.info.vocab_size) for _ in range(4000)]
+    answer = generate(target, None, prompt, GREEDY, count, TorchSource(0), ()).tokens
+    oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = oracle(torch.tensor([[*prompt, *answer]]), logits_to_keep=count + 1).logits[0, :-1]
+    assert logits.argmax(-1).tolist() == answer
+    eagle = quick_eagle_head(target, [[*prompt, *answer][-64 - shift : -shift] for shift in (1, 2, 3)], steps=60)
+    models = Models(target, draft, draft, eagle, capacity=context)
+    for method in ("spec:k=4", "eagle:k=4", "eagle2:nodes=12:depth=3:topk=4", "hsddw:k=3:max=8", "pld", "pearl:k=3"):
+        done = generate(target, parse_method(method).build(models), prompt, GREEDY, count, TorchSource(0), ())
+        assert done.tokens == answer, method
+        assert done.trace.num_draft_tokens > 0
+        assert done.trace.num_accepted > 0 or method.startswith(("eagle", "pld"))
