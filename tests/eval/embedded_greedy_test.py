@@ -47,9 +47,9 @@ VARIANTS = [
     "self-verify:k=6:drafter=eagle", "eagle2:nodes=12:depth=3:topk=3:value=off",
     "eagle2:nodes=9:depth=3:topk=3:rerank=off", "pre-verify:k=3:drafter=eagle", "hsddw:k=3:max=9:drafter=eagle",
 ]  # fmt: skip
-# Two processes decode a prompt in a quarter to half a second, whatever the method: 100 prompts with each would take nine
-# minutes. One method of each way to draft (a model, a model and a head, a head, a lookup) gets all of them, the others a
-# part; DRAFTSMITH_GREEDY_PROMPTS=100 gives all of them to every one.
+# Two processes decode a prompt in a quarter to half a second, whatever the method: 100 prompts with each would take
+# nine minutes. One method of each way to draft (a model, a model and a head, a head, a lookup) gets all of them, the
+# others a part; DRAFTSMITH_GREEDY_PROMPTS=100 gives all of them to every one.
 ON_ALL = ("spec", "specdec++", "eagle", "pld")
 FEW, FEWER = 16, 6
 # Where two tokens are this close the argmax is a matter of rounding, and another number of rows rounds differently.
