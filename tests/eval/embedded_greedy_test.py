@@ -142,4 +142,6 @@ def test_greedy_answers_are_the_targets(world, name):
             assert gap_at_first_difference(world.target, prompt, answer, tokens) < TIE, prompt
     assert ties <= count // 50  # ties are rare: more would be a defect that hides behind small gaps
     drafted, accepted = (sum(part) for part in list(zip(*found, strict=True))[1:])
-    assert count < accepted < drafted  # drafts were right in part and wrong in part
+    # Drafts were right in part and wrong in part; those that the target has verified as M2 are all right.
+    assert count < accepted
+    assert accepted == drafted if name.startswith(("pre-verify", "hsddw")) and "eagle" in name else accepted < drafted
