@@ -100,12 +100,26 @@ def head_config(directory: str | Path) -> dict[str, Any]:
     return config
 
 
-def load_head(directory: str | Path, target: CausalLM | None = None, kind: str | None = None) -> nn.Module:
+def eagle_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
+    """What an acceptance head records of an EAGLE head that drafts for `owner`, whose own identity it keeps: the hidden
+    states that it reads come from both."""
+    weights = (Path(directory) / "model.safetensors").read_bytes()
+    return {**owner.info.identity, "eagle": hashlib.sha256(weights).hexdigest()[:16]}
+
+
+def load_head(
+    directory: str | Path,
+    target: CausalLM | None = None,
+    kind: str | None = None,
+    identity: Mapping[str, str] | None = None,
+) -> nn.Module:
     """A frozen head, ready to decode, on the target's device.
 
-    target: the model whose hidden states it reads: the target for an EAGLE head, the DRAFT for an acceptance head. Its
-        width must fit, and its identity be the recorded one.
+    target: the model whose hidden states it reads: the target for an EAGLE head, the DRAFT for an acceptance head, and
+        for one that reads an EAGLE head's the model which that head drafts for. Its width must fit, and its identity be
+        the recorded one.
     kind: the registry name that is expected.
+    identity: of what the head reads, where that is not the model alone (`eagle_identity`).
     """
     from safetensors.torch import load_file
 
@@ -123,7 +137,7 @@ def load_head(directory: str | Path, target: CausalLM | None = None, kind: str |
         fields["calibration"] = tuple(fields["calibration"])
     head = head_class(config_class(**fields))
     if target is not None:
-        _check_fits(directory, config, target)
+        _check_fits(directory, config, target, target.info.identity if identity is None else identity)
     missing, unknown = head.load_state_dict(load_file(Path(directory) / "model.safetensors"), strict=False)
     aliases = set(head.state_dict()) - {name for name, _ in head.named_parameters()}
     if unknown or set(missing) - aliases:
@@ -134,7 +148,7 @@ def load_head(directory: str | Path, target: CausalLM | None = None, kind: str |
     return head if target is None else head.to(target.device, target.dtype if config["kind"] == "eagle" else None)
 
 
-def _check_fits(directory: str | Path, config: dict[str, Any], target: CausalLM) -> None:
+def _check_fits(directory: str | Path, config: dict[str, Any], target: CausalLM, identity: Mapping[str, str]) -> None:
     head = config["head"]
     width = head.get("hidden_size") or head["llama"]["hidden_size"]
     if width != target.info.hidden_size:
@@ -151,7 +165,8 @@ def _check_fits(directory: str | Path, config: dict[str, Any], target: CausalLM)
         )
     recorded = config.get("target")
     if recorded:
-        different = [key for key, value in recorded.items() if target.info.identity.get(key) != value]
+        different = [key for key, value in recorded.items() if identity.get(key) != value]
+        different += [key for key in identity if key == "eagle" and key not in recorded]
         if different:
             raise InputError(
                 "head",

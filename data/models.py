@@ -225,12 +225,12 @@ def tokenizer_identity(path: str) -> dict[str, str]:
     }
 
 
-def check_same_tokenizer(target: str, draft: str) -> None:
-    """Speculative decoding compares token ids: both models must mean the same by them."""
+def check_same_tokenizer(target: str, draft: str, flag: str = "draft") -> None:
+    """Speculative decoding compares token ids: both models must mean the same by them. flag: what the user passed."""
     ours, theirs = tokenizer_identity(target)["tokenizer"], tokenizer_identity(draft)["tokenizer"]
     if ours != theirs:
         raise InputError(
-            "draft",
+            flag,
             f"{draft} with tokenizer {theirs}",
             f"the tokenizer of {target} ({ours})",
             "Use a draft of the same family.",

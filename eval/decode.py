@@ -19,7 +19,7 @@ from draftsmith.eval.bench import check_device, longest_sequence, model_paths
 from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner
 from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import Named
+from draftsmith.eval.methods.base import Named, at_least
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.eval.trace import TracedRunner, TraceFile
 from draftsmith.modules.decoding.loop import Generation, Round
@@ -85,6 +85,8 @@ def run(config: DecodeConfig) -> Generation:
     """Stream the answer to standard output."""
     named = choose_method(config)
     params = SamplingParams(config.temperature, config.top_k, config.top_p)
+    for field in ("max_new_tokens", "num_threads"):
+        at_least(field, getattr(config, field), 1)
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
     tokenizer, prompt = encode_prompt(config)

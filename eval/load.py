@@ -6,7 +6,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from draftsmith.data.heads import head_config, load_head
+from torch import nn
+
+from draftsmith.data.heads import eagle_identity, head_config, load_head
 from draftsmith.data.models import check_same_tokenizer, load_lm
 from draftsmith.eval.methods import check_needs
 from draftsmith.eval.methods.base import Models, Named
@@ -48,7 +50,7 @@ def load_models(
     if "eagle" in needed:
         eagle = load_head(str(paths["eagle"]), target if eagle_owner(named) == "target" else mid, kind="eagle")
     if "acceptance" in needed:
-        acceptance = load_head(str(paths["acceptance"]), draft, kind="acceptance")
+        acceptance = load_acceptance(named, paths, target, draft)
         warn_about_sampling(str(paths["acceptance"]), params)
     return Models(target, draft, mid, eagle, acceptance, dict(paths), longest + DRAFT_ROOM)
 
@@ -62,10 +64,26 @@ def eagle_owner(named: Iterable[Named]) -> str:
     return owners.pop()
 
 
+def load_acceptance(
+    named: Iterable[Named], paths: Mapping[str, str | None], target: CausalLM, draft: CausalLM | None
+) -> nn.Module:
+    """The acceptance head, which fits one drafter: it reads the hidden states of the draft model or the EAGLE head."""
+    readers = {
+        "eagle" if "eagle" in item.method.needs else "draft" for item in named if "acceptance" in item.method.needs
+    }
+    if len(readers) > 1:
+        found = "methods whose acceptance head reads --draft, and methods whose head reads --eagle"
+        raise InputError("methods", found, "one drafter for --acceptance", "Run them one after the other.")
+    directory = str(paths["acceptance"])
+    if readers == {"draft"}:
+        return load_head(directory, draft, kind="acceptance")
+    return load_head(directory, target, kind="acceptance", identity=eagle_identity(str(paths["eagle"]), target))
+
+
 def load_draft(flag: str, paths: Mapping[str, str | None], target: CausalLM, longest: int, **how: Any) -> CausalLM:
     """A smaller model that speaks the target's tokens."""
     path = str(paths[flag])
-    check_same_tokenizer(str(paths["target"]), path)
+    check_same_tokenizer(str(paths["target"]), path, flag)
     draft = load_lm(path, **how)
     ours, theirs = target.info, draft.info
     if theirs.vocab_size != ours.vocab_size:

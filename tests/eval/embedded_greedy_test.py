@@ -1,9 +1,19 @@
-"""Every registered method on the shipped pair: greedy answers are the target's own, token by token."""
+"""Every method on the shipped pair: greedy answers of 128 tokens are the target's own, token by token, on 100 prompts.
+
+Two processes share the prompts of a method, as a machine that runs these tests has two cores.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 import torch
+from quick_heads import quick_eagle_head, varied_acceptance_head
 
 from draftsmith.data.models import load_lm
 from draftsmith.eval.methods import METHODS, parse_method
@@ -11,64 +21,127 @@ from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.modules.decoding.loop import generate
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead, shift
-from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.types import FeatureBatch, SamplingParams
-from draftsmith.train.muon import MuonAdamW
+from draftsmith.modules.types import SamplingParams
 
-NUM_PROMPTS, NEW_TOKENS, CAPACITY = 8, 128, 1024
-OWN = [name for name in METHODS if METHODS[name] not in (HFGenerate, HFAssisted)]
+NUM_PROMPTS, NEW_TOKENS, CAPACITY, PROCESSES = 100, 128, 1024, min(2, os.cpu_count() or 1)
+GREEDY = SamplingParams()
+# Settings that cost little: a tree of 12 nodes is verified by the code that verifies one of 60.
+CHEAP = {
+    "spec": "spec:k=4",
+    "specdec++": "specdec++:max=6",
+    "confidence": "confidence:max=8",
+    "self-verify": "self-verify:k=6",
+    "eagle": "eagle:k=3",
+    "eagle2": "eagle2:nodes=12:depth=3:topk=3",
+    "pre-verify": "pre-verify:k=4",
+    "pre+self-verify": "pre+self-verify:k=5",
+    "hsddw": "hsddw:k=5:max=12",
+    "lookahead": "lookahead:w=3:n=3:g=3",
+    "pearl": "pearl:k=4",
+}
+OWN = [CHEAP.get(name, name) for name in METHODS if METHODS[name] not in (HFGenerate, HFAssisted)]
+# Other settings of these, each made of parts that are shown above.
+VARIANTS = [
+    "specdec++:max=6:calibrated=on", "specdec++:max=6:drafter=eagle", "confidence:max=6:drafter=eagle",
+    "self-verify:k=6:drafter=eagle", "eagle2:nodes=12:depth=3:topk=3:value=off",
+    "eagle2:nodes=9:depth=3:topk=3:rerank=off", "pre-verify:k=3:drafter=eagle", "hsddw:k=3:max=9:drafter=eagle",
+]  # fmt: skip
+# Two processes decode a prompt in a quarter to half a second, whatever the method: 100 prompts with each would take
+# nine minutes. One method of each way to draft (a model, a model and a head, a head, a lookup) gets all of them, the
+# others a part; DRAFTSMITH_GREEDY_PROMPTS=100 gives all of them to every one.
+ON_ALL = ("spec", "specdec++", "eagle", "pld")
+FEW, FEWER = 16, 6
+# Where two tokens are this close the argmax is a matter of rounding, and another number of rows rounds differently.
+# Logits of up to 30 carry float32's 2^-24 (1.8e-6) in the last step alone; twelve layers add up to some tens of that.
+TIE = 1e-4
 pytestmark = pytest.mark.slow
 
 
-def quick_eagle_head(target, rows: list[list[int]]) -> EagleHead:
-    """Some seconds of training on the very answers: enough to have tokens accepted, and no claim."""
-    torch.manual_seed(0)
-    head = EagleHead(EagleConfig.for_target(target.config))
-    width = min(map(len, rows))
-    ids = torch.tensor([row[-width:] for row in rows])
-    batch = FeatureBatch(
-        ids, target.features(ids), torch.ones_like(ids, dtype=torch.bool), torch.arange(width).expand_as(ids)
-    )
-    inputs = shift(batch)
-    embeds = target.embed(inputs.next_ids)
-    matrices = [weight for weight in head.parameters() if weight.ndim == 2]
-    optimizer = MuonAdamW(
-        matrices, [weight for weight in head.parameters() if weight.ndim != 2], 5e-3, weight_decay=0.0
-    )
-    for _ in range(80):
-        hidden = head(embeds, inputs.features, inputs.position_ids)
-        loss = eagle_loss(hidden, inputs.target_features, inputs.loss_mask, target.lm_head, 0.2, 1.0).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return head.eval().requires_grad_(False)
+@dataclass
+class World:
+    """The shipped models, the prompts and the target's own answers to them."""
+
+    prompts: list[list[int]]
+    target: Any = field(default_factory=lambda: load_lm("embedded:target"))
+    draft: Any = field(default_factory=lambda: load_lm("embedded:draft"))
+    small: Any = field(default_factory=lambda: load_lm("embedded:draft-small"))
+    answers: list[list[int]] = field(default_factory=list)
+    eagle: Any = None
+
+    def drafter(self, name: str) -> Any:
+        method = parse_method(name)
+        reads_target = "eagle" in method.needs and method.eagle_for == "target"
+        acceptance = varied_acceptance_head((self.target if reads_target else self.draft).info.hidden_size)
+        if method.eagle_for == "mid" and "eagle" in method.needs:
+            # The head knows the target's features, so M2 is the target itself: what M1 drafts is verified twice.
+            models = Models(self.target, None, self.target, self.eagle, capacity=CAPACITY)
+        elif "mid" in method.needs:
+            models = Models(self.target, self.small, self.draft, capacity=CAPACITY)
+        else:
+            models = Models(self.target, self.draft, None, self.eagle, acceptance, capacity=CAPACITY)
+        return method.build(models)
+
+
+WORLD: World | None = None  # what forked processes share
+
+
+def decode(name: str, numbers: Sequence[int]) -> list[tuple[list[int], int, int]]:
+    """In a process of its own: (tokens, drafted, accepted) of these prompts."""
+    torch.set_num_threads(1)
+    assert WORLD is not None
+    drafter, found = WORLD.drafter(name), []
+    for number in numbers:
+        made = generate(WORLD.target, drafter, WORLD.prompts[number], GREEDY, NEW_TOKENS, TorchSource(0), ())
+        found.append((made.tokens, made.trace.num_draft_tokens, made.trace.num_accepted))
+    return found
+
+
+def decode_all(name: str, count: int) -> list[tuple[list[int], int, int]]:
+    """The first `count` prompts, dealt to the processes in turn. Forked, so that nothing is loaded twice."""
+    shares = [range(first, count, PROCESSES) for first in range(PROCESSES)]
+    with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
+        parts = pool.starmap(decode, [(name, share) for share in shares])
+    return [parts[number % PROCESSES][number // PROCESSES] for number in range(count)]
 
 
 @pytest.fixture(scope="module")
 def world():
-    target, draft, small = (load_lm(f"embedded:{name}") for name in ("target", "draft", "draft-small"))
-    prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "test", None, NUM_PROMPTS)]
-    greedy = SamplingParams()
-    answers = [generate(target, None, p, greedy, NEW_TOKENS, TorchSource(0), ()).tokens for p in prompts]
-    torch.manual_seed(1)
-    acceptance = AcceptanceHead(AcceptanceHeadConfig(draft.info.hidden_size, num_blocks=2)).requires_grad_(False)
-    torch.nn.init.normal_(acceptance.out.weight, std=0.3)
-    eagle = quick_eagle_head(target, [p + a for p, a in zip(prompts, answers, strict=True)])
-    models = Models(target, draft, draft, eagle, acceptance, capacity=CAPACITY)
-    return models, Models(target, small, draft, eagle, acceptance, capacity=CAPACITY), prompts, answers
+    global WORLD
+    rows = read_prompts("embedded:prompts", "embedded:target", "test")
+    # The longest prompts have the longest answers: most of what is compared is code, not what follows the end token.
+    prompts = sorted((row.prompt_ids for row in rows), key=len, reverse=True)[:NUM_PROMPTS]
+    WORLD = World(prompts)
+    WORLD.answers = [tokens for tokens, _, _ in decode_all("ar", NUM_PROMPTS)]
+    assert {len(answer) for answer in WORLD.answers} == {NEW_TOKENS} and len(prompts) == NUM_PROMPTS
+    rows = [[*prompt, *answer][-160:] for prompt, answer in zip(prompts, WORLD.answers, strict=True)]
+    WORLD.eagle = quick_eagle_head(WORLD.target, rows, steps=160, batch_size=7)
+    yield WORLD
+    WORLD = None
 
 
-@pytest.mark.parametrize("name", OWN)
+@torch.inference_mode()
+def gap_at_first_difference(target: Any, prompt: list[int], answer: list[int], made: list[int]) -> float:
+    """How far apart the target's logits of the two tokens are where the answers part, read in one piece."""
+    place = next(i for i, (a, b) in enumerate(zip(answer, made, strict=True)) if a != b)
+    ids = torch.tensor([[*prompt, *answer[:place]]])
+    logits = target.lm_head(target.features(ids)[0, -1])
+    return abs(float(logits[answer[place]] - logits[made[place]]))
+
+
+@pytest.mark.parametrize("name", [*(name for name in OWN if name != "ar"), *VARIANTS])
 def test_greedy_answers_are_the_targets(world, name):
-    models, three, prompts, answers = world
-    method = parse_method(name)
-    drafter = method.build(three if "mid" in method.needs else models)
-    accepted = 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        made = generate(models.target, drafter, prompt, SamplingParams(), NEW_TOKENS, TorchSource(0), ())
-        assert made.tokens == answer
-        accepted += made.trace.num_accepted
-    assert name == "ar" or accepted > NUM_PROMPTS
+    count = FEWER if name in VARIANTS else NUM_PROMPTS if name.partition(":")[0] in ON_ALL else FEW
+    count = max(count, int(os.environ.get("DRAFTSMITH_GREEDY_PROMPTS", count)))
+    found = decode_all(name, count)
+    ties = 0
+    for (tokens, _, _), prompt, answer in zip(found, world.prompts, world.answers, strict=False):
+        assert len(tokens) == NEW_TOKENS
+        if tokens != answer:
+            ties += 1
+            assert gap_at_first_difference(world.target, prompt, answer, tokens) < TIE, prompt
+    assert ties <= count // 50  # ties are rare: more would be a defect that hides behind small gaps
+    drafted, accepted = (sum(part) for part in list(zip(*found, strict=True))[1:])
+    # Drafts were right in part and wrong in part; those that the target has verified as M2 are all right.
+    assert count < accepted
+    assert accepted == drafted if name.startswith(("pre-verify", "hsddw")) and "eagle" in name else accepted < drafted

@@ -9,11 +9,20 @@ import pytest
 
 from draftsmith.eval import bench
 from draftsmith.eval.bench import BenchConfig
+from draftsmith.eval.methods import METHODS as ALL
+from draftsmith.eval.methods.chains import Autoregressive
+from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 
 METHODS = (
-    "spec:k=3,specdec++:h=0.7:min=1:max=6,confidence:t=0.5:drafter=eagle,eagle:k=2,eagle2:nodes=6:depth=2:topk=3,"
-    "pre-verify:k=2,pld:k=4,lookahead:w=4:n=3:g=4,pearl:k=2,hf"
+    "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.4:calibrated=on,confidence:t=0.5,"
+    "confidence:t=0.5:drafter=eagle,self-verify:k=4,self-verify:k=4:drafter=eagle,eagle:k=2,eagle-tree,"
+    "eagle2:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,pld:k=4,lookahead:w=4:n=3:g=4,pearl:k=2,hf"
 )
+
+
+def test_every_own_method_is_traced_below():
+    own = {name for name in ALL if ALL[name] not in (Autoregressive, HFGenerate, HFAssisted)}
+    assert own == {label.partition(":")[0] for label in METHODS.split(",")} - {"hf"}
 
 
 @pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampling"])
@@ -64,11 +73,13 @@ def test_every_line_is_a_round(traced):
         for child in line["accepted"]:
             assert line["parents"][child] == node
             node = child
+        assert line["num_accepted"] == len(line["accepted"]) and line["num_emitted"] == len(line["emitted"])
+        assert line["num_drafted"] == len(line["drafted"]) or line["method"].startswith("pearl")
         chosen = [line["drafted"][child] for child in line["accepted"]]
         own = [] if line["next_token"] is None else [line["next_token"]]
         assert line["emitted"] == (chosen + own)[: line["num_emitted"]]
         assert all(0 <= q <= 1 for q in line.get("q", []))
-        if line["method"].startswith(("spec", "confidence")) and line["drafted"]:
+        if line["method"].startswith(("spec", "confidence", "self-verify")) and line["drafted"]:
             assert len(line["q"]) == len(line["entropy"]) == len(line["drafted"]) and line["draft_s"] > 0
         if line["method"].startswith("specdec++"):
             assert len(line.get("head", [])) == max(0, len(line["drafted"]) - 1)

@@ -33,7 +33,7 @@ class HierarchicalDrafter:
         self._lm, self._inner, self.max_drafted, self._dynamic = middle, inner, max_drafted, dynamic
         self._session = middle.session(min(capacity, middle.info.max_position))
         self._rule = RunningEntropy()
-        self._tokens: list[int] = []  # committed; M2 has read the first `_read` of them and of the draft
+        self._tokens: list[int] = []  # committed, then the draft in the making; M2 has read the first `_read` of them
         self._read = 0
         self._features: dict[int, Tensor] = {}  # position -> M2's feature there [H], where M1 may still ask for it
         self._num_drafted = 0
@@ -55,65 +55,63 @@ class HierarchicalDrafter:
         self._rule.start_round()
         if limit < 1:
             return NOTHING
-        tokens = list(self._tokens)
+        start = len(self._tokens)  # what is drafted follows the committed tokens, until it is handed over
         laws: list[Tensor] = []
-        while len(tokens) - len(self._tokens) < limit:
-            room = limit - (len(tokens) - len(self._tokens))
-            emitted, rows = self._round(tokens, room, params, source)
-            tokens += emitted
+        while (room := limit - (len(self._tokens) - start)) > 0:
+            rows = self._round(room, params, source)
             laws += rows
-            if not self._dynamic or max(self._rule.entropies[-len(emitted) :]) > self._rule.threshold:
+            if not self._dynamic or max(self._rule.entropies[-len(rows) :]) > self._rule.threshold:
                 break
-        drafted = tokens[len(self._tokens) :]
+        drafted = self._tokens[start:]
+        del self._tokens[start:]
         self._num_drafted = len(drafted)
         chain = tuple(range(-1, len(drafted) - 1))
         return DraftTree(tuple(drafted), chain, None if params.greedy else torch.stack(laws))
 
-    def _round(
-        self, tokens: Sequence[int], room: int, params: SamplingParams, source: Source
-    ) -> tuple[list[int], list[Tensor]]:
-        """M1 drafts, M2 verifies: the tokens emitted after `tokens`, at most `room`, and M2's laws of them."""
-        self._catch_up(tokens)
+    def _round(self, room: int, params: SamplingParams, source: Source) -> list[Tensor]:
+        """M1 drafts, M2 verifies: at most `room` tokens are appended; M2's laws of them."""
+        self._catch_up()
         tree = self._inner.propose(room - 1, params, source) if room > 1 else NOTHING
         assert tree.is_chain, "M1 drafts chains"
         self.draft_calls += self._inner.draft_calls if tree.tokens else 0
-        scores = self._extend([*tokens, *tree.tokens], len(tree.tokens) + 1)
+        scores = self._extend([*self._tokens[self._read :], *tree.tokens], len(tree.tokens) + 1)
         verdict = verify(tree, scores.logits, params, source)
         assert verdict.next_token is not None
         emitted = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
-        self._keep(len(tokens) + len(verdict.path))
+        self._keep(len(self._tokens) + len(verdict.path))
         rows = len(scores.features) - len(tree.tokens) - 1
         features = scores.features[rows : rows + len(emitted)]
         if tree.tokens:
             self._inner.advance(Outcome(tuple(emitted), len(verdict.path), features, scores.logits))
         else:
             self._inner.commit(emitted, features)
-        self._inner_length = len(tokens) + len(emitted)
+        self._tokens += emitted
+        self._inner_length = len(self._tokens)
         drawn_from = SamplingParams(1.0) if params.greedy else params
         laws = [probabilities(row, drawn_from) for row in scores.logits[: len(emitted)]]
         self._rule.entropies += [entropy(law) for law in laws]
-        return emitted, laws
+        return laws
 
-    def _catch_up(self, tokens: Sequence[int]) -> None:
+    def _catch_up(self) -> None:
         """Tell M1 of the target's own tokens. If M1 reads features, M2 first has to read what precedes them."""
-        first = self._inner_length
-        if first == len(tokens):
+        first, end = self._inner_length, len(self._tokens)
+        if first == end:
             return
         features = None
         if self._inner.needs_features:
-            if self._read < len(tokens) - 1:  # the draft was accepted whole: M2 has not read its own last token
-                self._extend(tokens[:-1], num_logits=1)
-            features = torch.stack([self._features[i] for i in range(first - 1, len(tokens) - 1)])
-        self._inner.commit(tokens[first:], features)
-        self._inner_length = len(tokens)
+            if self._read < end - 1:  # the draft was accepted whole: M2 has not read its own last token
+                self._extend(self._tokens[self._read : -1], num_logits=1)
+            features = torch.stack([self._features[i] for i in range(first - 1, end - 1)])
+        self._inner.commit(self._tokens[first:], features)
+        self._inner_length = end
 
-    def _extend(self, tokens: Sequence[int], num_logits: int) -> Scores:
-        """M2 reads what it has not read of `tokens`."""
+    def _extend(self, unread: Sequence[int], num_logits: int) -> Scores:
+        """M2 reads on: the tokens that follow those it has read."""
         self.draft_calls += 1
-        scores = self._session.extend(tokens[self._read :], num_logits=num_logits)
+        scores = self._session.extend(unread, num_logits=num_logits)
         if self._inner.needs_features:
             self._features |= dict(enumerate(scores.features, start=self._read))
-        self._read = len(tokens)
+        self._read += len(unread)
         return scores
 
     def _keep(self, length: int) -> None:

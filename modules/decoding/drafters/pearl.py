@@ -54,7 +54,8 @@ class PearlDrafter:
         return DraftTree(offered, chain, laws, last_unread=self._offered > 0, num_drafted=num_new)
 
     def _draft_one(self, params: SamplingParams, source: Source) -> None:
-        unread = [*self._tokens, *self._waiting][self._read :]
+        # Slices of what is new: copies of the whole sequence would grow with it.
+        unread = self._tokens[self._read :] + self._waiting[max(0, self._read - len(self._tokens)) :]
         logits = self._session.extend(unread).logits[-1]
         self.draft_calls += 1
         self._read += len(unread)

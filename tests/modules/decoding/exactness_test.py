@@ -6,28 +6,18 @@ No sampling and no tolerance for luck: 1e-10 is a thousand times what float64 su
 from __future__ import annotations
 
 import pytest
-import torch
-from table_models import PROMPT, Branches, H, TableLM, V, decoded_law, enumerate_branches, target_law, total_variation
+from table_methods import CAPACITY, METHODS, TableTrees, method
+from table_models import PROMPT, Branches, TableLM, V, decoded_law, enumerate_branches, target_law, total_variation
 
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafter
-from draftsmith.modules.decoding.drafters.lookahead import LookaheadDrafter
-from draftsmith.modules.decoding.drafters.pearl import PearlDrafter
-from draftsmith.modules.decoding.drafters.prompt_lookup import PromptLookupDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.protocols import DraftTree
-from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
-from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP
-from draftsmith.modules.heads.eagle import EagleConfig, EagleDrafter, EagleHead
-from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
 EXACT = 1e-10
 CAUGHT = 1e-3
-CAPACITY = 32
 SETTINGS = {
     "T=1": SamplingParams(temperature=1.0),
     "T=0.7,top_k=2": SamplingParams(temperature=0.7, top_k=2),
@@ -40,100 +30,8 @@ def params(request):
     return SETTINGS[request.param]
 
 
-def random_acceptance_head(seed: int) -> AcceptanceHead:
-    """Its outputs are spread over (0, 1), so that drafts stop at different lengths."""
-    torch.manual_seed(seed)
-    head = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=2)).requires_grad_(False)
-    for weight in head.parameters():
-        weight.normal_()
-    return head
-
-
-def random_eagle_head(seed: int) -> EagleHead:
-    torch.manual_seed(seed)
-    llama = LlamaConfig(
-        vocab_size=V, hidden_size=H, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=H,
-        max_position=CAPACITY,
-    )  # fmt: skip
-    head = EagleHead(EagleConfig(llama)).double().requires_grad_(False)
-    head.fc.weight.normal_()
-    return head
-
-
-class TableTrees:
-    """Draws nothing: a tree that is a function of what was emitted, with siblings, two depths and an equal sibling."""
-
-    PARENTS = (-1, -1, 0, 0, 1, -1, 2)
-
-    draft_calls = 1
-
-    def start(self, prompt, features, first_token):
-        self._seen = [*prompt, first_token]
-
-    def propose(self, max_drafted, params, source):
-        # Node 5 may repeat a sibling's token; depth 3 is reached by node 6 where there is room for it.
-        tokens = tuple((sum(self._seen) + 3 * len(self._seen) + shift) % V for shift in (0, 1, 2, 3, 1, 0, 2))
-        depths = [1, 1, 2, 2, 2, 1, 3]
-        nodes = [i for i, depth in enumerate(depths) if depth <= max_drafted]
-        return DraftTree(tuple(tokens[i] for i in nodes), tuple(self.PARENTS[i] for i in nodes))
-
-    def advance(self, outcome):
-        self._seen += outcome.emitted
-
-
-def method(name: str, target: TableLM, seed: int = 7):
-    """A function that makes a fresh drafter, as every branch starts from nothing."""
-    draft = TableLM(seed + 100)
-    if name == "ar":
-        return lambda: None
-    if name.startswith("spec:k="):
-        return lambda: DraftModelDrafter(draft, FixedLength(int(name[-1])), CAPACITY)
-    if name.startswith("specdec++"):
-        head = random_acceptance_head(seed)
-        stop = {"h": 0.6, "min_drafted": 1, "max_drafted": 3, "calibrated": name.endswith("calibrated")}
-        return lambda: DraftModelDrafter(draft, SpecDecPP(head, **stop), CAPACITY)
-    if name.startswith("eagle:k="):
-        head = random_eagle_head(seed)
-        return lambda: EagleDrafter(head, target, FixedLength(int(name[-1])), CAPACITY)
-    if name.startswith(("confidence", "self-verify")):
-        stop = (lambda: Confidence(0.5, 1, 3)) if name.startswith("confidence") else (lambda: SelfVerify(3))
-        if name.endswith("eagle"):
-            head = random_eagle_head(seed)
-            return lambda: EagleDrafter(head, target, stop(), CAPACITY)
-        return lambda: DraftModelDrafter(draft, stop(), CAPACITY)
-    if name in EAGLE_TREES:
-        head = random_eagle_head(seed)
-        return lambda: EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY)
-    if name.startswith(("pre-verify", "hsddw")):
-        middle, dynamic = TableLM(seed + 200), name.startswith("hsddw")
-        stop = (lambda: SelfVerify(2)) if dynamic else (lambda: FixedLength(1))
-        if name.endswith("eagle"):
-            head = random_eagle_head(seed)
-            return lambda: HierarchicalDrafter(
-                middle, EagleDrafter(head, middle, FixedLength(1), CAPACITY), 2, dynamic, CAPACITY
-            )
-        return lambda: HierarchicalDrafter(middle, DraftModelDrafter(draft, stop(), CAPACITY), 3, dynamic, CAPACITY)
-    if name.startswith("pld"):
-        return lambda: PromptLookupDrafter(3, 2)
-    if name.startswith("lookahead"):
-        return lambda: LookaheadDrafter(3, 3, 4)
-    if name.startswith("pearl"):
-        return lambda: PearlDrafter(draft, int(name[-1]), CAPACITY)
-    assert name == "tree"
-    return TableTrees
-
-
-EAGLE_TREES = {
-    "eagle-tree": StaticTree.from_paths([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1]]),
-    "eagle2": DynamicTree(nodes=6, depth=2, topk=3),
-    "eagle2:value=off": DynamicTree(nodes=5, depth=2, topk=2, value=False),
-    "eagle2:rerank=off": DynamicTree(nodes=5, depth=2, topk=2, rerank=False),
-}
-METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "eagle:k=2", "tree",
-           "confidence", "self-verify", "self-verify:eagle", *EAGLE_TREES, "pre-verify", "hsddw",
-           "hsddw:eagle", "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip
 # An untruncated EAGLE head gives every token some mass: too many branches for three tokens.
-FULL_SUPPORT = {"eagle:k=2", "self-verify:eagle", "hsddw:eagle"}
+FULL_SUPPORT = {"eagle:k=2", *(name for name in METHODS if name.endswith(":eagle"))}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -180,14 +78,39 @@ def test_a_draft_equal_to_the_target_is_never_rejected():
         assert trace.num_accepted == trace.num_draft_tokens == 2 and trace.num_discarded == 0
 
 
-def test_the_stop_policy_is_exercised_at_several_lengths():
-    # Else the SpecDec++ cases above would be fixed lengths in disguise. The head reads a token one forward after it was
-    # drafted, so a draft has two tokens at least.
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        # SpecDec++'s head reads a token one forward after it was drafted, so a draft has two tokens at least.
+        ("specdec++", {2, 3}), ("specdec++calibrated", {2, 3}), ("specdec++:eagle", {2, 3}),
+        ("confidence", {1, 2, 3}), ("confidence:eagle", {1, 2, 3}), ("self-verify", {1, 2, 3}),
+        ("self-verify:eagle", {1, 2, 3}),
+    ],
+)  # fmt: skip
+def test_a_stop_policy_ends_drafts_at_several_lengths(name, lengths):
+    # Else the cases above would be fixed lengths in disguise.
     target, params = TableLM(1), SETTINGS["T=1"]
-    make = method("specdec++", target)
+    make = method(name, target)
+    runs = [generate(target, make(), PROMPT, params, 12, TorchSource(seed)) for seed in range(40)]
+    # Near the limit drafts are cut whatever the policy says: only rounds that leave room for four tokens count.
+    seen = set()
+    for run in runs:
+        emitted = 1
+        for step in run.trace.steps:
+            seen |= {step.num_drafted} if 12 - emitted > 4 else set()
+            emitted += step.num_emitted
+    assert seen == lengths
 
-    runs = [generate(target, make(), PROMPT, params, 5, TorchSource(seed)) for seed in range(40)]
-    assert {run.trace.steps[0].num_drafted for run in runs} == {2, 3}
+
+@pytest.mark.parametrize("name", METHODS)
+def test_at_temperature_zero_the_law_is_one_answer_the_argmax_of_every_row(name):
+    for seed in (1, 8, 9):
+        target = TableLM(seed)
+        answer = list(PROMPT)
+        for _ in range(9):
+            answer.append(max(range(V), key=lambda token: float(target.row(tuple(answer))[0][token])))
+        law = decoded_law(target, method(name, target, seed), SamplingParams(), length=9, max_new_tokens=9)
+        assert law == {tuple(answer[len(PROMPT) :]): 1.0}
 
 
 def test_trees_are_walked_to_every_depth():
@@ -219,13 +142,19 @@ class CallsTopKSampled(DraftModelDrafter):
 
 
 class ForgetsToNormalise(DraftModelDrafter):
-    """Wrong: q as verified is the draft's law before it was truncated and renormalised."""
+    """Wrong: tokens are drawn without the least probable one, and verified against the law that still had it."""
+
+    class _Truncated:
+        def __init__(self, source):
+            self._source = source
+
+        def draw(self, probs):
+            kept = probs.clone()
+            kept[int(probs.argmin())] = 0
+            return self._source.draw(kept / kept.sum())
 
     def propose(self, max_drafted, params, source):
-        tree = super().propose(max_drafted, params, source)
-        if not tree.tokens:
-            return tree
-        return DraftTree(tree.tokens, tree.parents, 0.8 * tree.draft_prob)
+        return super().propose(max_drafted, params, self._Truncated(source))
 
 
 @pytest.mark.parametrize("wrong", [DropsByValue, CallsTopKSampled, ForgetsToNormalise])

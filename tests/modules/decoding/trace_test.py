@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from table_models import PROMPT, TableLM
+from table_methods import METHODS, method
+from table_models import PROMPT, TableLM, TableSession
 
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
@@ -63,6 +64,69 @@ def test_the_identity_of_the_counts_holds_and_discards_are_what_was_not_emitted(
         assert done.ended == (done.tokens[-1] in eos_ids) and not set(done.tokens[:-1]) & set(eos_ids)
         seen_cut |= any(step.num_emitted < step.num_accepted + 1 for step in trace.steps)
     assert seen_cut == bool(eos_ids)
+
+
+class CountingLM(TableLM):
+    """Counts its own calls and the tokens it reads: how often the target was asked, whatever the trace says."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.calls: list[int] = []  # tokens fed in each
+
+    def session(self, capacity: int):
+        calls = self.calls
+
+        class Counting(TableSession):
+            def extend(self, tokens, parents=None, num_logits=1):
+                calls.append(len(tokens))
+                return super().extend(tokens, parents, num_logits)
+
+        return Counting(self, capacity)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_trace_of_every_method_is_a_true_account(name, temperature):
+    drafted = accepted = 0
+    for seed in range(8):
+        target, rounds = CountingLM(seed), []
+        drafter = method(name, target, seed - 100 if seed % 3 == 0 else seed)()  # a third of the drafts: the target
+        eos_ids = (1,) if seed % 4 == 3 else ()
+        params, source = SamplingParams(temperature), TorchSource(seed)
+        done = generate(target, drafter, PROMPT, params, 12, source, eos_ids, rounds.append)
+        trace, (prefill, *drafts) = done.trace, rounds
+        assert prefill.tokens == done.tokens[:1] and prefill.tree is None
+        # Target calls as the target counts them, and in each the root and the nodes that it read.
+        assert trace.num_target_calls == len(target.calls) == len(rounds)
+        assert target.calls[1:] == [1 + len(r.tree.tokens) - r.tree.last_unread for r in drafts]
+        # Emitted tokens, round by round, and their sum.
+        assert [t for r in rounds for t in r.tokens] == done.tokens
+        assert [step.num_emitted for step in trace.steps] == [len(r.tokens) for r in drafts]
+        assert trace.num_tokens == len(done.tokens) == 1 + sum(step.num_emitted for step in trace.steps)
+        for shown, step in zip(drafts, trace.steps, strict=True):
+            tree, verdict = shown.tree, shown.verdict
+            # Accepted nodes are a path from the root down.
+            assert [tree.parents[node] for node in verdict.path] == [-1, *verdict.path][: len(verdict.path)]
+            own = [] if verdict.next_token is None else [verdict.next_token]
+            made = [*(tree.tokens[node] for node in verdict.path), *own]
+            assert shown.tokens == made[: step.num_emitted] and step.num_accepted == len(verdict.path)
+            # Only the last round is cut.
+            assert step is trace.steps[-1] or step.num_emitted == len(made)
+            assert own or (tree.last_unread and len(verdict.path) == len(tree.tokens))
+            if not name.startswith("pearl"):  # which counts what it drafts ahead in the round that drafts it
+                assert step.num_drafted == len(tree.tokens)
+            assert (step.draft_calls > 0) == (step.num_drafted > 0) or name in ("pld", "lookahead")
+        if drafter is not None and all(r.tree.is_chain for r in drafts) and not name.startswith("pearl"):
+            # A chain's drafted tokens are accepted and emitted, or discarded; so is the call's own token where cut.
+            lost = sum(step.num_drafted + 1 - step.num_emitted for step in trace.steps)
+            assert trace.num_discarded == lost
+        assert trace.num_draft_tokens + trace.num_target_calls == trace.num_tokens + trace.num_discarded
+        assert 0 <= trace.num_accepted <= trace.num_draft_tokens
+        assert done.ended == (done.tokens[-1] in eos_ids) and (done.ended or len(done.tokens) == 12)
+        drafted, accepted = drafted + trace.num_draft_tokens, accepted + trace.num_accepted
+    # Lookups seldom find anything in twelve tokens of four; that they draft at all is enough here.
+    assert name == "ar" or drafted > 0
+    assert name in ("ar", "pld") or 0 < accepted < drafted
 
 
 def test_autoregressive_decoding_calls_the_target_once_a_token():

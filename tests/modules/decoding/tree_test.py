@@ -6,11 +6,15 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.eval.methods.trees import read_tree
+from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.tree import StaticTree, best_connected
+from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.types import SamplingParams
 
 
 def test_eagle_1s_tree_has_the_published_shape():
@@ -52,8 +56,9 @@ def test_reranking_keeps_the_best_and_they_are_connected(tree, count):
     taken = best_connected(parents, values, count)
     assert len(taken) == min(count, len(parents)) and taken == sorted(set(taken))
     assert all(parents[node] == -1 or parents[node] in taken for node in taken)
-    # Where children are worth no more than their parents, it is a top `count`.
-    assert sorted(values[node] for node in taken) == sorted(values, reverse=True)[: len(taken)][::-1]
+    # Where children are worth no more than their parents it is a stable sort, of equals the first: parents before
+    # children.
+    assert taken == sorted(sorted(range(len(parents)), key=lambda node: (-values[node], node))[:count])
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 9)), min_size=1, max_size=7), st.integers(1, 7))
@@ -73,3 +78,54 @@ def test_without_that_order_it_is_still_a_tree_and_best_first(nodes, count):
     assert set(taken) in connected
     if count >= len(nodes):
         assert taken == list(range(len(nodes)))
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=6), st.randoms())
+@settings(max_examples=200, deadline=None)
+def test_a_tree_of_paths_is_these_paths(leaves, random):
+    paths = sorted({tuple(leaf[:end]) for leaf in leaves for end in range(1, len(leaf) + 1)})
+    random.shuffle(paths)
+    tree = StaticTree.from_paths(paths)
+    rebuilt: list[tuple[int, ...]] = []
+    for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
+        assert -1 <= parent < node
+        rebuilt.append((*(() if parent < 0 else rebuilt[parent]), rank))
+    assert sorted(rebuilt) == sorted(paths)
+    assert [len(path) for path in rebuilt] == list(tree.depths) == sorted(tree.depths)
+    assert [node for depth in range(1, 5) for node in tree.level(depth)] == list(range(len(rebuilt)))
+
+
+@st.composite
+def drafted_trees(draw):
+    """Nodes of two tokens, so that siblings are often equal, and the target's choice after every node."""
+    size = draw(st.integers(1, 9))
+    parents = tuple(draw(st.integers(-1, i - 1)) for i in range(size))
+    tokens = tuple(draw(st.integers(0, 1)) for _ in range(size))
+    return DraftTree(tokens, parents), [draw(st.integers(0, 1)) for _ in range(size + 1)]
+
+
+class Chooses:
+    """A source whose draws are the only token that has mass, as the laws below are certain."""
+
+    def draw(self, probs):
+        assert sorted(probs.tolist()) == [0.0, 1.0]
+        return int(probs.argmax())
+
+
+@given(drafted_trees(), st.sampled_from([0.0, 1.0]))
+@settings(max_examples=300, deadline=None)
+def test_the_walk_follows_the_targets_choices_to_where_no_node_has_them(case, temperature):
+    tree, choices = case
+    # Certain laws, so that sampling walks as greedy does; row 0 is what follows the root.
+    logits = torch.full((len(choices), 2), -torch.inf)
+    logits[range(len(choices)), choices] = 0.0
+    verdict = verify(tree, logits, SamplingParams(temperature), Chooses())
+    # Oracle: from each node look for a child by going over all nodes.
+    path, node = [], -1
+    while True:
+        equal = [i for i, parent in enumerate(tree.parents) if parent == node and tree.tokens[i] == choices[node + 1]]
+        if not equal:
+            break
+        node = equal[0]
+        path.append(node)
+    assert verdict.path == tuple(path) and verdict.next_token == choices[node + 1]

@@ -1,0 +1,128 @@
+"""Models, heads and settings that do not fit: one line and exit code 2, from `eval bench` and from `decode` alike."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+from quick_heads import varied_acceptance_head
+from tiny_models import CONTEXT, tiny_llama_dir, tiny_tokenizer
+
+from draftsmith.data.embedded.tokenizer import train_tokenizer
+from draftsmith.data.heads import eagle_identity, save_head
+from draftsmith.data.models import load_lm
+from draftsmith.launch.cli import main
+
+
+@pytest.fixture(scope="module")
+def world(models, tmp_path_factory) -> dict[str, str]:
+    """`models`, and what does not fit them."""
+    root = tmp_path_factory.mktemp("unfitting")
+    wider = tiny_llama_dir(root / "wider", vocab=len(tiny_tokenizer()) + 16)
+    other = tiny_llama_dir(root / "other", seed=5)
+    narrow = tiny_llama_dir(root / "narrow", hidden=16)
+    # The size is the same, the words are not.
+    foreign = shutil.copytree(models["draft"], root / "foreign")
+    train_tokenizer(["While the queue is empty, wait: nobody reads it."] * 4, CONTEXT).save_pretrained(str(foreign))
+    target = load_lm(models["target"])
+    head = varied_acceptance_head(32)
+    identity = eagle_identity(models["eagle"], target)
+    for_eagle = save_head(root / "for-eagle", head, {"target": identity}, "card")
+    other_eagle = save_head(root / "other-eagle", head, {"target": {**identity, "eagle": "0" * 16}}, "card")
+    for_target = save_head(root / "for-target", head, {"target": target.info.identity}, "card")
+    found = {"wider": wider, "other": other, "narrow": narrow, "foreign": foreign, "for-eagle": for_eagle,
+             "other-eagle": other_eagle, "for-target": for_target}  # fmt: skip
+    return {**models, **{name: str(path) for name, path in found.items()}}
+
+
+def run(world, command: str, method: str, flags: dict[str, str], output) -> int:
+    """`flags`: flag -> the name of a model of `world`."""
+    words = [word for flag, name in flags.items() for word in (f"--{flag}", world[name])]
+    words = ["--target", world["target"], *words, "--max-new-tokens", "6"]
+    if command == "decode":
+        return main(["decode", "Hi", "--method", method, *words])
+    return main(
+        ["eval", "bench", "--methods", method, *words, "--prompts", world["prompts"], "--output", str(output),
+         "--repeats", "1", "--limit", "1"]
+    )  # fmt: skip
+
+
+DRAFT, EAGLE = {"draft": "draft"}, {"eagle": "eagle"}
+MID = {"draft": "draft", "mid": "draft"}
+WRONG = [
+    # A model or a head is missing: its flag is named.
+    ("spec", {}, "--draft"),
+    ("specdec++", DRAFT, "--acceptance"),
+    ("specdec++:drafter=eagle", EAGLE, "--acceptance"),
+    ("specdec++:drafter=eagle", {"acceptance": "for-eagle"}, "--eagle"),
+    ("eagle2", DRAFT, "--eagle"),
+    ("hsddw", DRAFT, "--mid"),
+    ("pre-verify:drafter=eagle", {"mid": "draft"}, "--eagle"),
+    ("pearl", {}, "--draft"),
+    # Settings out of range.
+    ("spec:k=0", DRAFT, "k: found 0, expected 1 or more"),
+    ("eagle:k=-2", EAGLE, "k: found -2, expected 1 or more"),
+    (
+        "specdec++:h=1",
+        {"draft": "draft", "acceptance": "acceptance"},
+        "h: found 1.0, expected a number between 0 and 1",
+    ),
+    ("eagle2:nodes=40:depth=1:topk=5", EAGLE, "nodes: found 40, expected 30 or less"),
+    ("eagle2:nodes=4:depth=1:topk=5000", EAGLE, "topk: found 5000"),
+    # Models that speak other tokens than the target.
+    ("spec", {"draft": "wider"}, "draft: found .*wider of vocabulary"),
+    ("spec", {"draft": "foreign"}, "draft: found .*foreign with tokenizer"),
+    ("pearl", {"draft": "wider"}, "draft: found .*wider of vocabulary"),
+    ("hsddw", {**MID, "mid": "wider"}, "mid: found .*wider of vocabulary"),
+    ("hsddw", {**MID, "draft": "wider"}, "draft: found .*wider of vocabulary"),
+    ("hsddw", {**MID, "mid": "foreign"}, "mid: found .*foreign with tokenizer"),
+    ("hsddw", {**MID, "draft": "foreign"}, "draft: found .*foreign with tokenizer"),
+    # Heads of other models.
+    ("eagle", {"target": "other", **EAGLE}, "trained for another model"),
+    ("eagle", {"target": "narrow", **EAGLE}, "width 32, expected width 16"),
+    ("hsddw:drafter=eagle", {"mid": "draft", **EAGLE}, "trained for another model"),
+    ("eagle", {"eagle": "acceptance"}, "an acceptance head, expected an eagle head"),
+    ("specdec++", {"draft": "draft", "acceptance": "eagle"}, "an eagle head, expected an acceptance head"),
+    ("specdec++", {"draft": "other", "acceptance": "acceptance"}, "trained for another model"),
+    ("specdec++", {"draft": "narrow", "acceptance": "acceptance"}, "width 32, expected width 16"),
+    ("specdec++", {"draft": "draft", "acceptance": "for-eagle"}, "trained for another model .*eagle"),
+    # The head reads the EAGLE head's states: one for a draft model, for the target itself or for another EAGLE head
+    # does not fit although all have its width.
+    ("specdec++:drafter=eagle", {**EAGLE, "acceptance": "acceptance"}, "trained for another model"),
+    ("specdec++:drafter=eagle", {**EAGLE, "acceptance": "for-target"}, r"trained for another model \(eagle differ"),
+    ("specdec++:drafter=eagle", {**EAGLE, "acceptance": "other-eagle"}, r"trained for another model \(eagle differ"),
+]
+
+
+@pytest.mark.parametrize("command", ["bench", "decode"])
+@pytest.mark.parametrize(("method", "flags", "expected"), WRONG)
+def test_what_does_not_fit_is_one_line_and_exit_code_2(world, tmp_path, capsys, command, method, flags, expected):
+    capsys.readouterr()  # what making the models said
+    assert run(world, command, method, flags, tmp_path) == 2
+    err = capsys.readouterr().err
+    # field: found, expected. remedy
+    assert re.fullmatch(r"draftsmith: error: [^\n]+: found [^\n]+, expected [^\n]+\. \S[^\n]+\n", err), err
+    assert re.search(expected, err), err
+
+
+def test_an_acceptance_head_for_an_eagle_head_decodes(world, tmp_path):
+    flags = {**EAGLE, "acceptance": "for-eagle"}
+    assert run(world, "bench", "specdec++:drafter=eagle:max=4", flags, tmp_path) == 0
+    assert run(world, "decode", "specdec++:drafter=eagle:max=4", flags, tmp_path) == 0
+
+
+def test_one_acceptance_head_does_not_serve_two_drafters(world, tmp_path, capsys):
+    flags = {**DRAFT, **EAGLE, "acceptance": "acceptance"}
+    assert run(world, "bench", "specdec++,specdec++:drafter=eagle", flags, tmp_path) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "expected one drafter for --acceptance" in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--num-threads", "0"), ("--max-new-tokens", "0"), ("--temperature", "-1"), ("--top-p", "0")]
+)
+def test_decodes_own_settings_are_checked_before_anything_is_loaded(capsys, flag, value):
+    assert main(["decode", "Hi", flag, value]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and flag.strip("-").replace("-", "_") in err and "found" in err

@@ -1,0 +1,59 @@
+"""Heads that are good enough for a test: an EAGLE head that knows some answers, an acceptance head of varied opinions.
+
+A random EAGLE head would never have a token accepted, and a new acceptance head says one half to everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead, EagleInputs, shift
+from draftsmith.modules.losses import eagle_loss
+from draftsmith.modules.types import FeatureBatch
+from draftsmith.train.muon import MuonAdamW
+
+
+def quick_eagle_head(target: Any, rows: Sequence[Sequence[int]], steps: int, batch_size: int = 16) -> EagleHead:
+    """Trained for some seconds on rows of token ids, cut to the shortest's length; no claim about quality.
+
+    target: a lean Llama, whose sizes the head takes.
+    """
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig.for_target(target.config))
+    width = min(map(len, rows))
+    ids = torch.tensor([row[-width:] for row in rows])
+    batches = [_inputs(target, part) for part in ids.split(batch_size)]
+    matrices = [weight for weight in head.parameters() if weight.ndim == 2]
+    others = [weight for weight in head.parameters() if weight.ndim != 2]
+    optimizer = MuonAdamW(matrices, others, 5e-3, weight_decay=0.0)
+    for step in range(steps):
+        inputs, embeds = batches[step % len(batches)]
+        hidden = head(embeds, inputs.features, inputs.position_ids)
+        loss = eagle_loss(hidden, inputs.target_features, inputs.loss_mask, target.lm_head, 0.2, 1.0).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step > steps // 2:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.97
+    return head.eval().requires_grad_(False)
+
+
+def _inputs(target: Any, ids: Tensor) -> tuple[EagleInputs, Tensor]:
+    """What the head reads of rows of ids, and the embeddings of the ids it is fed."""
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    inputs = shift(FeatureBatch(ids, target.features(ids), torch.ones_like(ids, dtype=torch.bool), positions))
+    return inputs, target.embed(inputs.next_ids)
+
+
+def varied_acceptance_head(hidden_size: int, seed: int = 1, std: float = 0.3) -> AcceptanceHead:
+    """Random, with outputs spread over (0, 1), so that drafts stop at different lengths."""
+    torch.manual_seed(seed)
+    head = AcceptanceHead(AcceptanceHeadConfig(hidden_size, num_blocks=2)).requires_grad_(False)
+    torch.nn.init.normal_(head.out.weight, std=std)
+    return head

@@ -1,0 +1,120 @@
+"""Every method of the decoder over `table_models`: what is enumerated, and whose traces are checked."""
+
+from __future__ import annotations
+
+import torch
+from table_models import H, TableLM, V
+
+from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafter
+from draftsmith.modules.decoding.drafters.lookahead import LookaheadDrafter
+from draftsmith.modules.decoding.drafters.pearl import PearlDrafter
+from draftsmith.modules.decoding.drafters.prompt_lookup import PromptLookupDrafter
+from draftsmith.modules.decoding.protocols import DraftTree
+from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP
+from draftsmith.modules.heads.eagle import EagleConfig, EagleDrafter, EagleHead
+from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.layers import LlamaConfig
+
+CAPACITY = 32
+
+
+def random_acceptance_head(seed: int) -> AcceptanceHead:
+    """Its outputs are spread over (0, 1), so that drafts stop at different lengths."""
+    torch.manual_seed(seed)
+    head = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=2)).requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_()
+    return head
+
+
+def random_eagle_head(seed: int) -> EagleHead:
+    torch.manual_seed(seed)
+    llama = LlamaConfig(
+        vocab_size=V, hidden_size=H, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=H,
+        max_position=CAPACITY,
+    )  # fmt: skip
+    head = EagleHead(EagleConfig(llama)).double().requires_grad_(False)
+    head.fc.weight.normal_()
+    return head
+
+
+class TableTrees:
+    """Draws nothing: a tree that is a function of what was emitted, with siblings, two depths and an equal sibling."""
+
+    PARENTS = (-1, -1, 0, 0, 1, -1, 2)
+
+    draft_calls = 1
+
+    def start(self, prompt, features, first_token):
+        self._seen = [*prompt, first_token]
+
+    def propose(self, max_drafted, params, source):
+        # Node 5 may repeat a sibling's token; depth 3 is reached by node 6 where there is room for it.
+        tokens = tuple((sum(self._seen) + 3 * len(self._seen) + shift) % V for shift in (0, 1, 2, 3, 1, 0, 2))
+        depths = [1, 1, 2, 2, 2, 1, 3]
+        nodes = [i for i, depth in enumerate(depths) if depth <= max_drafted]
+        return DraftTree(tuple(tokens[i] for i in nodes), tuple(self.PARENTS[i] for i in nodes))
+
+    def advance(self, outcome):
+        self._seen += outcome.emitted
+
+
+def stop_policy(name: str, seed: int):
+    """The policy that a method's name begins with, with settings that let drafts end at several lengths."""
+    if name.startswith("specdec++"):
+        head = random_acceptance_head(seed)
+        return SpecDecPP(head, h=0.6, min_drafted=1, max_drafted=3, calibrated="calibrated" in name)
+    if name.startswith("confidence"):
+        return Confidence(0.5, 1, 3)
+    return SelfVerify(3) if name.startswith("self-verify") else FixedLength(int(name[-1]))
+
+
+def method(name: str, target: TableLM, seed: int = 7):
+    """A function that makes a fresh drafter, as every branch starts from nothing."""
+    draft = TableLM(seed + 100)
+    if name == "ar":
+        return lambda: None
+    if name.startswith("spec:k="):
+        return lambda: DraftModelDrafter(draft, FixedLength(int(name[-1])), CAPACITY)
+    if name.startswith(("specdec++", "confidence", "self-verify", "eagle:k=")):
+        if name.endswith("eagle") or name.startswith("eagle"):
+            head = random_eagle_head(seed)
+            return lambda: EagleDrafter(head, target, stop_policy(name, seed), CAPACITY)
+        return lambda: DraftModelDrafter(draft, stop_policy(name, seed), CAPACITY)
+    if name in EAGLE_TREES:
+        head = random_eagle_head(seed)
+        return lambda: EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY)
+    if name.startswith(("pre-verify", "pre+self-verify", "hsddw")):
+        middle, dynamic = TableLM(seed + 200), name.startswith("hsddw")
+        k = 1 if name.startswith("pre-verify") or name.endswith("eagle") else 2
+        head = random_eagle_head(seed) if name.endswith("eagle") else None
+        most = 2 if head else 3
+
+        def inner():
+            stop = FixedLength(k) if name.startswith("pre-verify") else SelfVerify(k)
+            return EagleDrafter(head, middle, stop, CAPACITY) if head else DraftModelDrafter(draft, stop, CAPACITY)
+
+        return lambda: HierarchicalDrafter(middle, inner(), most, dynamic, CAPACITY)
+    if name.startswith("pld"):
+        return lambda: PromptLookupDrafter(3, 2)
+    if name.startswith("lookahead"):
+        return lambda: LookaheadDrafter(3, 3, 4)
+    if name.startswith("pearl"):
+        return lambda: PearlDrafter(draft, int(name[-1]), CAPACITY)
+    assert name == "tree"
+    return TableTrees
+
+
+EAGLE_TREES = {
+    "eagle-tree": StaticTree.from_paths([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1]]),
+    "eagle2": DynamicTree(nodes=6, depth=2, topk=3),
+    "eagle2:value=off": DynamicTree(nodes=5, depth=2, topk=2, value=False),
+    "eagle2:rerank=off": DynamicTree(nodes=5, depth=2, topk=2, rerank=False),
+}
+METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
+           "eagle:k=2", "specdec++:eagle", "specdec++calibrated:eagle", "confidence:eagle", "self-verify:eagle", "tree",
+           *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "pre-verify:eagle", "pre+self-verify:eagle",
+           "hsddw:eagle", "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip
