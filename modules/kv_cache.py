@@ -71,8 +71,9 @@ class KVCache:
         """Keep the first `length` slots, then those at `slots` (ascending, >= length), moved to follow them."""
         end = length + len(slots)
         if list(slots) != list(range(length, end)):  # a contiguous path lies in its place already
-            index = torch.tensor(slots, device=self.data.device)
-            self.data[..., length:end, :] = self.data.index_select(-2, index)
+            with torch.inference_mode():
+                index = torch.tensor(slots, device=self.data.device)
+                self.data[..., length:end, :] = self.data.index_select(-2, index)
         self.length = end
 
     def select_rows(self, rows: Tensor) -> None:

@@ -126,8 +126,7 @@ class LeanStack:
         cos, sin = rope_table(config, config.max_position)
         signed = torch.cat([-sin[:, : config.head_dim // 2], sin[:, config.head_dim // 2 :]], -1)
         self.cos, self.sin = cos.to(device, dtype)[:, None], signed.to(device, dtype)[:, None]  # [positions, 1, D]
-        self._causal = torch.ones(0, 0, dtype=torch.bool)
-        self._causal_bias = as_bias(self._causal, dtype)
+        self._strip = torch.zeros(0, 0, dtype=dtype)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         config = self.config
@@ -151,13 +150,12 @@ class LeanStack:
         cos, sin = self.cos[start:end], self.sin[start:end]
         if self.config.sliding_window is not None and end > self.config.sliding_window:
             positions = torch.arange(end, device=self.device)
-            return self.run(x, cos, sin, cache, self._windowed(self._chain_mask(start, end), positions), False)
+            return self.run(x, cos, sin, cache, self._windowed(positions[start:, None] >= positions, positions), False)
         if length == 1:
             return self.run(x, cos, sin, cache, None, False)
         if start == 0:
             return self.run(x, cos, sin, cache, None, True)
-        self._chain_mask(start, end)
-        return self.run(x, cos, sin, cache, self._causal_bias[start:end, :end], False)
+        return self.run(x, cos, sin, cache, self._chain_bias(start, length), False)
 
     def tree(self, x: Tensor, parents: Sequence[int], cache: KVCache) -> Tensor:
         """A tree of T inputs [1, T, H]; parents[i] < i, -1 = the last kept token; position = cache.length + depth."""
@@ -168,13 +166,17 @@ class LeanStack:
             mask = self._windowed(mask, torch.cat([kept, positions]))
         return self.run(x, self.cos[positions], self.sin[positions], cache, mask, False)
 
-    def _chain_mask(self, start: int, end: int) -> Tensor:
-        """Bool [end - start, end]: a slice of one triangle that grows by doubling."""
-        if self._causal.shape[0] < end:
-            size = max(256, 2 * end)
-            self._causal = torch.ones(size, size, dtype=torch.bool, device=self.device).tril()
-            self._causal_bias = as_bias(self._causal, self.dtype)
-        return self._causal[start:end, :end]
+    def _chain_bias(self, start: int, length: int) -> Tensor:
+        """The bias [T, start + T] of a chain: input i sees the first start + i + 1 slots.
+
+        A slice of a strip whose row i is 0 up to column `kept` + i: moved to the left by kept - start columns it fits.
+        """
+        rows, kept = self._strip.shape[0], self._strip.shape[1] - self._strip.shape[0]
+        if length > rows or start > kept:
+            rows, kept = max(16, length), max(1024, 2 * start)
+            visible = torch.ones(rows, kept + rows, dtype=torch.bool, device=self.device).tril(kept)
+            self._strip = as_bias(visible, self.dtype)
+        return self._strip[:length, kept - start : kept + length]
 
     def _windowed(self, mask: Tensor, positions: Tensor) -> Tensor:
         """Add the sliding window (Mistral 7B, section 2) to mask [T, S]; positions [S] of all slots, the last T fed."""

@@ -22,7 +22,7 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if params.greedy:
         return torch.zeros_like(wide).scatter_(-1, wide.argmax(-1, keepdim=True), 1.0)
-    scaled = wide / params.temperature
+    scaled = wide if params.temperature == 1 else wide / params.temperature
     if 0 < params.top_k < scaled.shape[-1]:
         smallest = scaled.topk(params.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < smallest, -torch.inf)
@@ -78,9 +78,12 @@ def residual(target_prob: Tensor, draft_prob: Tensor) -> Tensor:
 
 def pick(probs: Tensor, uniform: float) -> int:
     """Inverse-cdf draw of an index of probs [V] by a uniform in [0, 1); never one of probability zero."""
-    cumulative = probs.cumsum(-1)
-    # Scaling by the sum as computed keeps the index in range; `right=True` steps over entries of probability zero.
-    index = int(torch.searchsorted(cumulative, cumulative[-1:] * uniform, right=True))
+    if probs.is_cuda:
+        return int(draw_rows(probs[None], torch.tensor([uniform], dtype=torch.float64, device=probs.device)))
+    # NumPy looks up with fewer calls. Scaling by the sum as computed keeps the index in range; "right" steps over
+    # entries of probability zero.
+    cumulative = probs.cumsum(-1).numpy()
+    index = int(cumulative.searchsorted(cumulative[-1] * uniform, "right"))
     if index >= len(probs):  # uniform * total rounded up to the total: the last token that has mass
         index = int(probs.nonzero()[-1])
     return index

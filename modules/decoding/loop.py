@@ -141,7 +141,11 @@ def _round(
     state.trace.steps.append(step)
     state.show(Round(appended, min(len(verdict.path), len(appended)), tree, verdict, step))
     if drafter is not None and not state.done:
-        features = scores.features[[0, *(node + 1 for node in read_path)]]
+        count = len(read_path) + 1
+        if read_path == list(range(count - 1)):  # a slice costs nothing
+            features = scores.features[:count]
+        else:
+            features = scores.features[[0, *(node + 1 for node in read_path)]]
         drafter.advance(Outcome(tuple(emitted), len(verdict.path), features, scores.logits))
 
 

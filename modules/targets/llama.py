@@ -109,6 +109,7 @@ class LlamaLM:
         self.device, self.dtype = weight.device, weight.dtype
         layers: list = list(model.layers)
         self.stack = LeanStack(layers, model.config, self.dtype, self.device, share=True, pack=packed)
+        self.embeddings = weight.detach()  # [V, H]
         self.norm = LeanNorm(model.norm.weight, model.norm.eps)
         # Where the embedding is tied to it, the plain layout is needed anyway; a second one would be a second copy.
         self._head = LeanLinear(model.lm_head.weight, pack=packed and not model.config.tie_embeddings)
@@ -132,7 +133,7 @@ class LlamaLM:
             return self.norm(self.stack.chain(self.embed(input_ids), NoCache()))
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.model.embed_tokens.weight)
+        return F.embedding(input_ids, self.embeddings)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)
@@ -150,16 +151,17 @@ class LlamaSession:
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
-        lm, cache = self._lm, self._cache
-        x = lm.embed(torch.tensor([tokens], device=lm.device))
+        lm, cache, count = self._lm, self._cache, len(tokens)
+        # A slice of the table is one call where a tensor of ids and a lookup are two.
+        x = lm.embeddings[tokens[0] : tokens[0] + 1] if count == 1 else lm.embed(torch.tensor(tokens, device=lm.device))
+        x = x[None]
         hidden = lm.stack.chain(x, cache) if parents is None else lm.stack.tree(x, parents, cache)
         hidden = lm.norm(hidden[0])
-        cache.length += len(tokens)
-        return Scores(lm.lm_head(hidden[len(tokens) - num_logits :]), hidden)
+        cache.length += count
+        return Scores(lm.lm_head(hidden if num_logits == count else hidden[count - num_logits :]), hidden)
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
-        with torch.inference_mode():
-            self._cache.keep(length, slots)
+        self._cache.keep(length, slots)
 
 
 class LlamaBatchSession:
