@@ -172,7 +172,7 @@ def ideal_s(costs: Costs, done: RoundTime, tree: bool) -> float:
 
 def dispatch(repeats: int, device: str, clock: Clock) -> Iterator[Row]:
     """Host time of a layer so small that it computes nothing: what a framework costs."""
-    weights, _ = random_pair("dispatch", torch.float32, device)
+    weights, _ = random_pair("tiny", torch.float32, device)
     lm, hf = weights.lean(False), weights.transformers()
     calls = 40
 

@@ -40,7 +40,7 @@ class LatencyConfig:
 
     output: directory that receives latency.json and latency.md.
     device: cpu, cuda, cuda:1, ...
-    shape: of the random pair: 88m, or llama-3-8b (16 GB in bfloat16; for a GPU).
+    shape: of the random pair: 88m, llama-3-8b (16 GB in bfloat16; for a GPU), or tiny (computes next to nothing).
     dtypes: float32, bfloat16 or both, separated by a comma.
     embedded: measure the embedded pair too (float32, CPU).
     long_context: tokens of the long prompt; 0 leaves it out.
@@ -50,7 +50,7 @@ class LatencyConfig:
 
     output: Path = Path("runs/latency")
     device: str = "cpu"
-    shape: Literal["88m", "llama-3-8b"] = "88m"
+    shape: Literal["88m", "llama-3-8b", "tiny"] = "88m"
     dtypes: str = "float32,bfloat16"
     embedded: bool = True
     long_context: int = 4000

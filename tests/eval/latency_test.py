@@ -1,0 +1,102 @@
+"""The latency benchmark's clocks against a clock that the test winds, its models against transformers, and a run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from draftsmith.eval.clocks import Forwards, interleaved, paired_ratio
+from draftsmith.eval.synthetic import random_pair
+from draftsmith.launch.cli import main
+
+
+class Wound:
+    """A clock that moves only when something says it took time."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Model:
+    """Two methods that take time, one of which calls the other; `norm` is an attribute of the object itself."""
+
+    def __init__(self, clock: Wound):
+        self._clock = clock
+        self.norm = lambda: clock.take(0.5)
+
+    def inner(self) -> None:
+        self._clock.take(1.0)
+
+    def outer(self) -> None:
+        self._clock.take(2.0)
+        self.inner()
+
+
+def test_a_call_inside_a_watched_call_counts_once_and_other_time_not_at_all():
+    clock = Wound()
+    model, forwards = Model(clock), Forwards(clock)
+    norm = model.norm
+    with forwards.watch((model, "inner"), (model, "outer"), (model, "norm")):
+        model.outer()
+        clock.take(10.0)
+        model.inner()
+        model.norm()
+    model.outer()  # no longer watched
+    assert forwards.seconds == 3.0 + 1.0 + 0.5
+    assert vars(model).keys() == {"_clock", "norm"} and model.norm is norm
+
+
+def test_interleaved_runs_take_turns_at_being_first():
+    clock, order = Wound(), []
+
+    def call(name: str, seconds: float):
+        def run() -> None:
+            order.append(name)
+            clock.take(seconds)
+
+        return run
+
+    seconds = interleaved({"a": call("a", 1.0), "b": call("b", 3.0)}, 2, clock)
+    assert order == ["a", "b", "a", "b", "b", "a"]  # the first of each is not counted
+    assert seconds == {"a": [1.0, 1.0], "b": [3.0, 3.0]}
+
+
+def test_ratios_are_of_runs_of_the_same_minute():
+    # The machine was three times slower during the second pair: medians of their own would give 6 / 2.
+    assert paired_ratio([4.0, 12.0, 6.0], [2.0, 6.0, 3.0]) == 2.0
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_random_models_are_the_same_in_both_engines(number):
+    weights = random_pair("tiny", torch.float32, "cpu")[number]
+    lean, hf = weights.lean(False), weights.transformers()
+    ids = torch.tensor([[1, 40, 7, 63, 0]])
+    torch.testing.assert_close(lean.lm_head(lean.features(ids)), hf(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_every_number_it_names(tmp_path, capsys):
+    words = ["--shape", "tiny", "--no-embedded", "--long-context", "300", "--repeats", "1", "--output", str(tmp_path)]
+    assert main(["eval", "latency", *words]) == 0
+    found = json.loads((tmp_path / "latency.json").read_text())
+    rows = {row["what"]: row["value"] for row in found["rows"] if "bfloat16" not in row["models"]}
+    assert all(math.isfinite(row["value"]) for row in found["rows"])
+    assert 0 < rows["achieved / ideal tokens per second, spec:k=5"] < 2
+    # Next to nothing is computed here, so most of a round is not forwards.
+    assert rows["a spec:k=5 round beyond its forwards, T=0, of a target forward"] > 1
+    assert rows["host time of a layer (hidden size 32, n=1)"] < rows["the same in transformers"]
+    assert found["meta"]["settings"]["shape"] == "tiny" and found["meta"]["hardware"]["torch_threads"] == 1
+    assert (tmp_path / "latency.md").read_text().count("\n") == len(found["rows"]) + 2
+
+
+def test_a_wrong_dtype_is_one_line(capsys):
+    assert main(["eval", "latency", "--dtypes", "float31"]) == 2
+    assert "float31" in capsys.readouterr().err
