@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,10 +23,19 @@ class KVCache:
         device: torch.device,
     ):
         # Zeros, not empty: slots that a mask hides must hold finite numbers, or 0 * nan spoils the attention.
-        self.data = torch.zeros(num_layers, 2, batch, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
-        self.length = 0
+        self._hold(torch.zeros(num_layers, 2, batch, num_kv_heads, capacity, head_dim, dtype=dtype, device=device))
+
+    @classmethod
+    def over(cls, data: Tensor) -> Self:
+        """An empty cache that keeps its slots in `data`, laid out as above."""
+        cache = cls.__new__(cls)
+        cache._hold(data)
+        return cache
+
+    def _hold(self, data: Tensor) -> None:
+        self.data, self.length = data, 0
         # Views made once: indexing the big tensor in every layer of every call is measurable on small models.
-        self._layers = list(self.data)
+        self._layers = list(data)
 
     @property
     def capacity(self) -> int:
@@ -53,3 +63,35 @@ class KVCache:
         """Keep these rows of the batch only."""
         self.data = self.data.index_select(2, rows)
         self._layers = list(self.data)
+
+
+class RowsCache(KVCache):
+    """The same for rows of their own lengths, which only the caller knows: `length` stays 0.
+
+    `place` says which slots the next forward writes and how many it reads. A row's slots past its kept tokens hold what
+    was last written there; a mask hides them, so that dropping tokens moves nothing. Fewer rows than were allocated may
+    be in use: they are the first ones, and their memory never moves, as graphs captured over it require.
+    """
+
+    def place(self, slots: Tensor, span: int) -> None:
+        """Writes go to slots [B, T]; reads see the first `span` slots of each of the first B rows."""
+        self._slots, self._span = slots, span
+        self._rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+
+    def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, T, 2 * kv_heads, D] where `place` said; keys and values [B, kv_heads, span, D]. No use of start."""
+        batch, length, _, head_dim = keys_values.shape
+        cached = self._layers[layer]
+        cached[:, self._rows, :, self._slots] = keys_values.view(batch, length, 2, -1, head_dim)
+        keys, values = cached[:, :batch, :, : self._span].unbind(0)
+        return keys, values
+
+    def row(self, index: int) -> KVCache:
+        """One row as an empty cache of its own, over the same memory."""
+        return KVCache.over(self.data[:, :, index : index + 1])
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Move these rows (ascending) to the front, in place."""
+        for new, old in enumerate(rows.tolist()):
+            if new != old:
+                self.data[:, :, new].copy_(self.data[:, :, old])
