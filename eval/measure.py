@@ -136,8 +136,8 @@ def measure(
 
     batch_size: consecutive prompts that are answered, and timed, together; the last group may be smaller.
     The order of methods rotates, so that none always follows the same one. A group of `warm_up` runs once a method,
-    uncounted. `progress` is told how many more prompts are done. A prompt's seed depends on its number only: repeats redo the same work, and methods share their random
-    numbers.
+    uncounted. A prompt's seed depends on its number only: repeats redo the same work, and methods share their random
+    numbers. `progress` is told how many more prompts are done.
     """
     for runner in runners.values():
         timed(runner, [warm_up] * batch_size, max_new_tokens, range(seed, seed + batch_size))
@@ -159,7 +159,8 @@ def measure(
 
 def medians_of(number: int, group: Sequence[BenchPrompt], runs: Sequence[Run]) -> list[Measured]:
     """Tokens and counts of the first run, medians of the clocks."""
-    wall_s, cpu_s = (statistics.median(run[clock] for run in runs) / len(group) for clock in (1, 2))
+    wall_s = statistics.median(run[1] for run in runs) / len(group)
+    cpu_s = statistics.median(run[2] for run in runs) / len(group)
     return [
         Measured(prompt, number, made.tokens, made.trace, made.ended, wall_s=wall_s, cpu_s=cpu_s)
         for prompt, made in zip(group, runs[0][0], strict=True)

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
-from tiny_models import CONTEXT, tiny_llama_dir
-from transformers import AutoModelForCausalLM
+from greedy_world import GREEDY, NEW_TOKENS, NUM_PROMPTS, World, make_world, transformers_answer
+from tiny_models import CONTEXT
 
-from draftsmith.data.models import load_lm
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.base import Models
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead, shift
-from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.types import FeatureBatch, InputError, SamplingParams
+from draftsmith.modules.types import InputError
 
-GREEDY, HIDDEN, NUM_PROMPTS, NEW_TOKENS = SamplingParams(), 32, 42, 60
 METHODS = [
     "spec:k=1", "spec:k=5", "specdec++:h=0.5:min=1:max=8", "confidence:t=0.2:max=8", "self-verify:k=6", "eagle:k=4",
     "confidence:t=0.2:max=6:drafter=eagle", "eagle-tree", "eagle2:nodes=12:depth=3:topk=4",
@@ -37,117 +24,9 @@ SOME = ["spec:k=5", "specdec++:h=0.5:min=1:max=8", "eagle:k=4", "eagle2:nodes=12
         "hsddw:k=3:max=9:drafter=eagle", "pld:k=6", "lookahead:w=6:n=4:g=6", "pearl:k=3"]  # fmt: skip
 
 
-def near_copy(directory: Path, to: Path, noise: float, **config: Any) -> Path:
-    """The target with a little noise on its weights: a draft that is often right and often wrong."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    torch.manual_seed(1)
-    for weight in model.parameters():
-        weight.data.add_(noise * weight.std() * torch.randn_like(weight))
-    for name, value in config.items():
-        setattr(model.config, name, value)
-    model.save_pretrained(to)
-    return to
-
-
-def trained_eagle_head(target: Any, rows: list[list[int]]) -> EagleHead:
-    """A head that knows some of the target's greedy answers: a random one would never have a token accepted."""
-    torch.manual_seed(0)
-    head = EagleHead(EagleConfig.for_target(target.config))
-    head.init_from_target(target.model.layers[-1].state_dict())
-    ids = torch.tensor(rows)
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    inputs = shift(FeatureBatch(ids, target.features(ids), torch.ones_like(ids, dtype=torch.bool), positions))
-    embeds = target.embed(inputs.next_ids)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
-    for _ in range(120):
-        hidden = head(embeds, inputs.features, inputs.position_ids)
-        loss = eagle_loss(hidden, inputs.target_features, inputs.loss_mask, target.lm_head, 1.0, 1.0).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return head.eval().requires_grad_(False)
-
-
-@dataclass(frozen=True)
-class World:
-    """One target, what drafts for it, the prompts, and what transformers answers to each of them."""
-
-    directory: Path
-    target: Any
-    hf_target: Any
-    draft: Any
-    hf_draft: Any
-    short_draft: Any
-    mid: Any
-    eagle: EagleHead
-    acceptance: AcceptanceHead
-    prompts: list[list[int]]
-    answers: list[list[int]]
-    oracle: Any
-
-    def drafter(self, method: str, capacity: int = CONTEXT) -> Any:
-        if method == "ar":
-            return None
-        if method.startswith("hf"):
-            return DraftModelDrafter(self.hf_draft if method == "hf-draft" else self.draft, FixedLength(3), capacity)
-        models = Models(self.target, self.draft, self.mid, self.eagle, self.acceptance, capacity=capacity)
-        return parse_method(method).build(models)
-
-    def run(
-        self, method: str, prompt: list[int], count: int, eos_ids: tuple[int, ...] = (), drafter: Any = None
-    ) -> Any:
-        target = self.hf_target if method == "hf-target" else self.target
-        drafter = drafter or self.drafter(method)
-        return generate(target, drafter, prompt, GREEDY, count, TorchSource(0), eos_ids)
-
-
-def transformers_answer(oracle: Any, prompt: list[int], count: int, eos: int | None = None) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = oracle.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=eos,
-        pad_token_id=0,
-    )
-    return output[0, len(prompt) :].tolist()
-
-
-def transformers_answers(oracle: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """All prompts in one batch, padded at the left: token by token `generate` is most of the time of these tests."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    output = oracle.generate(
-        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    return output[:, width:].tolist()
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> World:
-    root = tmp_path_factory.mktemp("greedy")
-    directory = tiny_llama_dir(root / "target", seed=3, hidden=HIDDEN)
-    draft = near_copy(directory, root / "draft", noise=0.15)
-    mid = near_copy(directory, root / "mid", noise=0.08)
-    short = near_copy(directory, root / "short", noise=0.15, max_position_embeddings=40)
-    oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    oracle.generation_config.eos_token_id = None
-    target, rng = load_lm(str(directory)), random.Random(0)
-    # Prompts of one token and of many.
-    lengths = [1, 1, 2, 3] + [rng.randrange(2, 40) for _ in range(NUM_PROMPTS - 4)]
-    prompts = [[rng.randrange(5, target.info.vocab_size) for _ in range(length)] for length in lengths]
-    answers = transformers_answers(oracle, prompts, NEW_TOKENS)
-    rows = [(prompt + answer)[:NEW_TOKENS] for prompt, answer in zip(prompts[:16], answers, strict=False)]
-    torch.manual_seed(2)
-    acceptance = AcceptanceHead(AcceptanceHeadConfig(HIDDEN, num_blocks=1))
-    acceptance.blocks[0].linear.weight.data.normal_(std=0.3)
-    return World(
-        directory, target, load_lm(str(directory), engine="hf"), load_lm(str(draft)),
-        load_lm(str(draft), engine="hf"), load_lm(str(short)), load_lm(str(mid)), trained_eagle_head(target, rows),
-        acceptance.requires_grad_(False), prompts, answers, oracle,
-    )  # fmt: skip
+    return make_world(tmp_path_factory.mktemp("greedy"))
 
 
 @pytest.mark.parametrize("method", ["ar", *METHODS])
