@@ -73,17 +73,22 @@ class RowsCache(KVCache):
     be in use: they are the first ones, and their memory never moves, as graphs captured over it require.
     """
 
+    def _hold(self, data: Tensor) -> None:
+        super()._hold(data)
+        _, _, batch, num_kv_heads, capacity, head_dim = data.shape
+        # Every slot of every head as one row of a matrix, so that a layer's write is one call with an index made once.
+        self._flat = [layer.view(-1, head_dim) for layer in self._layers]
+        first = torch.arange(2 * batch * num_kv_heads, device=data.device) * capacity
+        self._first = first.view(2, batch, num_kv_heads).transpose(0, 1).reshape(batch, 1, -1)  # [B, 1, 2 * kv_heads]
+
     def place(self, slots: Tensor, span: int) -> None:
         """Writes go to slots [B, T]; reads see the first `span` slots of each of the first B rows."""
-        self._slots, self._span = slots, span
-        self._rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        self._index, self._span = self._first[: len(slots)] + slots[..., None], span
 
     def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, T, 2 * kv_heads, D] where `place` said; keys and values [B, kv_heads, span, D]. No use of start."""
-        batch, length, _, head_dim = keys_values.shape
-        cached = self._layers[layer]
-        cached[:, self._rows, :, self._slots] = keys_values.view(batch, length, 2, -1, head_dim)
-        keys, values = cached[:, :batch, :, : self._span].unbind(0)
+        self._flat[layer].index_put_((self._index,), keys_values)
+        keys, values = self._layers[layer].narrow(1, 0, len(keys_values)).narrow(3, 0, self._span).unbind(0)
         return keys, values
 
     def row(self, index: int) -> KVCache:

@@ -23,6 +23,7 @@ class RowsStack:
         self._cache = RowsCache(
             len(stack.layers), batch, config.num_kv_heads, capacity + 1, config.head_dim, stack.dtype, stack.device
         )
+        self._slots = torch.arange(capacity + 1, device=stack.device)
 
     def forward(self, x: Tensor, starts: Tensor, span: int) -> Tensor:
         """x [B, n, H], row b fed after its first starts[b] tokens, int64 [B] -> [B, n, H] before any final norm.
@@ -31,7 +32,7 @@ class RowsStack:
         """
         stack = self._stack
         positions = (starts[:, None] + torch.arange(x.shape[1], device=x.device)).clamp_max(self._capacity)
-        slots = torch.arange(span, device=x.device)
+        slots = self._slots[:span]
         visible = slots <= positions[..., None]
         if stack.config.sliding_window is not None:
             visible &= slots > positions[..., None] - stack.config.sliding_window

@@ -63,6 +63,24 @@ def test_the_interval_is_seeded_and_holds_the_bootstrap_extremes():
     assert summarise({"ar": AR[:1]}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
 
 
+def test_what_was_timed_together_is_resampled_together():
+    # Groups of two prompts, each with an equal share of its group's seconds: whole groups give 3x and 5/3x, as above
+    # with their tokens halved, while resampling prompts would mix a share with its mate's.
+    def halves(items: list[Measured]) -> list[Measured]:
+        return [dataclasses.replace(i, wall_s=i.wall_s / 2, cpu_s=i.cpu_s / 2, tokens=t)
+                for i in items for t in (i.tokens[:1], i.tokens[1:])]  # fmt: skip
+
+    row = summarise({"ar": halves(AR), "spec": halves(SPEC)}, "cpu", seed=0, compare=True)[1]
+    assert row["speedup_ci95"] == pytest.approx([5 / 3, 3.0])
+    one_group = [dataclasses.replace(item, group=0) for item in AR]
+    assert summarise({"ar": one_group}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
+
+
+def test_a_group_of_several_tasks_has_no_row_by_task():
+    mixed = [dataclasses.replace(item, group=0) for item in AR]
+    assert "by_task" not in summarise({"ar": mixed}, "cpu", seed=0, compare=True)[0]
+
+
 def test_different_output_is_reported_and_unfair_comparison_is_not_made():
     other = [SPEC[0], dataclasses.replace(SPEC[1], tokens=[4, 5, 6, 8])]
     row = summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=True)[1]

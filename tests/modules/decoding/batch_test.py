@@ -54,10 +54,8 @@ def in_groups(
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", [1, 3, 5])
 def test_tokens_are_transformers_and_counts_the_single_loops(world, method, size):
-    prompts, answers = (
-        world.prompts[:17],
-        world.answers[:17],
-    )  # the last group is smaller; lengths from one
+    count = 3 * size + 2  # the last group is smaller
+    prompts, answers = world.prompts[:count], world.answers[:count]
     made = in_groups(world, batch_drafter(world, method, size), size, prompts)
     single = world.drafter(method)
     for prompt, answer, one in zip(prompts, answers, made, strict=True):
@@ -80,8 +78,8 @@ def test_fixed_shapes_change_nothing(world, kind):
         stops = [policy.policy(None) for _ in range(5)]
         drafter = BatchDraftModel(world.draft, stops, CONTEXT, static=True)
     method = {"draft": "spec:k=5", "eagle": "eagle:k=4", "self-verify": "self-verify:k=6"}.get(kind, "ar")
-    prompts = world.prompts[:15]
-    ends = tuple(dict.fromkeys(answer[9 + 3 * i] for i, answer in enumerate(world.answers[:15])))
+    prompts = world.prompts[:10]
+    ends = tuple(dict.fromkeys(answer[9 + 3 * i] for i, answer in enumerate(world.answers[:10])))
     for some_ends in ((), ends):
         made = in_groups(world, drafter, 5, prompts, ends=some_ends, static=True)
         for prompt, one in zip(prompts, made, strict=True):
