@@ -9,6 +9,7 @@ from draftsmith.modules.kv_cache import KVCache, RowsCache
 from draftsmith.modules.lean import LeanStack, as_bias
 
 SPAN_BUCKET = 256
+ALIGNMENT = 8  # of a mask's rows, which attention kernels on a GPU ask for; SPAN_BUCKET is a multiple of it
 
 
 class RowsStack:
@@ -19,11 +20,12 @@ class RowsStack:
         """capacity: most tokens a row may keep, drafts included. Inputs past it are harmless and their outputs void."""
         self._stack, self._capacity = stack, capacity
         config = stack.config
-        # One slot more, for the inputs past the capacity: rows padded to a common width have them.
+        # One slot more at least, for the inputs past the capacity: rows padded to a common width have them.
+        slots = -(-(capacity + 1) // ALIGNMENT) * ALIGNMENT
         self._cache = RowsCache(
-            len(stack.layers), batch, config.num_kv_heads, capacity + 1, config.head_dim, stack.dtype, stack.device
+            len(stack.layers), batch, config.num_kv_heads, slots, config.head_dim, stack.dtype, stack.device
         )
-        self._slots = torch.arange(capacity + 1, device=stack.device)
+        self._slots = torch.arange(slots, device=stack.device)
 
     def forward(self, x: Tensor, starts: Tensor, span: int) -> Tensor:
         """x [B, n, H], row b fed after its first starts[b] tokens, int64 [B] -> [B, n, H] before any final norm.
@@ -44,7 +46,7 @@ class RowsStack:
 
     def span(self, end: int, static: bool) -> int:
         """Slots to look at where the longest row ends at `end`. static: one of few widths, so that shapes recur."""
-        return min(-(-end // SPAN_BUCKET) * SPAN_BUCKET if static else end, self._capacity + 1)
+        return min(-(-end // SPAN_BUCKET) * SPAN_BUCKET if static else end, len(self._slots))
 
     def row(self, index: int) -> KVCache:
         """An empty cache of this row's slots, for a prompt that is read without padding."""

@@ -47,9 +47,9 @@ def generate_batch(
         _Row(prompt, seed, ends, room_for(prompt, max_new_tokens, limit), longest_chain)
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
-    if session is None:
-        session = target.rows_session(len(every), max(row.num_prompt + row.room for row in every))
-    assert session.batch >= len(every)
+    longest = max(row.num_prompt + row.room for row in every)
+    session = session or target.rows_session(len(every), longest)
+    assert session.batch >= len(every) and session.capacity >= longest
     batch = _Batch(every, session, drafter, params, target, longest_chain)
     batch.prefill(prompts)
     while batch.drop_done():
