@@ -23,14 +23,16 @@ from draftsmith.data.models import load_lm, tokenizer_identity
 from draftsmith.data.progress import say
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.load import LOADING, load_models
-from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner, measure
-from draftsmith.eval.methods import check_needs, parse_methods
-from draftsmith.eval.methods.base import Models, Named, at_least
+from draftsmith.eval.measure import BatchRunner, BenchPrompt, EngineRunner, GroupRunner, OneByOne, Runner, measure
+from draftsmith.eval.methods import METHODS, check_needs, parse_methods
+from draftsmith.eval.methods.base import Method, Models, Named, at_least, rows_lm
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.report import results_table, task_table
 from draftsmith.eval.summary import BASELINE, Clock, prompt_rows, summarise
 from draftsmith.eval.trace import TracedRunner, TraceFile
+from draftsmith.modules.targets.base import RowsSession
+from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
 
 SCHEMA_VERSION = 1
@@ -66,6 +68,8 @@ class BenchConfig:
     engine: lean (Llama family), hf (any transformers model), or auto.
     packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
     num_threads: CPU threads. With one, CPU time is the clock; it does not see other programs.
+    batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
+        over ar at the same batch size.
     seed: of sampling and of the bootstrap.
     repeats: runs of every method on every prompt; the median counts.
     trust_remote_code: run code that comes with a model.
@@ -93,6 +97,7 @@ class BenchConfig:
     engine: Literal["auto", "lean", "hf"] = "auto"
     packed: bool = True
     num_threads: int = 1
+    batch_size: int = 1
     seed: int = 0
     repeats: int = 3
     trust_remote_code: bool = False
@@ -139,8 +144,11 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     trace = TraceFile(config.trace) if config.trace is not None else None
     if trace is not None:
         runners = {label: traced(label, runner, trace) for label, runner in runners.items()}
+    answering = {label: in_groups(runner) for label, runner in runners.items()}
     with between_prompts(len(prompts), trace) as advance:
-        measured = measure(runners, prompts, warm_up, config.max_new_tokens, config.repeats, config.seed, advance)
+        measured = measure(
+            answering, prompts, warm_up, config.max_new_tokens, config.repeats, config.seed, advance, config.batch_size
+        )
     compare = params.greedy and target.dtype == torch.float32
     results = {
         "meta": describe(config, named, models, prompts, eos_ids),
@@ -153,24 +161,28 @@ def bench(config: BenchConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def between_prompts(total: int, trace: TraceFile | None) -> Iterator[Callable[[], None]]:
+def between_prompts(total: int, trace: TraceFile | None) -> Iterator[Callable[[int], None]]:
     """A progress bar that is drawn only when it is advanced: one that redraws itself takes CPU time from the clocks."""
     left = (TextColumn("prompts, left"), TimeRemainingColumn())
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), *left)
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         task = progress.add_task("measuring", total=total)
 
-        def done() -> None:
+        def done(count: int) -> None:
             if trace is not None:
                 trace.flush()
-            progress.update(task, advance=1, refresh=True)
+            progress.update(task, advance=count, refresh=True)
 
         yield done
 
 
-def traced(label: str, runner: Runner, file: TraceFile) -> Runner:
+def traced(label: str, runner: Runner | BatchRunner, file: TraceFile) -> Runner | BatchRunner:
     """The engine's own methods can be traced; transformers' are as they are."""
     return TracedRunner(label, runner, file) if isinstance(runner, EngineRunner) else runner
+
+
+def in_groups(runner: Runner | BatchRunner) -> GroupRunner:
+    return runner if isinstance(runner, BatchRunner) else OneByOne(runner)
 
 
 def with_baseline(named: Sequence[Named]) -> list[Named]:
@@ -181,12 +193,28 @@ def with_baseline(named: Sequence[Named]) -> list[Named]:
 
 def check(config: BenchConfig, named: Sequence[Named]) -> SamplingParams:
     """What can be found wrong before anything is loaded."""
-    for field, smallest in (("repeats", 1), ("num_threads", 1), ("max_new_tokens", 1), ("limit", 0)):
-        at_least(field, getattr(config, field), smallest)
+    for field in ("repeats", "num_threads", "max_new_tokens", "batch_size"):
+        at_least(field, getattr(config, field), 1)
+    at_least("limit", config.limit, 0)
+    if config.batch_size > 1:
+        check_batch(config, named)
     for method in named:
         check_needs(method, model_paths(config))
     check_device(config.device)
     return config.sampling
+
+
+def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
+    """What cannot be done to several prompts together."""
+    size = f"with batch_size {config.batch_size}"
+    if config.trace is not None:
+        raise InputError("trace", f"{config.trace} {size}", "batch_size 1", "Trace prompt by prompt.")
+    if config.engine == "hf":
+        raise InputError("engine", f"hf {size}", "lean, which decodes in batches", "Pass --batch-size 1.")
+    for item in named:
+        if not item.method.batchable:
+            able = ", ".join(name for name, method in METHODS.items() if method.batchable)
+            raise InputError("methods", f"{item.label} {size}", f"some of {able}", "Measure it with --batch-size 1.")
 
 
 def check_device(name: str) -> None:
@@ -219,8 +247,9 @@ def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, contex
 
 def make_runners(
     config: BenchConfig, named: Sequence[Named], models: Models, params: SamplingParams, eos_ids: tuple[int, ...]
-) -> dict[str, Runner]:
+) -> dict[str, Runner | BatchRunner]:
     """Label -> method, ready to answer. transformers' models are loaded only for the methods that use them."""
+    session: RowsSession | None = None
     loaded: dict[str, Any] = {}
 
     def hf_model(flag: str) -> Any:
@@ -229,15 +258,28 @@ def make_runners(
             loaded[flag] = load_hf_model(path, config.dtype, config.device, config.trust_remote_code)
         return loaded[flag]
 
-    runners: dict[str, Runner] = {}
+    runners: dict[str, Runner | BatchRunner] = {}
     for label, method in ((item.label, item.method) for item in named):
         if isinstance(method, HFAssisted):
             runners[label] = HFRunner(hf_model("target"), params, eos_ids, hf_model("draft"), method.k)
         elif isinstance(method, HFGenerate):
             runners[label] = HFRunner(hf_model("target"), params, eos_ids)
+        elif in_batches(config, method, models):
+            target = rows_lm("target", models.target)
+            session = session or target.rows_session(config.batch_size, models.capacity)
+            drafter = method.build_batch(models, config.batch_size)
+            runners[label] = BatchRunner(target, session, drafter, params, eos_ids)
         else:
             runners[label] = EngineRunner(models.target, method.build(models), params, eos_ids)
     return runners
+
+
+def in_batches(config: BenchConfig, method: Method, models: Models) -> bool:
+    """Whether the batched loop runs it: several prompts at a time, or one on a GPU, which it keeps busier."""
+    if config.batch_size > 1:
+        return True
+    lean = all(isinstance(lm, LlamaLM) for lm in (models.target, models.draft) if lm is not None)
+    return torch.device(config.device).type == "cuda" and method.batchable and lean and config.trace is None
 
 
 def describe(

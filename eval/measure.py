@@ -10,11 +10,13 @@ from typing import Protocol
 
 import torch
 
+from draftsmith.modules.decoding.batch import generate_batch
+from draftsmith.modules.decoding.chains import BatchDrafter
 from draftsmith.modules.decoding.loop import Generation, Round, generate
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import DecodeTrace
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, RowsLM, RowsSession
 from draftsmith.modules.types import SamplingParams
 
 
@@ -42,6 +44,39 @@ class EngineRunner:
         )
 
 
+class GroupRunner(Protocol):
+    """One method, ready to answer several prompts."""
+
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
+        """Generate for each prompt; the same seed gives the same tokens."""
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """Answers a group one prompt after the other."""
+
+    runner: Runner
+
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
+        return [self.runner(prompt, max_new_tokens, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+
+
+@dataclass(frozen=True)
+class BatchRunner:
+    """This project's batched loop: a group is decoded together. The session may be shared by methods in turn."""
+
+    target: RowsLM
+    session: RowsSession
+    drafter: BatchDrafter | None
+    params: SamplingParams
+    eos_ids: tuple[int, ...]
+
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
+        return generate_batch(
+            self.target, self.drafter, prompts, self.params, max_new_tokens, seeds, self.eos_ids, self.session
+        )
+
+
 @dataclass(frozen=True)
 class BenchPrompt:
     """A prompt as the target reads it, chat template included."""
@@ -53,9 +88,14 @@ class BenchPrompt:
 
 @dataclass(frozen=True)
 class Measured:
-    """One method on one prompt: what it emitted, what that took, and medians over repeats of both clocks [s]."""
+    """One method on one prompt: what it emitted, what that took, and medians over repeats of both clocks [s].
+
+    group: number of the prompts that were answered together. The clocks saw the whole group; each of its prompts
+        carries an equal share, so only sums over whole groups mean anything.
+    """
 
     prompt: BenchPrompt
+    group: int
     tokens: list[int]
     trace: DecodeTrace
     ended: bool
@@ -63,13 +103,17 @@ class Measured:
     cpu_s: float
 
 
-def timed(runner: Runner, prompt: Sequence[int], max_new_tokens: int, seed: int) -> tuple[Generation, float, float]:
-    """One run: the generation, wall seconds, CPU seconds of this process (all its threads)."""
+# The generations of a group, wall seconds, CPU seconds of this process (all its threads).
+Run = tuple[list[Generation], float, float]
+
+
+def timed(runner: GroupRunner, group: Sequence[BenchPrompt], max_new_tokens: int, seeds: Sequence[int]) -> Run:
+    """One run of a group."""
     synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
-    generation = runner(prompt, max_new_tokens, seed)
+    generations = runner([prompt.prompt_ids for prompt in group], max_new_tokens, seeds)
     synchronize()
-    return generation, time.perf_counter() - wall, time.process_time() - cpu
+    return generations, time.perf_counter() - wall, time.process_time() - cpu
 
 
 def synchronize() -> None:
@@ -79,42 +123,45 @@ def synchronize() -> None:
 
 
 def measure(
-    runners: Mapping[str, Runner],
+    runners: Mapping[str, GroupRunner],
     prompts: Sequence[BenchPrompt],
     warm_up: BenchPrompt,
     max_new_tokens: int,
     repeats: int,
     seed: int,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[int], None] = lambda count: None,
+    batch_size: int = 1,
 ) -> dict[str, list[Measured]]:
     """Every method on every prompt, interleaved: a machine that slows down slows all methods down alike.
 
-    The order of methods rotates, so that none always follows the same one. `warm_up` runs once a method, uncounted.
-    A prompt's seed depends on its number only: repeats redo the same work, and methods share their random numbers.
+    batch_size: consecutive prompts that are answered, and timed, together; the last group may be smaller.
+    The order of methods rotates, so that none always follows the same one. A group of `warm_up` runs once a method,
+    uncounted. A prompt's seed depends on its number only: repeats redo the same work, and methods share their random
+    numbers. `progress` is told how many more prompts are done.
     """
     for runner in runners.values():
-        runner(warm_up.prompt_ids, max_new_tokens, seed)
+        timed(runner, [warm_up] * batch_size, max_new_tokens, range(seed, seed + batch_size))
     labels = list(runners)
     measured: dict[str, list[Measured]] = {label: [] for label in labels}
-    for number, prompt in enumerate(prompts):
-        runs: dict[str, list[tuple[Generation, float, float]]] = {label: [] for label in labels}
+    for number, start in enumerate(range(0, len(prompts), batch_size)):
+        group = prompts[start : start + batch_size]
+        seeds = range(seed + start, seed + start + len(group))
+        runs: dict[str, list[Run]] = {label: [] for label in labels}
         for repeat in range(repeats):
             turn = (number + repeat) % len(labels)
             for label in labels[turn:] + labels[:turn]:
-                runs[label].append(timed(runners[label], prompt.prompt_ids, max_new_tokens, seed + number))
+                runs[label].append(timed(runners[label], group, max_new_tokens, seeds))
         for label in labels:
-            measured[label].append(median_of(prompt, runs[label]))
-        progress()
+            measured[label] += medians_of(number, group, runs[label])
+        progress(len(group))
     return measured
 
 
-def median_of(prompt: BenchPrompt, runs: Sequence[tuple[Generation, float, float]]) -> Measured:
-    first = runs[0][0]
-    return Measured(
-        prompt=prompt,
-        tokens=first.tokens,
-        trace=first.trace,
-        ended=first.ended,
-        wall_s=statistics.median(run[1] for run in runs),
-        cpu_s=statistics.median(run[2] for run in runs),
-    )
+def medians_of(number: int, group: Sequence[BenchPrompt], runs: Sequence[Run]) -> list[Measured]:
+    """Tokens and counts of the first run, medians of the clocks."""
+    wall_s = statistics.median(run[1] for run in runs) / len(group)
+    cpu_s = statistics.median(run[2] for run in runs) / len(group)
+    return [
+        Measured(prompt, number, made.tokens, made.trace, made.ended, wall_s=wall_s, cpu_s=cpu_s)
+        for prompt, made in zip(group, runs[0][0], strict=True)
+    ]

@@ -42,13 +42,15 @@ def caption(results: Mapping[str, Any]) -> str:
     settings = meta["settings"]
     mode = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
     clock = "CPU time" if meta["clock"] == "cpu" else "wall time"
+    batch_size = settings.get("batch_size", 1)  # results of earlier versions do not say
+    together = f"{batch_size} prompts at a time, " if batch_size > 1 else ""
     repeats = "once" if settings["repeats"] == 1 else f"medians of {settings['repeats']}"
     grams = first.get("distinct_4grams")
     return (
         f"{first['prompts']} prompts, {first['tokens']:,} tokens"
         + (f" (distinct 4-grams {grams:.2f})" if grams is not None else "")
         + f", {mode}, {settings['dtype']} on {settings['device']}, {settings['num_threads']} thread(s), "
-        f"{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
+        f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
     )
 
 

@@ -31,14 +31,17 @@ def speedup(items: Sequence[Measured], baseline: Sequence[Measured], clock: Cloc
 def speedup_interval(
     items: Sequence[Measured], baseline: Sequence[Measured], clock: Clock, seed: int
 ) -> list[float] | None:
-    """95 % bootstrap interval of the speed-up; prompts are resampled in pairs. None for fewer than two prompts."""
-    if len(items) < 2:
+    """95 % bootstrap interval of the speed-up. What was timed together is resampled together, in pairs: groups, which
+    are single prompts at batch size 1. None for fewer than two groups."""
+    _, owner = np.unique([item.group for item in items], return_inverse=True)
+    count = owner.max() + 1
+    if count < 2:
         return None
-    picks = np.random.default_rng(seed).integers(len(items), size=(NUM_RESAMPLES, len(items)))
+    picks = np.random.default_rng(seed).integers(count, size=(NUM_RESAMPLES, count))
 
     def rate(rows: Sequence[Measured]) -> Any:
-        tokens = np.array([len(row.tokens) for row in rows], dtype=float)[picks].sum(1)
-        return tokens / np.maximum(np.array([seconds(row, clock) for row in rows])[picks].sum(1), 1e-12)
+        tokens = np.bincount(owner, [len(row.tokens) for row in rows])[picks].sum(1)
+        return tokens / np.maximum(np.bincount(owner, [seconds(row, clock) for row in rows])[picks].sum(1), 1e-12)
 
     low, high = np.percentile(rate(items) / rate(baseline), [2.5, 97.5])
     return [float(low), float(high)]
@@ -85,13 +88,16 @@ def summary_row(
 def summarise(
     measured: Mapping[str, Sequence[Measured]], clock: Clock, seed: int, compare: bool
 ) -> list[dict[str, Any]]:
-    """One row a method in the order measured, each with `by_task` where prompts carry tasks."""
+    """One row a method in the order measured, each with `by_task` where prompts carry tasks and no group mixes them:
+    the seconds of a mixed group belong to no task."""
+    task_of: dict[int, str] = {}
+    mixed = any(task_of.setdefault(item.group, item.prompt.task) != item.prompt.task for item in measured[BASELINE])
     rows = []
     for label, items in measured.items():
         baseline = measured[BASELINE]
         row = {"method": label, **summary_row(items, baseline, clock, seed, compare)}
         tasks = sorted({item.prompt.task for item in items if item.prompt.task})
-        if tasks:
+        if tasks and not mixed:
             row["by_task"] = {
                 task: summary_row(
                     [item for item in items if item.prompt.task == task],
@@ -117,6 +123,7 @@ def prompt_rows(measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, An
                     "method": label,
                     "id": item.prompt.id,
                     "task": item.prompt.task,
+                    "group": item.group,
                     "prompt_tokens": len(item.prompt.prompt_ids),
                     "tokens": totals.num_tokens,
                     "wall_s": item.wall_s,

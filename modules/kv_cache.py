@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -51,10 +51,19 @@ class KVCache:
         device: torch.device,
     ):
         # Zeros, not empty: slots that a mask hides must hold finite numbers, or 0 * nan spoils the attention.
-        self.data = torch.zeros(num_layers, 2, batch, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
-        self.length = 0
+        self._hold(torch.zeros(num_layers, 2, batch, num_kv_heads, capacity, head_dim, dtype=dtype, device=device))
+
+    @classmethod
+    def over(cls, data: Tensor) -> Self:
+        """An empty cache that keeps its slots in `data`, laid out as above."""
+        cache = cls.__new__(cls)
+        cache._hold(data)
+        return cache
+
+    def _hold(self, data: Tensor) -> None:
+        self.data, self.length = data, 0
         # Views made once: indexing the big tensor in every layer of every call is measurable on small models.
-        self._layers = list(self.data)
+        self._layers = list(data)
 
     @property
     def capacity(self) -> int:
@@ -80,3 +89,40 @@ class KVCache:
         """Keep these rows of the batch only."""
         self.data = self.data.index_select(2, rows)
         self._layers = list(self.data)
+
+
+class RowsCache(KVCache):
+    """The same for rows of their own lengths, which only the caller knows: `length` stays 0.
+
+    `place` says which slots the next forward writes and how many it reads. A row's slots past its kept tokens hold what
+    was last written there; a mask hides them, so that dropping tokens moves nothing. Fewer rows than were allocated may
+    be in use: they are the first ones, and their memory never moves, as graphs captured over it require.
+    """
+
+    def _hold(self, data: Tensor) -> None:
+        super()._hold(data)
+        _, _, batch, num_kv_heads, capacity, head_dim = data.shape
+        # Every slot of every head as one row of a matrix, so that a layer's write is one call with an index made once.
+        self._flat = [layer.view(-1, head_dim) for layer in self._layers]
+        first = torch.arange(2 * batch * num_kv_heads, device=data.device) * capacity
+        self._first = first.view(2, batch, num_kv_heads).transpose(0, 1).reshape(batch, 1, -1)  # [B, 1, 2 * kv_heads]
+
+    def place(self, slots: Tensor, span: int) -> None:
+        """Writes go to slots [B, T]; reads see the first `span` slots of each of the first B rows."""
+        self._index, self._span = self._first[: len(slots)] + slots[..., None], span
+
+    def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, T, 2 * kv_heads, D] where `place` said; keys and values [B, kv_heads, span, D]. No use of start."""
+        self._flat[layer].index_put_((self._index,), keys_values)
+        keys, values = self._layers[layer].narrow(1, 0, len(keys_values)).narrow(3, 0, self._span).unbind(0)
+        return keys, values
+
+    def row(self, index: int) -> KVCache:
+        """One row as an empty cache of its own, over the same memory."""
+        return KVCache.over(self.data[:, :, index : index + 1])
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Move these rows (ascending) to the front, in place."""
+        for new, old in enumerate(rows.tolist()):
+            if new != old:
+                self.data[:, :, new].copy_(self.data[:, :, old])

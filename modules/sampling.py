@@ -69,11 +69,11 @@ def top_values(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def residual(target_prob: Tensor, draft_prob: Tensor) -> Tensor:
-    """norm((p - q)+), the law of the token that replaces a rejected one (Leviathan et al. 2023). Both are [V]."""
+    """norm((p - q)+), the law of the token that replaces a rejected one (Leviathan et al. 2023). Both are [..., V]."""
     excess = (target_prob - draft_prob).clamp_min(0)
-    total = excess.sum()
+    total = excess.sum(-1, keepdim=True)
     # p == q up to rounding: nothing is ever rejected, so any law will do; the target's is the safe one.
-    return excess / total if total > 0 else target_prob
+    return torch.where(total > 0, excess / total, target_prob)
 
 
 def pick(probs: Tensor, uniform: float) -> int:

@@ -9,8 +9,10 @@ from typing import ClassVar
 
 from torch import nn
 
+from draftsmith.modules.decoding.chains import BatchDrafter
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, RowsLM
+from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 
 
@@ -37,8 +39,10 @@ class Method:
 
     uses: flags of the models that it needs whatever its settings.
     eagle_for: flag of the model whose features its EAGLE head reads, where it uses one.
+    batchable: several prompts can be decoded together (`build_batch`).
     """
 
+    batchable: ClassVar[bool] = False
     uses: ClassVar[tuple[str, ...]] = ()
     eagle_for: ClassVar[str] = "target"
 
@@ -51,6 +55,10 @@ class Method:
         """The drafter for this engine's own loop; None decodes without one."""
         raise TypeError(f"{type(self).__name__} is run by transformers and has no drafter")
 
+    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
+        """The drafter of the batched loop, for at most `batch` rows; None decodes without one."""
+        raise TypeError(f"{type(self).__name__} is decoded one prompt at a time")
+
 
 @dataclass(frozen=True)
 class Named:
@@ -58,6 +66,18 @@ class Named:
 
     label: str
     method: Method
+
+
+def rows_lm(flag: str, lm: CausalLM | None) -> RowsLM:
+    """The model as one that reads rows side by side.
+
+    Raises:
+        InputError: it is run by transformers.
+    """
+    if not isinstance(lm, LlamaLM):
+        found = "a model that only transformers can run"
+        raise InputError(flag, found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
+    return lm
 
 
 def at_least(name: str, value: int, smallest: int) -> None:

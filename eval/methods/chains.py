@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from draftsmith.eval.methods.base import Method, Models, at_least, between
+from draftsmith.eval.methods.base import Method, Models, at_least, between, rows_lm
+from draftsmith.modules.decoding.chains import BatchDrafter
 from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
 
 
@@ -14,7 +16,12 @@ from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
 class Autoregressive(Method):
     """One token a target call, by this engine: what every speed-up is measured against."""
 
+    batchable = True
+
     def build(self, models: Models) -> Drafter | None:
+        return None
+
+    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
         return None
 
 
@@ -31,8 +38,42 @@ def build_chain(models: Models, drafter: str, stop: StopPolicy) -> Drafter:
     return DraftModelDrafter(models.draft, stop, models.capacity)
 
 
+def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> BatchDrafter:
+    """The same for as many rows as there are policies.
+
+    Raises:
+        InputError: a draft model that only transformers can run.
+    """
+    if drafter == "eagle":
+        from draftsmith.modules.heads.eagle import EagleHead
+        from draftsmith.modules.heads.eagle_batch import BatchEagle
+
+        assert isinstance(models.eagle, EagleHead)
+        return BatchEagle(models.eagle, models.target, stops, models.capacity)
+    from draftsmith.modules.decoding.drafters.draft_model_batch import BatchDraftModel
+
+    return BatchDraftModel(rows_lm("draft", models.draft), stops, models.capacity)
+
+
 @dataclass(frozen=True)
-class FixedK(Method):
+class Chain(Method, ABC):
+    """One chain a round, drafted by the first of the models that the method needs."""
+
+    batchable = True
+
+    @abstractmethod
+    def policy(self, models: Models) -> StopPolicy:
+        """A fresh stop policy."""
+
+    def build(self, models: Models) -> Drafter | None:
+        return build_chain(models, self.needs[0], self.policy(models))
+
+    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
+        return build_chains(models, self.needs[0], [self.policy(models) for _ in range(batch)])
+
+
+@dataclass(frozen=True)
+class FixedK(Chain):
     """Speculative sampling with a draft model (Leviathan et al. 2023): k drafted tokens a round."""
 
     k: int = 5
@@ -41,30 +82,21 @@ class FixedK(Method):
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
 
-    def build(self, models: Models) -> Drafter | None:
+    def policy(self, models: Models) -> StopPolicy:
         from draftsmith.modules.decoding.stop import FixedLength
 
-        return build_chain(models, "draft", FixedLength(self.k))
+        return FixedLength(self.k)
 
 
 @dataclass(frozen=True)
-class EagleChain(Method):
+class EagleChain(FixedK):
     """An EAGLE head drafts a chain of k tokens a round (Li et al. 2024)."""
 
-    k: int = 5
     uses = ("eagle",)
-
-    def __post_init__(self) -> None:
-        at_least("k", self.k, 1)
-
-    def build(self, models: Models) -> Drafter | None:
-        from draftsmith.modules.decoding.stop import FixedLength
-
-        return build_chain(models, "eagle", FixedLength(self.k))
 
 
 @dataclass(frozen=True)
-class StopRule(Method, ABC):
+class StopRule(Chain, ABC):
     """A chain whose length a policy decides.
 
     drafter: draft for a draft model, eagle for an EAGLE head.
@@ -75,13 +107,6 @@ class StopRule(Method, ABC):
     @property
     def needs(self) -> tuple[str, ...]:
         return (self.drafter,)
-
-    @abstractmethod
-    def policy(self, models: Models) -> StopPolicy:
-        """A fresh stop policy."""
-
-    def build(self, models: Models) -> Drafter | None:
-        return build_chain(models, self.drafter, self.policy(models))
 
 
 @dataclass(frozen=True)

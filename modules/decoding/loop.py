@@ -66,14 +66,8 @@ def generate(
         InputError: empty prompt, or a prompt that leaves no room in the target's context.
     """
     limit = target.info.max_position
-    if not 0 < len(prompt) < limit:
-        raise InputError(
-            "prompt", f"{len(prompt)} tokens", f"1 to {limit - 1}, the target's context", "Shorten the prompt."
-        )
-    if max_new_tokens < 1:
-        raise InputError("max_new_tokens", max_new_tokens, "1 or more", "Ask for at least one token.")
     ends = frozenset(target.info.eos_ids if eos_ids is None else eos_ids)
-    room = min(max_new_tokens, limit - len(prompt))
+    room = room_for(prompt, max_new_tokens, limit)
     session = target.session(min(session_capacity(len(prompt), room, max_nodes), limit + max_nodes + 1))
     state = _State(session, ends, room, on_round)
 
@@ -89,11 +83,26 @@ def generate(
     return Generation(state.tokens, state.trace, state.ended)
 
 
-class _State:
-    """Emitted tokens and whether generation is over."""
+def room_for(prompt: Sequence[int], max_new_tokens: int, limit: int) -> int:
+    """Most tokens that may follow the prompt in a context of `limit`.
 
-    def __init__(self, session: Session, ends: frozenset[int], room: int, on_round: Callable[[Round], None] | None):
-        self.session, self.ends, self.room, self.on_round = session, ends, room, on_round
+    Raises:
+        InputError: as `generate` does.
+    """
+    if not 0 < len(prompt) < limit:
+        raise InputError(
+            "prompt", f"{len(prompt)} tokens", f"1 to {limit - 1}, the target's context", "Shorten the prompt."
+        )
+    if max_new_tokens < 1:
+        raise InputError("max_new_tokens", max_new_tokens, "1 or more", "Ask for at least one token.")
+    return min(max_new_tokens, limit - len(prompt))
+
+
+class Answer:
+    """Emitted tokens, what they cost, and whether generation is over."""
+
+    def __init__(self, ends: frozenset[int], room: int):
+        self.ends, self.room = ends, room
         self.tokens: list[int] = []
         self.trace = DecodeTrace()
         self.ended = False
@@ -113,6 +122,14 @@ class _State:
             self.ended = tokens[-1] in self.ends
         self.tokens += tokens
         return tokens
+
+
+class _State(Answer):
+    """An answer, the session that it is read into, and who watches."""
+
+    def __init__(self, session: Session, ends: frozenset[int], room: int, on_round: Callable[[Round], None] | None):
+        super().__init__(ends, room)
+        self.session, self.on_round = session, on_round
 
     def show(self, done: Round) -> None:
         if self.on_round is not None:

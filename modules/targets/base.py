@@ -67,6 +67,31 @@ class BatchSession(Protocol):
         """Go on with these rows only (indices [B'])."""
 
 
+class RowsSession(Protocol):
+    """Several sequences read side by side, each of its own length, which the caller keeps account of.
+
+    static: shapes are to recur from call to call (CUDA graphs), so callers pad rather than shrink.
+    """
+
+    batch: int
+    capacity: int
+    static: bool
+
+    def prefill(self, row: int, prompt: Sequence[int]) -> Scores:
+        """Read a prompt of T tokens into this row from its beginning; logits [1, V] after it, features [T, H]."""
+
+    def extend(self, tokens: Tensor, starts: Tensor, end: int, num_logits: int = 1) -> tuple[Tensor, Tensor]:
+        """Read n tokens a row, tokens [B, n], as a chain after each row's first starts[b] tokens, both int64.
+
+        end: the longest row's start + n, known to the host. Rows may be padded at the right. Nothing is kept: the next
+        call's `starts` say how much of this one stands. Logits [B, num_logits, V] of the last tokens, features
+        [B, n, H] after the final norm; on CUDA both are good until the next call.
+        """
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows only (ascending indices [B'])."""
+
+
 class CausalLM(Protocol):
     """A language model: the lean Llama (`targets/llama.py`) or any transformers model (`targets/hf.py`).
 
@@ -96,3 +121,10 @@ class CausalLM(Protocol):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states after the final norm."""
+
+
+class RowsLM(CausalLM, Protocol):
+    """A language model that can also read rows of different lengths side by side."""
+
+    def rows_session(self, batch: int, capacity: int, static: bool | None = None) -> RowsSession:
+        """At most `batch` rows of at most `capacity` tokens, drafts included. static: None decides by the device."""

@@ -14,6 +14,7 @@ from draftsmith.modules.layers import LlamaConfig, LlamaModel, RopeScaling, rope
 from draftsmith.modules.lean import LeanNorm, LeanStack
 from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.targets.base import ModelInfo, Scores
+from draftsmith.modules.targets.llama_rows import LlamaRows
 from draftsmith.modules.types import InputError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -123,6 +124,9 @@ class LlamaLM:
     def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[LlamaBatchSession, Tensor]:
         session = LlamaBatchSession(self, prompts, capacity)
         return session, session.prefill(prompts)
+
+    def rows_session(self, batch: int, capacity: int, static: bool | None = None) -> LlamaRows:
+        return LlamaRows(self, batch, capacity, static)
 
     def features(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if position_ids is not None and not torch.equal(

@@ -17,6 +17,7 @@ from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval import bench
 from draftsmith.eval.bench import BenchConfig
 from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.report import caption
 from draftsmith.launch.cli import main
 from draftsmith.modules.types import InputError
 
@@ -224,3 +225,76 @@ def test_a_head_made_for_another_mode_is_warned_about(config, tmp_path, capsys):
         small = dataclasses.replace(config, methods="specdec++", limit=1, repeats=1, output=tmp_path / "out")
         bench.bench(dataclasses.replace(small, acceptance=str(tmp_path / "head")))
         assert ("labels of another mode (temperature 1.0 there, 0.0 here)" in capsys.readouterr().err) is warned
+
+
+BATCHED = "spec:k=3,specdec++:h=0.7:min=1:max=6,eagle:k=2,confidence:t=0.2:max=6:drafter=eagle,self-verify:k=5"
+
+
+def test_batches_of_prompts_have_the_same_answers_and_counts(config, results, per_prompt, tmp_path):
+    batched = dataclasses.replace(config, methods=BATCHED, batch_size=2, repeats=1, output=tmp_path)
+    found = bench.bench(batched)
+    assert found["meta"]["settings"]["batch_size"] == 2
+    assert all(row["matches_ar"] is True for row in found["methods"])
+    counts = ("tokens", "num_target_calls", "num_draft_tokens", "num_accepted", "draft_calls", "tau")
+    alone = {row["method"]: row for row in results["methods"]}
+    for row in found["methods"]:
+        if row["method"] in alone:
+            assert {count: row[count] for count in counts} == {count: alone[row["method"]][count] for count in counts}
+    own = {row["id"]: row["token_ids"] for row in per_prompt if row["method"] == "ar"}
+    lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert all(line["token_ids"] == own[line["id"]] for line in lines)
+    # Five prompts in groups of two, tasks alternating: a group's clocks are shared evenly and belong to no task.
+    spec = [line for line in lines if line["method"] == "spec:k=3"]
+    assert [line["group"] for line in spec] == [0, 0, 1, 1, 2]
+    assert spec[0]["cpu_s"] == spec[1]["cpu_s"] and spec[2]["cpu_s"] == spec[3]["cpu_s"]
+    assert all("by_task" not in row for row in found["methods"])
+    assert "2 prompts at a time" in caption(found) and "at a time" not in caption(results)
+
+
+def test_sampled_batches_repeat_with_their_seed(config, tmp_path):
+    sampling = dataclasses.replace(
+        config, methods="spec:k=3", temperature=0.8, top_k=10, repeats=1, limit=4, output=tmp_path
+    )
+    tokens = []
+    for seed, size in ((0, 2), (0, 2), (1, 2)):
+        bench.bench(dataclasses.replace(sampling, seed=seed, batch_size=size))
+        tokens.append([json.loads(line)["token_ids"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()])
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"methods": "eagle2"}, "methods: found eagle2 with batch_size 4, expected some of ar, spec, specdec++,"),
+        ({"methods": "spec,hf"}, "methods: found hf with batch_size 4"),
+        ({"methods": "pld"}, "Measure it with --batch-size 1."),
+        ({"trace": "rounds.jsonl"}, "trace: found rounds.jsonl with batch_size 4"),
+        ({"engine": "hf"}, "engine: found hf with batch_size 4"),
+        ({"batch_size": "0"}, "batch_size: found 0"),
+    ],
+)
+def test_what_can_not_be_batched_is_told_before_anything_is_loaded(tmp_path, capsys, change, expected):
+    arguments = {"target": "absent", "prompts": "absent", "draft": "absent", "eagle": "absent", "batch_size": "4",
+                 "output": str(tmp_path), **change}  # fmt: skip
+    assert main(["eval", "bench", *(word for key, value in arguments.items() for word in (f"--{key}", value))]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("draftsmith: error: ") and err.count("\n") == 1 and expected in err
+
+
+def test_a_model_that_only_transformers_runs_is_told_apart(config, tmp_path):
+    raw = json.loads((Path(config.target) / "config.json").read_text())
+    other = tmp_path / "gelu"
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**raw, "hidden_act": "gelu"}))
+    model.save_pretrained(other)
+    tiny_tokenizer().save_pretrained(str(other))
+    with pytest.raises(InputError, match=r"target: found a model that only transformers can run.*--batch-size 1"):
+        bench.bench(dataclasses.replace(config, target=str(other), methods="ar", batch_size=2, output=tmp_path / "out"))
+
+
+@pytest.mark.slow
+def test_the_shipped_pair_in_batches_of_four(tmp_path):
+    arguments = ["--target", "embedded:target", "--draft", "embedded:draft", "--prompts", "embedded:prompts"]
+    arguments += ["--split", "test", "--limit", "6", "--max-new-tokens", "48", "--repeats", "1", "--batch-size", "4"]
+    assert main(["eval", "bench", *arguments, "--methods", "spec:k=5,confidence", "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["methods"]
+    assert [row["matches_ar"] for row in rows] == [True] * 3 and rows[1]["tau"] > 1.5

@@ -67,3 +67,10 @@ def test_a_registered_method_is_a_frozen_dataclass_with_defaults(name):
     method = parse_method(name)
     assert dataclasses.is_dataclass(method) and method.__dataclass_params__.frozen
     assert set(method.needs) <= {"draft", "mid", "eagle", "acceptance"}
+
+
+def test_chains_and_nothing_else_can_be_batched():
+    able = {name for name, method in METHODS.items() if method.batchable}
+    assert able == {"ar", "spec", "specdec++", "confidence", "self-verify", "eagle"}
+    with pytest.raises(TypeError, match="one prompt at a time"):
+        parse_method("eagle2").build_batch(None, 2)

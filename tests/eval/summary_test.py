@@ -8,26 +8,28 @@ import json
 import pytest
 from rich.console import Console
 
-from draftsmith.eval.measure import BenchPrompt, Measured, median_of
+from draftsmith.eval.measure import BenchPrompt, Measured, medians_of
 from draftsmith.eval.report import markdown_table, results_table, task_table
 from draftsmith.eval.summary import distinct_4grams, summarise
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
 
-def measured(tokens: list[int], steps: list[DecodeStep], cpu_s: float, wall_s: float, task: str = "") -> Measured:
+def measured(
+    tokens: list[int], steps: list[DecodeStep], cpu_s: float, wall_s: float, task: str = "", group: int = 0
+) -> Measured:
     trace = DecodeTrace(steps, prefill_emitted=1)
-    return Measured(BenchPrompt("id", [1, 2], task), tokens, trace, False, wall_s=wall_s, cpu_s=cpu_s)
+    return Measured(BenchPrompt("id", [1, 2], task), group, tokens, trace, False, wall_s=wall_s, cpu_s=cpu_s)
 
 
 AR = [
     measured([1, 2, 3], [DecodeStep(0, 0, 1, 0)] * 2, cpu_s=3.0, wall_s=6.0, task="a"),
-    measured([4, 5, 6, 7], [DecodeStep(0, 0, 1, 0)] * 3, cpu_s=5.0, wall_s=9.0, task="b"),
+    measured([4, 5, 6, 7], [DecodeStep(0, 0, 1, 0)] * 3, cpu_s=5.0, wall_s=9.0, task="b", group=1),
 ]
 # Prompt 1: prefill emits 1; a round drafts 4, accepts 1, emits 2. Prompt 2: prefill 1; drafts 2, accepts 2, emits 3.
 SPEC = [
     measured([1, 2, 3], [DecodeStep(4, 1, 2, 4)], cpu_s=1.0, wall_s=4.0, task="a"),
-    measured([4, 5, 6, 7], [DecodeStep(2, 2, 3, 2)], cpu_s=3.0, wall_s=5.0, task="b"),
+    measured([4, 5, 6, 7], [DecodeStep(2, 2, 3, 2)], cpu_s=3.0, wall_s=5.0, task="b", group=1),
 ]
 
 
@@ -61,6 +63,24 @@ def test_the_interval_is_seeded_and_holds_the_bootstrap_extremes():
     assert summarise({"ar": AR[:1]}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
 
 
+def test_what_was_timed_together_is_resampled_together():
+    # Groups of two prompts, each with an equal share of its group's seconds: whole groups give 3x and 5/3x, as above
+    # with their tokens halved, while resampling prompts would mix a share with its mate's.
+    def halves(items: list[Measured]) -> list[Measured]:
+        return [dataclasses.replace(i, wall_s=i.wall_s / 2, cpu_s=i.cpu_s / 2, tokens=t)
+                for i in items for t in (i.tokens[:1], i.tokens[1:])]  # fmt: skip
+
+    row = summarise({"ar": halves(AR), "spec": halves(SPEC)}, "cpu", seed=0, compare=True)[1]
+    assert row["speedup_ci95"] == pytest.approx([5 / 3, 3.0])
+    one_group = [dataclasses.replace(item, group=0) for item in AR]
+    assert summarise({"ar": one_group}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
+
+
+def test_a_group_of_several_tasks_has_no_row_by_task():
+    mixed = [dataclasses.replace(item, group=0) for item in AR]
+    assert "by_task" not in summarise({"ar": mixed}, "cpu", seed=0, compare=True)[0]
+
+
 def test_different_output_is_reported_and_unfair_comparison_is_not_made():
     other = [SPEC[0], dataclasses.replace(SPEC[1], tokens=[4, 5, 6, 8])]
     row = summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=True)[1]
@@ -78,7 +98,8 @@ def test_distinct_4grams_of_a_loop():
 
 def test_medians_over_repeats_are_taken_for_each_clock():
     generation = Generation([1], DecodeTrace(prefill_emitted=1), True)
-    item = median_of(BenchPrompt("id", [1]), [(generation, 3.0, 1.0), (generation, 1.0, 9.0), (generation, 2.0, 2.0)])
+    runs = [([generation], 3.0, 1.0), ([generation], 1.0, 9.0), ([generation], 2.0, 2.0)]
+    (item,) = medians_of(0, [BenchPrompt("id", [1])], runs)
     assert (item.wall_s, item.cpu_s) == (2.0, 2.0)
 
 

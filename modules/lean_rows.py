@@ -1,0 +1,57 @@
+"""Lean layers over rows of different lengths: `LeanStack.chain` for several sequences, in shapes that may be fixed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.kv_cache import KVCache, RowsCache
+from draftsmith.modules.lean import LeanStack, as_bias
+
+SPAN_BUCKET = 256
+ALIGNMENT = 8  # of a mask's rows, which attention kernels on a GPU ask for; SPAN_BUCKET is a multiple of it
+
+
+class RowsStack:
+    """A `LeanStack` over a `RowsCache`. Which slots of a row are kept is the caller's to know: a forward is told where
+    each row goes on, and what lies beyond is written over."""
+
+    def __init__(self, stack: LeanStack, batch: int, capacity: int):
+        """capacity: most tokens a row may keep, drafts included. Inputs past it are harmless and their outputs void."""
+        self._stack, self._capacity = stack, capacity
+        config = stack.config
+        # One slot more at least, for the inputs past the capacity: rows padded to a common width have them.
+        slots = -(-(capacity + 1) // ALIGNMENT) * ALIGNMENT
+        self._cache = RowsCache(
+            len(stack.layers), batch, config.num_kv_heads, slots, config.head_dim, stack.dtype, stack.device
+        )
+        self._slots = torch.arange(slots, device=stack.device)
+
+    def forward(self, x: Tensor, starts: Tensor, span: int) -> Tensor:
+        """x [B, n, H], row b fed after its first starts[b] tokens, int64 [B] -> [B, n, H] before any final norm.
+
+        span: cached slots that are looked at; no less than any row's start + n, unless that is past the capacity.
+        """
+        stack = self._stack
+        positions = (starts[:, None] + torch.arange(x.shape[1], device=x.device)).clamp_max(self._capacity)
+        slots = self._slots[:span]
+        visible = slots <= positions[..., None]
+        if stack.config.sliding_window is not None:
+            visible &= slots > positions[..., None] - stack.config.sliding_window
+        rotated = positions.clamp_max(len(stack.cos) - 1)
+        self._cache.place(positions, span)
+        return stack.run(
+            x, stack.cos[rotated], stack.sin[rotated], self._cache, as_bias(visible, stack.dtype)[:, None], False
+        )
+
+    def span(self, end: int, static: bool) -> int:
+        """Slots to look at where the longest row ends at `end`. static: one of few widths, so that shapes recur."""
+        return min(-(-end // SPAN_BUCKET) * SPAN_BUCKET if static else end, len(self._slots))
+
+    def row(self, index: int) -> KVCache:
+        """An empty cache of this row's slots, for a prompt that is read without padding."""
+        return self._cache.row(index)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows only (ascending indices [B'])."""
+        self._cache.select_rows(rows)

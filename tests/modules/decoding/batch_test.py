@@ -1,0 +1,240 @@
+"""Several sequences decoded together: tokens of transformers, counts of the single loop, rows that do not mix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from greedy_world import GREEDY, NEW_TOKENS, World, make_world, transformers_answer
+from tiny_models import CONTEXT, tiny_llama_dir
+
+from draftsmith.data.models import load_lm
+from draftsmith.eval.methods import parse_method
+from draftsmith.eval.methods.base import Models
+from draftsmith.modules.decoding.batch import generate_batch
+from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.decoding.drafters.draft_model_batch import BatchDraftModel
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.heads.eagle_batch import BatchEagle
+from draftsmith.modules.sampling import probabilities
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.types import InputError, SamplingParams
+
+METHODS = ["ar", "spec:k=1", "spec:k=5", "specdec++:h=0.5:min=1:max=8", "confidence:t=0.2:max=8", "self-verify:k=6",
+           "eagle:k=4", "confidence:t=0.2:max=6:drafter=eagle"]  # fmt: skip
+SOME = ["ar", "spec:k=5", "self-verify:k=6", "eagle:k=4"]
+SAMPLING = SamplingParams(temperature=1.0, top_k=4)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    return make_world(tmp_path_factory.mktemp("batch"))
+
+
+def batch_drafter(world: World, method: str, batch: int, **other: Any) -> Any:
+    fields = {"target": world.target, "draft": world.draft, "eagle": world.eagle, "acceptance": world.acceptance}
+    return parse_method(method).build_batch(Models(**{**fields, **other}, capacity=CONTEXT), batch)
+
+
+def in_groups(
+    world: World, drafter: Any, size: int, prompts: list, count: int = NEW_TOKENS, ends: tuple = (), **how: Any
+) -> list:
+    """Everything by one session and one drafter, group after group, as the bench does it."""
+    session = world.target.rows_session(size, CONTEXT, how.get("static"))
+    return [
+        made
+        for i in range(0, len(prompts), size)
+        for made in generate_batch(
+            world.target, drafter, prompts[i : i + size], GREEDY, count, [0] * len(prompts[i : i + size]), ends, session
+        )
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_tokens_are_transformers_and_counts_the_single_loops(world, method, size):
+    count = 3 * size + 2  # the last group is smaller
+    prompts, answers = world.prompts[:count], world.answers[:count]
+    made = in_groups(world, batch_drafter(world, method, size), size, prompts)
+    single = world.drafter(method)
+    for prompt, answer, one in zip(prompts, answers, made, strict=True):
+        assert one.tokens == answer and not one.ended
+        assert one.trace == world.run(method, prompt, NEW_TOKENS, drafter=single).trace
+    steps = {(step.num_drafted, step.num_accepted) for one in made for step in one.trace.steps}
+    if method != "ar":  # else nothing was tested
+        assert any(a == d > 0 for d, a in steps) and any(a == 0 < d for d, a in steps)
+
+
+@pytest.mark.parametrize("kind", ["ar", "draft", "eagle", "self-verify"])
+def test_fixed_shapes_change_nothing(world, kind):
+    """What a GPU runs, run here: widths padded, spans in buckets, rows that idle until half of the batch is done."""
+    if kind == "ar":
+        drafter: Any = None
+    elif kind == "eagle":
+        drafter = BatchEagle(world.eagle, world.target, [FixedLength(4) for _ in range(5)], CONTEXT, static=True)
+    else:
+        policy = parse_method("self-verify:k=6" if kind == "self-verify" else "spec:k=5")
+        stops = [policy.policy(None) for _ in range(5)]
+        drafter = BatchDraftModel(world.draft, stops, CONTEXT, static=True)
+    method = {"draft": "spec:k=5", "eagle": "eagle:k=4", "self-verify": "self-verify:k=6"}.get(kind, "ar")
+    prompts = world.prompts[:10]
+    ends = tuple(dict.fromkeys(answer[9 + 3 * i] for i, answer in enumerate(world.answers[:10])))
+    for some_ends in ((), ends):
+        made = in_groups(world, drafter, 5, prompts, ends=some_ends, static=True)
+        for prompt, one in zip(prompts, made, strict=True):
+            assert one == world.run(method, prompt, NEW_TOKENS, some_ends)
+
+
+@pytest.mark.parametrize("method", SOME)
+def test_end_tokens_let_rows_leave_at_different_rounds(world, method):
+    prompts = world.prompts[:15]
+    ends = tuple(dict.fromkeys(answer[2 + 3 * i] for i, answer in enumerate(world.answers[:15])))
+    made = in_groups(world, batch_drafter(world, method, 5), 5, prompts, ends=ends)
+    assert len({len(one.tokens) for one in made}) > 4 and any(one.ended for one in made)
+    for prompt, one in zip(prompts, made, strict=True):
+        assert one == world.run(method, prompt, NEW_TOKENS, ends)
+
+
+@pytest.mark.parametrize("method", SOME)
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_the_limit_cuts_inside_a_round(world, method, count):
+    made = in_groups(world, batch_drafter(world, method, 4), 4, world.prompts[:8], count)
+    for prompt, answer, one in zip(world.prompts, world.answers, made, strict=False):
+        assert one.tokens == answer[:count]
+        assert one == world.run(method, prompt, count)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_whose_context_is_full_ends_beside_others(world, method):
+    long = world.prompts[-1] * CONTEXT
+    prompts = [world.prompts[0], *(long[: CONTEXT - short] for short in (1, 2, 9)), world.prompts[5]]
+    made = in_groups(world, batch_drafter(world, method, 5), 5, prompts)
+    for prompt, one in zip(prompts, made, strict=True):
+        assert one.tokens == transformers_answer(world.oracle, prompt, min(NEW_TOKENS, CONTEXT - len(prompt)))
+        assert one.trace == world.run(method, prompt, NEW_TOKENS).trace
+
+
+def test_a_draft_of_a_shorter_context_stops_drafting_row_by_row(world):
+    prompts = [*world.prompts[:11], (world.prompts[-1] * CONTEXT)[:45]]  # its context is 40: the last never drafts
+    stops = [FixedLength(5) for _ in range(4)]
+    made = in_groups(world, BatchDraftModel(world.short_draft, stops, CONTEXT), 4, prompts)
+    single = DraftModelDrafter(world.short_draft, FixedLength(5), CONTEXT)
+    for prompt, one in zip(prompts, made, strict=True):
+        assert one == world.run("spec", prompt, NEW_TOKENS, drafter=single)
+    assert made[-1].trace.num_draft_tokens == 0 < made[0].trace.num_draft_tokens
+
+
+def test_what_the_single_loop_refuses_is_refused(world):
+    for prompt, count, field in (([], 4, "prompt"), ([5] * CONTEXT, 4, "prompt"), ([5], 0, "max_new_tokens")):
+        with pytest.raises(InputError, match=field):
+            generate_batch(world.target, None, [[5], prompt], GREEDY, count, [0, 0])
+
+
+def test_the_host_waits_once_a_round(world, monkeypatch):
+    """Chains of fixed lengths: nothing but the round's outcome is read back (on a GPU every such call waits)."""
+    waits: list[str] = []
+    for name in ("tolist", "item", "__int__", "__bool__", "__index__", "__float__", "nonzero"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *args, name=name, original=original):
+            waits.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    drafter = batch_drafter(world, "spec:k=5", 3)
+    made = generate_batch(world.target, drafter, world.prompts[4:7], GREEDY, NEW_TOKENS, [0] * 3, ())
+    rounds = max(len(one.trace.steps) for one in made)
+    leaving = 3 * 2  # at most: rows leave at most three times, and the index of those that stay is the host's own
+    assert rounds + 1 <= waits.count("tolist") <= rounds + 1 + leaving
+    assert set(waits) == {"tolist"}
+
+
+def double(lm: Any) -> LlamaLM:
+    return LlamaLM(lm.model.double(), lm.info)
+
+
+@pytest.mark.parametrize("method", ["ar", "spec:k=4", "confidence:t=0.3:max=6", "eagle:k=3"])
+def test_a_row_does_not_depend_on_its_batch_mates(tmp_path, method):
+    """In float64, where another batch size moves a law by 1e-15: no uniform of this test falls that close to a jump."""
+    world = make_world(tmp_path)
+    target, draft = double(world.target), double(world.draft)
+    models = {"target": target, "draft": draft, "eagle": world.eagle.double()}
+    prompts, seeds = world.prompts[2:11], list(range(50, 59))
+
+    def decode(order: list[int]) -> dict[int, Any]:
+        drafter = batch_drafter(world, method, len(order), **models)
+        made = generate_batch(
+            target, drafter, [prompts[i] for i in order], SAMPLING, 30, [seeds[i] for i in order], (prompts[0][0],)
+        )
+        return dict(zip(order, made, strict=True))
+
+    together = decode(list(range(9)))
+    for order in ([4], [8, 4, 0], [7, 6, 5, 3, 2, 1]):
+        assert decode(order) == {i: together[i] for i in order}
+    accepted = {step.num_accepted for one in together.values() for step in one.trace.steps}
+    assert method == "ar" or len(accepted) > 1  # drafts of more and of less luck
+    assert len({tuple(one.tokens) for one in together.values()}) == 9
+
+
+@pytest.mark.parametrize("method", ["ar", "spec:k=2", "self-verify:k=3", "eagle:k=2"])
+def test_sampled_tokens_have_the_targets_odds(world, method):
+    """Plumbing only (the law is exact in chains_test.py): chi-square over four tokens, where drafts have one or two."""
+    params, prompt, runs, size = SamplingParams(temperature=1.2, top_k=2), world.prompts[6], 2048, 64
+    counts: dict[tuple[int, ...], int] = {}
+    drafter, session = batch_drafter(world, method, size), world.target.rows_session(size, CONTEXT)
+    for start in range(0, runs, size):
+        seeds = list(range(start, start + size))
+        for one in generate_batch(world.target, drafter, [prompt] * size, params, 4, seeds, (), session):
+            counts[tuple(one.tokens)] = counts.get(tuple(one.tokens), 0) + 1
+    expected: dict[tuple[int, ...], float] = {(): float(runs)}
+    for _ in range(4):
+        with torch.no_grad():
+            logits = {t: world.oracle(torch.tensor([[*prompt, *t]])).logits[0, -1] for t in expected}
+        laws = {t: probabilities(logits[t], params) for t in expected}
+        expected = {
+            (*t, v): n * float(laws[t][v]) for t, n in expected.items() for v in laws[t].nonzero()[:, 0].tolist()
+        }
+    assert set(counts) <= set(expected) and len(expected) == 16
+    rare = {t for t, n in expected.items() if n < 8}  # counted together, as chi-square wants some of each
+    pairs = [(counts.get(t, 0), n) for t, n in expected.items() if t not in rare]
+    pairs.append((sum(counts.get(t, 0) for t in rare), sum(expected[t] for t in rare) + 1e-9))
+    assert len(pairs) > 5
+    # At most 15 degrees of freedom: above 50 once in eighty thousand seeds.
+    assert sum((count - n) ** 2 / n for count, n in pairs) < 50
+
+
+@pytest.mark.slow
+def test_the_shipped_pair_in_batches():
+    from draftsmith.eval.prompts import read_prompts
+    from draftsmith.modules.decoding.loop import generate
+    from draftsmith.modules.sampling import TorchSource
+
+    target, draft = load_lm("embedded:target"), load_lm("embedded:draft")
+    prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "test", None, 12)]
+    for name in ("ar", "spec:k=5", "confidence", "self-verify"):
+        models = Models(target, draft, capacity=1024)
+        single, together = parse_method(name).build(models), parse_method(name).build_batch(models, 5)
+        made = [
+            one
+            for group in (prompts[:5], prompts[5:10], prompts[10:])
+            for one in generate_batch(target, together, group, GREEDY, 96, [0] * len(group))
+        ]
+        for prompt, one in zip(prompts, made, strict=True):
+            assert one == generate(target, single, prompt, GREEDY, 96, TorchSource(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["ar", "spec:k=4", "self-verify:k=4"])
+def test_graphs_decode_what_the_cpu_does(tmp_path, method):
+    """In float64: two devices round differently, and only a near tie could tell."""
+    directory = tiny_llama_dir(tmp_path, seed=3)
+    lm = load_lm(str(directory))
+    cpu = double(lm)
+    gpu = LlamaLM(double(load_lm(str(directory))).model.cuda(), lm.info)
+    prompts = [[5 + i] * (i + 1) for i in range(4)]
+    answers = []
+    for target in (cpu, gpu):
+        drafter = parse_method(method).build_batch(Models(target, target, capacity=CONTEXT), 4)
+        answers.append(generate_batch(target, drafter, prompts, GREEDY, 40, [0] * 4, ()))
+    assert answers[0] == answers[1]
