@@ -114,6 +114,6 @@ def make_world(root: Path) -> World:
     acceptance.blocks[0].linear.weight.data.normal_(std=0.3)
     return World(
         directory, target, load_lm(str(directory), engine="hf"), load_lm(str(draft)),
-        load_lm(str(draft), engine="hf"), load_lm(str(short)), load_lm(str(mid)), quick_eagle_head(target, rows, steps=120),
-        acceptance.requires_grad_(False), prompts, answers, oracle,
+        load_lm(str(draft), engine="hf"), load_lm(str(short)), load_lm(str(mid)),
+        quick_eagle_head(target, rows, steps=120), acceptance.requires_grad_(False), prompts, answers, oracle,
     )  # fmt: skip

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-from greedy_world import GREEDY, NEW_TOKENS, NUM_PROMPTS, World, make_world, transformers_answer
-from tiny_models import CONTEXT
+import random
 
+import pytest
+import torch
+from greedy_world import GREEDY, HIDDEN, NEW_TOKENS, NUM_PROMPTS, World, make_world, near_copy, transformers_answer
+from quick_heads import quick_eagle_head
+from tiny_models import CONTEXT, tiny_llama_dir
+from transformers import AutoModelForCausalLM
+
+from draftsmith.data.models import load_lm
+from draftsmith.eval.methods import parse_method
+from draftsmith.eval.methods.base import Models
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
