@@ -31,7 +31,7 @@ from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.report import results_table, task_table
 from draftsmith.eval.summary import BASELINE, Clock, prompt_rows, summarise
 from draftsmith.eval.trace import TracedRunner, TraceFile
-from draftsmith.modules.targets.base import RowsSession
+from draftsmith.modules.targets.base import RowsSession, Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -250,6 +250,7 @@ def make_runners(
 ) -> dict[str, Runner | BatchRunner]:
     """Label -> method, ready to answer. transformers' models are loaded only for the methods that use them."""
     session: RowsSession | None = None
+    fixed: Session | None = None
     loaded: dict[str, Any] = {}
 
     def hf_model(flag: str) -> Any:
@@ -270,7 +271,10 @@ def make_runners(
             drafter = method.build_batch(models, config.batch_size)
             runners[label] = BatchRunner(target, session, drafter, params, eos_ids)
         else:
-            runners[label] = EngineRunner(models.target, method.build(models), params, eos_ids)
+            # On a GPU the graphs of a session are worth keeping.
+            if fixed is None and models.target.device.type == "cuda":
+                fixed = models.target.session(models.capacity)
+            runners[label] = EngineRunner(models.target, method.build(models), params, eos_ids, session=fixed)
     return runners
 
 

@@ -16,7 +16,7 @@ from draftsmith.modules.decoding.loop import Generation, Round, generate
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import DecodeTrace
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.targets.base import CausalLM, RowsLM, RowsSession
+from draftsmith.modules.targets.base import CausalLM, RowsLM, RowsSession, Session
 from draftsmith.modules.types import SamplingParams
 
 
@@ -29,18 +29,29 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class EngineRunner:
-    """This project's loop with one drafter, or none. `on_round` is called after every round."""
+    """This project's loop with one drafter, or none. `on_round` is called after every round.
+
+    session: the target's, used again for every prompt; None makes one for each.
+    """
 
     target: CausalLM
     drafter: Drafter | None
     params: SamplingParams
     eos_ids: tuple[int, ...]
     on_round: Callable[[Round], None] | None = None
+    session: Session | None = None
 
     def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
-        source = TorchSource(seed)
         return generate(
-            self.target, self.drafter, prompt, self.params, max_new_tokens, source, self.eos_ids, self.on_round
+            self.target,
+            self.drafter,
+            prompt,
+            self.params,
+            max_new_tokens,
+            TorchSource(seed),
+            self.eos_ids,
+            self.on_round,
+            session=self.session,
         )
 
 

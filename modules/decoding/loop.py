@@ -56,11 +56,13 @@ def generate(
     eos_ids: Sequence[int] | None = None,
     on_round: Callable[[Round], None] | None = None,
     max_nodes: int = 128,
+    session: Session | None = None,
 ) -> Generation:
     """Generate up to `max_new_tokens`; the output follows the target's law whatever the drafter does.
 
     eos_ids: tokens that end the answer (kept in it); None takes the target's, () never ends.
     max_nodes: most drafted tokens that the target scores in one call.
+    session: one of the target's to use again, for the graphs that it holds; None makes one.
 
     Raises:
         InputError: empty prompt, or a prompt that leaves no room in the target's context.
@@ -68,7 +70,9 @@ def generate(
     limit = target.info.max_position
     ends = frozenset(target.info.eos_ids if eos_ids is None else eos_ids)
     room = room_for(prompt, max_new_tokens, limit)
-    session = target.session(min(session_capacity(len(prompt), room, max_nodes), limit + max_nodes + 1))
+    if session is None:
+        session = target.session(min(session_capacity(len(prompt), room, max_nodes), limit + max_nodes + 1))
+    session.keep(0)
     state = _State(session, ends, room, on_round)
 
     scores = session.extend(prompt)

@@ -192,11 +192,14 @@ class EagleDrafter:
 
     def _read(self, ids: Sequence[int], features: Tensor) -> Tensor:
         """Feed rows (x_{t+1}, f_t): ids [T], features [T, H] -> hidden [T, H]; the cache keeps them."""
-        embeds = self._target.embed(torch.tensor(ids, device=self._target.device))
-        x = self.fc(torch.cat([embeds, features], -1))
-        hidden = self.stack.chain(x[None], self._cache)[0]
+        x = self._fuse(torch.tensor(ids, device=self._target.device), features)
+        hidden = self.stack.chain(x, self._cache)[0]
         self._cache.length += len(ids)
         return hidden
+
+    def _fuse(self, ids: Tensor, features: Tensor) -> Tensor:
+        """What the layers read, [1, T, H], of ids [T] and features [T, H]."""
+        return self.fc(torch.cat([self._target.embed(ids), features], -1))[None]
 
     def advance(self, outcome: Outcome) -> None:
         self.commit(outcome.emitted, outcome.features)

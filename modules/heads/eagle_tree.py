@@ -11,8 +11,10 @@ from torch import Tensor
 from draftsmith.modules.decoding.protocols import DraftTree, Source
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree, best_connected
+from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
 from draftsmith.modules.lean import as_bias
+from draftsmith.modules.lean_rows import RowsStack, fixed_span
 from draftsmith.modules.sampling import top_values
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -46,15 +48,26 @@ class _Level:
 class EagleTreeDrafter(EagleDrafter):
     """Drafts a tree, level by level: one forward of the head a level. Its nodes are chosen, not drawn."""
 
-    def __init__(self, head: EagleHead, target: CausalLM, shape: StaticTree | DynamicTree, capacity: int):
+    def __init__(
+        self,
+        head: EagleHead,
+        target: CausalLM,
+        shape: StaticTree | DynamicTree,
+        capacity: int,
+        static: bool | None = None,
+    ):
+        """static: levels in few shapes, for CUDA graphs; None takes them on CUDA only."""
         super().__init__(head, target, FixedLength(1), capacity)
         self.shape = shape
+        self._static = target.device.type == "cuda" if static is None else static
         if isinstance(shape, DynamicTree):
             room, width = shape.depth * shape.topk, shape.topk
         else:
             room = width = len(shape.parents)
         # Nodes of one level share a position but not a slot: the cache is wider than the context.
-        self._cache = self.stack.new_cache(1, self._positions + room)
+        self._rows = RowsStack(self.stack, 1, fixed_span(self._positions + room))
+        self._cache = self._rows.row(0)
+        self._forward = Graphed(self._read_nodes)
         own = torch.eye(width, dtype=torch.bool, device=target.device)
         self._own_bias = as_bias(own, target.dtype)  # nodes of a level see themselves and not each other
 
@@ -80,14 +93,27 @@ class EagleTreeDrafter(EagleDrafter):
         cache, count = self._cache, len(tokens)
         committed = cache.length - level.bias.shape[1]
         bias = torch.cat([level.bias[above], self._own_bias[:count, :count]], 1)
-        position = committed + depth - 1
-        embeds = self._target.embed(tokens)
-        x = self.fc(torch.cat([embeds, level.hidden[above]], -1))
-        cos, sin = self.stack.cos[position], self.stack.sin[position]
-        hidden = self.stack.run(x[None], cos, sin, cache, F.pad(bias, (committed, 0)), False)[0]
+        mask, position = F.pad(bias, (committed, 0)), committed + depth - 1
+        if self._static:
+            end = cache.length + count
+            mask = F.pad(mask, (0, fixed_span(end) - end), value=-torch.inf)
+            positions = torch.full((count,), position, device=tokens.device)
+            slots = torch.arange(cache.length, end, device=tokens.device)
+            logits, hidden = self._forward(tokens, level.hidden[above], positions, slots, mask)
+        else:
+            cos, sin = self.stack.cos[position], self.stack.sin[position]
+            hidden = self.stack.run(self._fuse(tokens, level.hidden[above]), cos, sin, cache, mask, False)[0]
+            logits = self._target.lm_head(hidden)
         cache.length += count
         self.draft_calls += 1
-        return _Level(hidden, self._target.lm_head(hidden), bias)
+        return _Level(hidden, logits, bias)
+
+    def _read_nodes(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [n, V] and hidden [n, H] of nodes; arguments as `RowsStack.nodes` takes them."""
+        hidden = self._rows.nodes(self._fuse(tokens, features), positions, slots, bias)[0]
+        return self._target.lm_head(hidden), hidden
 
     def _grow_static(self, root: _Level, max_depth: int) -> DraftTree:
         shape = self.shape

@@ -13,7 +13,8 @@ from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, RopeScaling, rope_table
 from draftsmith.modules.lean import LeanNorm, LeanStack
 from draftsmith.modules.packed import LeanLinear
-from draftsmith.modules.targets.base import ModelInfo, Scores
+from draftsmith.modules.targets.base import ModelInfo, Scores, Session
+from draftsmith.modules.targets.llama_fixed import FixedShapeSession
 from draftsmith.modules.targets.llama_rows import LlamaRows
 from draftsmith.modules.types import InputError
 
@@ -117,8 +118,10 @@ class LlamaLM:
         if self._head.packed:
             model.lm_head.weight.data = weight.new_empty(0)
 
-    def session(self, capacity: int) -> LlamaSession:
-        return LlamaSession(self, capacity)
+    def session(self, capacity: int, static: bool | None = None) -> Session:
+        """static: fixed shapes, for CUDA graphs; None takes them on CUDA only."""
+        static = self.device.type == "cuda" if static is None else static
+        return FixedShapeSession(self, capacity) if static else LlamaSession(self, capacity)
 
     @torch.inference_mode()
     def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[LlamaBatchSession, Tensor]:

@@ -79,8 +79,8 @@ def slow_dynamic(slow: SlowHead, shape: DynamicTree, max_depth: int) -> set[tupl
     return taken
 
 
-def propose(head: EagleHead, lm: TableLM, shape, max_drafted: int, tokens: list[int]):
-    drafter = EagleTreeDrafter(head, lm, shape, capacity=32)
+def propose(head: EagleHead, lm: TableLM, shape, max_drafted: int, tokens: list[int], static: bool = False):
+    drafter = EagleTreeDrafter(head, lm, shape, 32, static)
     features = lm.features(torch.tensor([tokens[:-1]]))[0]
     drafter.start(tokens[:-1], features, tokens[-1])
     return drafter.propose(max_drafted, SamplingParams(), TorchSource(0)), drafter
@@ -88,12 +88,13 @@ def propose(head: EagleHead, lm: TableLM, shape, max_drafted: int, tokens: list[
 
 @pytest.mark.parametrize("value", [True, False])
 @pytest.mark.parametrize("rerank", [True, False])
+@pytest.mark.parametrize("static", [True, False])
 @given(st.integers(0, 1000), st.integers(1, 4), st.integers(1, 3), st.integers(1, 12), st.integers(1, 5))
 @settings(max_examples=12, deadline=None)
-def test_the_dynamic_tree_is_the_papers(value, rerank, seed, topk, depth, nodes, max_drafted):
+def test_the_dynamic_tree_is_the_papers(value, rerank, static, seed, topk, depth, nodes, max_drafted):
     shape = DynamicTree(nodes, depth, topk, value, rerank)
     head, lm, tokens = random_head(seed), TableLM(seed, support=(V,)), [*PROMPT, 1, 3]
-    tree, drafter = propose(head, lm, shape, max_drafted, tokens)
+    tree, drafter = propose(head, lm, shape, max_drafted, tokens, static)
     wanted = slow_dynamic(SlowHead(head, lm, tokens), shape, max_drafted)
     found = paths_of(tree)
     assert len(found) == len(set(found)) and max(map(len, found)) <= max_drafted
@@ -102,12 +103,13 @@ def test_the_dynamic_tree_is_the_papers(value, rerank, seed, topk, depth, nodes,
     assert drafter.draft_calls == 1 + min(depth, max_drafted - 1)
 
 
+@pytest.mark.parametrize("static", [True, False])
 @given(st.integers(0, 1000), st.integers(1, 4))
 @settings(max_examples=10, deadline=None)
-def test_the_static_tree_takes_the_ranks_it_names(seed, max_drafted):
+def test_the_static_tree_takes_the_ranks_it_names(static, seed, max_drafted):
     shape = StaticTree.from_paths([[0], [2], [0, 1], [2, 0], [2, 3], [2, 0, 0]])
     head, lm, tokens = random_head(seed), TableLM(seed, support=(V,)), [*PROMPT, 1]
-    tree, _ = propose(head, lm, shape, max_drafted, tokens)
+    tree, _ = propose(head, lm, shape, max_drafted, tokens, static)
     slow = SlowHead(head, lm, tokens)
     for path in paths_of(tree):
         assert path in tree_paths(slow, shape)
