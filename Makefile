@@ -3,6 +3,8 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+# A file's tests share models: they stay together in one process.
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -37,7 +39,7 @@ demo: setup
 	$(BIN)/draftsmith demo
 
 test: setup-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -138,7 +138,7 @@ class Costs:
         @torch.inference_mode()
         def read() -> None:
             x = drafter.fc(torch.cat([target.embed(tokens), features], -1))
-            target.lm_head(stack.run(x[None], cos, sin, cache, visible, False)[0])
+            target.lm_head(stack.run(x, cos, sin, cache, visible, False))
 
         return read
 

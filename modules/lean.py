@@ -71,16 +71,23 @@ class LeanLayer:
         self.post_norm = LeanNorm(second.weight, second.eps)
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, index: int, mask: Tensor | None, causal: bool
+        self,
+        rows: Tensor,
+        batch: int,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        index: int,
+        mask: Tensor | None,
+        causal: bool,
     ) -> Tensor:
-        """x [B, T, H], fed after `cache.length` tokens -> [B, T, H]. cos, sin: [B or 1, T, 1, D].
+        """rows [B * T, H], sequence by sequence, fed after `cache.length` tokens -> the same.
 
+        cos, sin: [B or 1, T, 1, D].
         mask: added to the scores, [B or 1, 1, T, cache.length + T] (`as_bias`); None with T == 1, or with `causal`.
         """
-        batch, length, size = x.shape
-        rows = x.view(-1, size)
         normed = rows if self.input_norm is None else self.input_norm(rows)
-        qkv = self.qkv(normed).view(batch, length, -1, self.head_dim)
+        qkv = self.qkv(normed).view(batch, -1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         rotated = qkv[:, :, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
             rotated.copy_(self.qk_norm(rotated))
@@ -96,11 +103,10 @@ class LeanLayer:
             is_causal=causal,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
-        rows = self.o.add_to(rows, attended.transpose(1, 2).reshape(batch * length, -1))
+        rows = self.o.add_to(rows, attended.transpose(1, 2).reshape(len(rows), -1))
         normed = self.post_norm(rows)
         gate, up = self.gate_up(normed).chunk(2, -1)
-        rows = self.down.add_to(rows, F.silu(gate).mul_(up))
-        return rows.view(batch, length, size)
+        return self.down.add_to(rows, F.silu(gate).mul_(up))
 
 
 def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,19 +139,22 @@ class LeanStack:
         return KVCache(len(self.layers), batch, config.num_kv_heads, capacity, config.head_dim, self.dtype, self.device)
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, mask: Tensor | None, causal: bool) -> Tensor:
-        """[B, T, H] -> [B, T, H] before any final norm. Slots are written but not kept: `cache.length` stays.
+        """x [B, T, H], or [T, H] of a single sequence -> the same before any final norm. Slots are written but not
+        kept: `cache.length` stays.
 
         mask: bool, true = may attend, or a bias of the stack's dtype.
         """
         if mask is not None and mask.dtype == torch.bool:
             mask = as_bias(mask, self.dtype)
+        single = x.dim() == 2
+        rows, batch = (x, 1) if single else (x.reshape(-1, x.shape[-1]), x.shape[0])
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, cache, index, mask, causal)
-        return x
+            rows = layer(rows, batch, cos, sin, cache, index, mask, causal)
+        return rows if single else rows.view(x.shape)
 
     def chain(self, x: Tensor, cache: LayerCache) -> Tensor:
-        """Chains of T inputs [B, T, H], all at positions cache.length.. ."""
-        start, length = cache.length, x.shape[1]
+        """Chains of T inputs [B, T, H] or [T, H], all at positions cache.length.. ."""
+        start, length = cache.length, x.shape[-2]
         end = start + length
         cos, sin = self.cos[start:end], self.sin[start:end]
         if self.config.sliding_window is not None and end > self.config.sliding_window:
@@ -158,7 +167,7 @@ class LeanStack:
         return self.run(x, cos, sin, cache, self._chain_bias(start, length), False)
 
     def tree(self, x: Tensor, parents: Sequence[int], cache: KVCache) -> Tensor:
-        """A tree of T inputs [1, T, H]; parents[i] < i, -1 = the last kept token; position = cache.length + depth."""
+        """A tree of T inputs [T, H]; parents[i] < i, -1 = the last kept token; position = cache.length + depth."""
         depths, mask = tree_mask(parents, cache.length, x.device)
         positions = depths + cache.length
         if self.config.sliding_window is not None:

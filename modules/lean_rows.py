@@ -48,7 +48,7 @@ class RowsStack:
         )
 
     def nodes(self, x: Tensor, positions: Tensor, slots: Tensor, bias: Tensor) -> Tensor:
-        """Any T inputs x [1, T, H] of a single row, written to slots [T]: what follows from `fixed_inputs`."""
+        """Any T inputs x [T, H] of a single row, written to slots [T]: what follows from `fixed_inputs`."""
         stack = self._stack
         self._cache.place(slots[None], bias.shape[-1])
         return stack.run(x, stack.cos[positions], stack.sin[positions], self._cache, bias, False)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Smaller weights stay in the processor's caches, where the layout matters less than what the call costs.
-MIN_WEIGHTS = 2**18
+MIN_WEIGHTS = 2**19
 # Rows that a weight is laid out for; the layout for 8 is good at 1 and at 60.
 PACKED_ROWS = 8
 

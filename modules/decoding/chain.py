@@ -14,7 +14,7 @@ from draftsmith.modules.types import SamplingParams
 
 def draft_chain(
     logits: Tensor,
-    hidden: Tensor,
+    states: Tensor,
     step: Callable[[int], tuple[Tensor, Tensor]],
     stop: StopPolicy,
     max_drafted: int,
@@ -23,8 +23,8 @@ def draft_chain(
 ) -> DraftTree:
     """Draft until `stop` says so, at most `max_drafted` tokens.
 
-    logits [V], hidden [H]: of the forward that read the last emitted token.
-    step(token): read one drafted token; the logits [V] of what follows, and the hidden state [H].
+    logits [V], states [T, H]: of the forward that read the last emitted token, whose hidden state is the last one.
+    step(token): read one drafted token; the logits [V] of what follows, and the hidden state [1, H].
     The token that `stop` was shown last stays in the draft: it is paid for, and dropping it would bias the output.
     """
     tokens: list[int] = []
@@ -39,7 +39,7 @@ def draft_chain(
             token = source.draw(law)
             laws.append(law)
         tokens.append(token)
-        if stop.should_stop(DraftView(len(tokens), token, hidden, logits, law)) or len(tokens) == max_drafted:
+        if stop.should_stop(DraftView(len(tokens), token, states, logits, law)) or len(tokens) == max_drafted:
             break
-        logits, hidden = step(token)
+        logits, states = step(token)
     return DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), torch.stack(laws) if laws else None)

@@ -94,9 +94,14 @@ class DraftView:
 
     num_drafted: int
     token: int
-    hidden: Tensor  # [H] the drafter's last hidden state, after its final norm
+    states: Tensor  # [T, H] the drafter's hidden states after its final norm; the last one is `hidden`
     logits: Tensor  # [V] raw draft logits, before temperature
     draft_prob: Tensor | None  # [V] the law `token` was drawn from; None when greedy
+
+    @property
+    def hidden(self) -> Tensor:
+        """[H]. Taken out when asked for: most policies never do."""
+        return self.states[-1]
 
 
 class StopPolicy(Protocol):

@@ -174,17 +174,18 @@ class EagleDrafter:
         max_drafted = min(max_drafted, self._positions - cache.length - len(self._ids) + 1)
         if max_drafted < 1:
             return DraftTree((), ())
-        hidden = self._read(self._ids, self._features)[-1]
+        states = self._read(self._ids, self._features)[-1:]
         committed = cache.length
         self.draft_calls = 1
 
         def step(token: int) -> tuple[Tensor, Tensor]:
-            nonlocal hidden
+            nonlocal states
             self.draft_calls += 1
-            hidden = self._read([token], hidden[None])[0]
-            return self._target.lm_head(hidden), hidden
+            states = self._read([token], states)
+            return self._target.lm_head(states)[0], states
 
-        tree = draft_chain(self._target.lm_head(hidden), hidden, step, self.stop, max_drafted, params, source)
+        first = self._target.lm_head(states)[0]
+        tree = draft_chain(first, states, step, self.stop, max_drafted, params, source)
         cache.keep(committed)
         self._ids, self._features = [], None
         self._num_drafted = len(tree.tokens)
@@ -193,13 +194,13 @@ class EagleDrafter:
     def _read(self, ids: Sequence[int], features: Tensor) -> Tensor:
         """Feed rows (x_{t+1}, f_t): ids [T], features [T, H] -> hidden [T, H]; the cache keeps them."""
         x = self._fuse(torch.tensor(ids, device=self._target.device), features)
-        hidden = self.stack.chain(x, self._cache)[0]
+        hidden = self.stack.chain(x, self._cache)
         self._cache.length += len(ids)
         return hidden
 
     def _fuse(self, ids: Tensor, features: Tensor) -> Tensor:
-        """What the layers read, [1, T, H], of ids [T] and features [T, H]."""
-        return self.fc(torch.cat([self._target.embed(ids), features], -1))[None]
+        """What the layers read, [T, H], of ids [T] and features [T, H]."""
+        return self.fc(torch.cat([self._target.embed(ids), features], -1))
 
     def advance(self, outcome: Outcome) -> None:
         self.commit(outcome.emitted, outcome.features)

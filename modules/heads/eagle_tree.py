@@ -102,7 +102,7 @@ class EagleTreeDrafter(EagleDrafter):
             logits, hidden = self._forward(tokens, level.hidden[above], positions, slots, mask)
         else:
             cos, sin = self.stack.cos[position], self.stack.sin[position]
-            hidden = self.stack.run(self._fuse(tokens, level.hidden[above]), cos, sin, cache, mask, False)[0]
+            hidden = self.stack.run(self._fuse(tokens, level.hidden[above]), cos, sin, cache, mask, False)
             logits = self._target.lm_head(hidden)
         cache.length += count
         self.draft_calls += 1
@@ -112,7 +112,7 @@ class EagleTreeDrafter(EagleDrafter):
         self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Logits [n, V] and hidden [n, H] of nodes; arguments as `RowsStack.nodes` takes them."""
-        hidden = self._rows.nodes(self._fuse(tokens, features), positions, slots, bias)[0]
+        hidden = self._rows.nodes(self._fuse(tokens, features), positions, slots, bias)
         return self._target.lm_head(hidden), hidden
 
     def _grow_static(self, root: _Level, max_depth: int) -> DraftTree:

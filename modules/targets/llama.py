@@ -161,9 +161,8 @@ class LlamaSession:
         lm, cache, count = self._lm, self._cache, len(tokens)
         # A slice of the table is one call where a tensor of ids and a lookup are two.
         x = lm.embeddings[tokens[0] : tokens[0] + 1] if count == 1 else lm.embed(torch.tensor(tokens, device=lm.device))
-        x = x[None]
         hidden = lm.stack.chain(x, cache) if parents is None else lm.stack.tree(x, parents, cache)
-        hidden = lm.norm(hidden[0])
+        hidden = lm.norm(hidden)
         cache.length += count
         return Scores(lm.lm_head(hidden if num_logits == count else hidden[count - num_logits :]), hidden)
 

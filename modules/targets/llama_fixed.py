@@ -43,16 +43,16 @@ class FixedShapeSession:
 
     def _read(self, ids: Tensor, positions: Tensor, slots: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         lm = self._lm
-        hidden = lm.norm(self._rows.nodes(lm.embed(ids)[None], positions, slots, bias)[0])
+        hidden = lm.norm(self._rows.nodes(lm.embed(ids), positions, slots, bias))
         return lm.lm_head(hidden), hidden
 
     def _read_long(self, tokens: Sequence[int], parents: Sequence[int] | None) -> Tensor:
         lm = self._lm
-        x = lm.embed(torch.tensor(tokens, device=lm.device))[None]
+        x = lm.embed(torch.tensor(tokens, device=lm.device))
         cache = self._rows.row(0)
         cache.length = self.length
         hidden = lm.stack.chain(x, cache) if parents is None else lm.stack.tree(x, parents, cache)
-        return lm.norm(hidden[0])
+        return lm.norm(hidden)
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         cache = self._rows.row(0)

@@ -29,8 +29,8 @@ class LlamaRows:
     @torch.inference_mode()
     def prefill(self, row: int, prompt: Sequence[int]) -> Scores:
         lm = self._lm
-        x = lm.embed(torch.tensor([prompt], device=lm.device))
-        hidden = lm.norm(lm.stack.chain(x, self._rows.row(row))[0])
+        x = lm.embed(torch.tensor(prompt, device=lm.device))
+        hidden = lm.norm(lm.stack.chain(x, self._rows.row(row)))
         return Scores(lm.lm_head(hidden[-1:]), hidden)
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
 needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="this torch build has no oneDNN ops")
-OUT, IN = 640, 512
+OUT, IN = 1280, 512
 PROMPT = [5, 17, 250, 31, 7]
 GREEDY = SamplingParams()
 
@@ -85,15 +85,16 @@ def test_other_devices_stay_plain():
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def directory(request, tmp_path_factory):
-    """Wide enough that every matrix is packed."""
-    extra = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "initializer_range": 0.05}
-    return str(
-        tiny_llama_dir(tmp_path_factory.mktemp(request.param), hidden=512, family=request.param, vocab=640, **extra)
-    )
+    return str(tiny_llama_dir(tmp_path_factory.mktemp(request.param), family=request.param))
+
+
+@pytest.fixture
+def pack_all(monkeypatch):
+    monkeypatch.setattr(packed, "MIN_WEIGHTS", 1)
 
 
 @needs_packing
-def test_greedy_answers_and_features_are_those_of_plain_weights(directory):
+def test_greedy_answers_and_features_are_those_of_plain_weights(directory, pack_all):
     plain, dense = load_lm(directory), load_lm(directory, packed=True)
     linears = [linear for layer in dense.stack.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     assert all(linear.packed for linear in linears)
@@ -107,7 +108,7 @@ def test_greedy_answers_and_features_are_those_of_plain_weights(directory):
 
 
 @needs_packing
-def test_weights_are_held_once(directory):
+def test_weights_are_held_once(directory, pack_all):
     model = load_lm(directory, packed=True).model
     left = {name for name, weight in model.named_parameters() if weight.ndim == 2 and weight.numel()}
     assert left == {"embed_tokens.weight"}  # everything else was given away to the packed layout

@@ -49,9 +49,9 @@ class DraftModelDrafter:
         def step(token: int) -> tuple[Tensor, Tensor]:
             self.draft_calls += 1
             scores = session.extend([token])
-            return scores.logits[0], scores.features[0]
+            return scores.logits[0], scores.features
 
-        tree = draft_chain(scores.logits[0], scores.features[-1], step, self.stop, max_drafted, params, source)
+        tree = draft_chain(scores.logits[0], scores.features, step, self.stop, max_drafted, params, source)
         self._num_drafted = len(tree.tokens)
         return tree
 

@@ -80,7 +80,7 @@ def test_a_fitted_calibration_comes_after_the_correction_for_the_weights():
 
 
 def view(n: int, hidden: torch.Tensor) -> DraftView:
-    return DraftView(n, 0, hidden, torch.zeros(4), None)
+    return DraftView(n, 0, hidden[None], torch.zeros(4), None)
 
 
 def stopped_at(policy: SpecDecPP, states: torch.Tensor) -> int:
