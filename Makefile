@@ -3,11 +3,11 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
-# A file's tests share models: they stay together in one process.
-PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# A file's tests share models: they stay together in one process.
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
 TYPES := .typecheck
 
 .DEFAULT_GOAL := help

@@ -21,6 +21,8 @@ from draftsmith.modules.decoding.trace import DecodeStep
 from draftsmith.modules.heads.eagle_tree import EagleTreeDrafter
 from draftsmith.modules.targets.llama import LlamaLM
 
+TREE_ROUNDS = 16
+
 
 @dataclass(frozen=True)
 class Row:
@@ -56,7 +58,9 @@ def steady_rounds(pair: Pair, runner: EngineRunner, forwards: Forwards) -> list[
     def mark(done: Round) -> None:
         marks.append((pair.clock(), forwards.seconds))
 
-    steps = replace(runner, on_round=mark)(pair.prompts[0], pair.new_tokens, 0).trace.steps
+    # An untrained head's trees are hardly ever accepted: nearly every token is a round.
+    new_tokens = TREE_ROUNDS if isinstance(runner.drafter, EagleTreeDrafter) else pair.new_tokens
+    steps = replace(runner, on_round=mark)(pair.prompts[0], new_tokens, 0).trace.steps
     rounds = [
         RoundTime(end[0] - start[0], end[1] - start[1], step, before)
         for start, end, step, before in zip(marks[1:], marks[2:], steps[1:], steps, strict=False)
@@ -158,6 +162,10 @@ def ideals(pair: Pair, repeats: int) -> Iterator[Row]:
     for size in (K + 1, TREE.nodes + 1):
         yield Row(f"reading {size} tokens / reading one", pair.name, costs.target(size) / costs.target(1), "x")
     yield Row("a draft step / reading one token", pair.name, costs.draft(1) / costs.target(1), "x")
+    if pair.weight_bytes is not None:
+        weights = torch.ones(pair.weight_bytes // 4, device=pair.packed[0].device)
+        passing = median_s(weights.sum, 7, pair.clock)
+        yield Row("reading one token / summing as many bytes as it reads", pair.name, costs.target(1) / passing, "x")
 
 
 def ideal_s(costs: Costs, done: RoundTime, tree: bool) -> float:

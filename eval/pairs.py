@@ -31,7 +31,8 @@ RANDOM_PROMPT = 64  # tokens
 class Pair:
     """A target and its draft in both layouts and in transformers, with prompts to decode.
 
-    load(packed) gives target and draft of our engine, load_hf() those of transformers.
+    load(packed) gives target and draft of our engine, load_hf() those of transformers. weight_bytes: what a forward of
+    the target reads, where that is more than caches hold.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Pair:
     prompts: list[list[int]]
     new_tokens: int
     clock: Clock
+    weight_bytes: int | None = None
 
     @cached_property
     def packed(self) -> tuple[LlamaLM, LlamaLM]:
@@ -81,7 +83,7 @@ def random_models(shape: str, dtype: str, device: str, new_tokens: int, clock: C
     def load_hf() -> tuple[Any, Any]:
         return target.transformers(), draft.transformers()
 
-    return Pair(f"{shape} {dtype}", load, load_hf, [prompt], new_tokens, clock)
+    return Pair(f"{shape} {dtype}", load, load_hf, [prompt], new_tokens, clock, target.forward_bytes)
 
 
 def embedded_models(new_tokens: int, clock: Clock) -> Pair:
