@@ -22,7 +22,7 @@ from draftsmith.data.models import DTYPES
 from draftsmith.data.progress import say
 from draftsmith.eval.bench import check_device, hardware
 from draftsmith.eval.clocks import clock_of, interleaved, paired_ratio
-from draftsmith.eval.decoder_cost import Row, dispatch, ideals, long_context, overheads, trace_cost
+from draftsmith.eval.decoder_cost import Row, dispatch, fixed_shapes, ideals, long_context, overheads, trace_cost
 from draftsmith.eval.hf_baseline import HFRunner
 from draftsmith.eval.measure import EngineRunner, Runner
 from draftsmith.eval.methods.base import at_least
@@ -99,9 +99,10 @@ def measure_all(config: LatencyConfig) -> Iterator[Row]:
         yield from trace_cost(pair, config.repeats)
     for dtype in config.dtypes.split(","):
         pair = random_models(config.shape, dtype, config.device, config.new_tokens, clock)
-        yield from end_to_end(pair, config.repeats)
+        yield from fixed_shapes(pair, config.repeats)
         yield from ideals(pair, config.repeats)
         if on_cpu:
+            yield from end_to_end(pair, config.repeats)
             yield from overheads(pair, config.repeats)
             if config.long_context and dtype == "float32":
                 yield from long_context(pair, config.long_context, min(config.repeats, 2))  # reading it takes long

@@ -18,6 +18,7 @@ from draftsmith.eval.synthetic import random_eagle_head, random_pair
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
 
@@ -51,9 +52,15 @@ class Pair:
     def capacity(self) -> int:
         return max(map(len, self.prompts)) + self.new_tokens + 2 * TREE.nodes
 
+    @cached_property
+    def session(self) -> Session | None:
+        """On a GPU one session serves all runs, for the graphs that it holds."""
+        target = self.packed[0]
+        return target.session(self.capacity) if target.device.type == "cuda" else None
+
     def chain(self, models: tuple[LlamaLM, LlamaLM], params: SamplingParams) -> EngineRunner:
         drafter = DraftModelDrafter(models[1], FixedLength(K), self.capacity)
-        return EngineRunner(models[0], drafter, params, ())
+        return EngineRunner(models[0], drafter, params, (), session=self.session)
 
     @cached_property
     def tree_drafter(self) -> EagleTreeDrafter:
@@ -61,7 +68,7 @@ class Pair:
         return EagleTreeDrafter(random_eagle_head(target), target, TREE, self.capacity)
 
     def tree(self, params: SamplingParams) -> EngineRunner:
-        return EngineRunner(self.packed[0], self.tree_drafter, params, ())
+        return EngineRunner(self.packed[0], self.tree_drafter, params, (), session=self.session)
 
     def answer(self, runner: Runner) -> Callable[[], None]:
         def call() -> None:
