@@ -69,12 +69,14 @@ class LatencyConfig:
 def end_to_end(pair: Pair, repeats: int) -> Iterator[Row]:
     """Tokens per second against transformers' `generate`, with the same weights, prompts and number of tokens."""
     hf_target, hf_draft = pair.load_hf()
+    plain = pair.load(False)
     runners: dict[str, Runner] = {
         "hf": HFRunner(hf_target, GREEDY, ()),
         "hf-assisted": HFRunner(hf_target, GREEDY, (), hf_draft, K),
         "ar": EngineRunner(pair.packed[0], None, GREEDY, ()),
         "spec": pair.chain(pair.packed, GREEDY),
-        "spec, plain": pair.chain(pair.load(False), GREEDY),
+        "ar, plain": EngineRunner(plain[0], None, GREEDY, ()),
+        "spec, plain": pair.chain(plain, GREEDY),
     }
     with torch.inference_mode():
         seconds = interleaved({name: pair.answer(run) for name, run in runners.items()}, repeats, pair.clock)
@@ -84,6 +86,9 @@ def end_to_end(pair: Pair, repeats: int) -> Iterator[Row]:
     yield Row(f"spec:k={K} / {assisted}", pair.name, faster, "x", ">= 1.9" if "bfloat16" in pair.name else ">= 2.0")
     faster = paired_ratio(seconds["hf-assisted"], seconds["spec, plain"])
     yield Row(f"the same without packed kernels / {assisted}", pair.name, faster, "x", ">= 1.1")
+    for method in ("ar", "spec"):
+        faster = paired_ratio(seconds[f"{method}, plain"], seconds[method])
+        yield Row(f"{method} with packed kernels / without", pair.name, faster, "x")
     yield Row(f"{assisted} / its generate", pair.name, paired_ratio(seconds["hf"], seconds["hf-assisted"]), "x")
 
 

@@ -156,8 +156,13 @@ class LlamaSession:
     def length(self) -> int:
         return self._cache.length
 
-    @torch.inference_mode()
     def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
+        if torch.is_inference_mode_enabled():  # as in the decoder's loop: entering it again takes time, in every call
+            return self._extend(tokens, parents, num_logits)
+        with torch.inference_mode():
+            return self._extend(tokens, parents, num_logits)
+
+    def _extend(self, tokens: Sequence[int], parents: Sequence[int] | None, num_logits: int) -> Scores:
         lm, cache, count = self._lm, self._cache, len(tokens)
         # A slice of the table is one call where a tensor of ids and a lookup are two.
         x = lm.embeddings[tokens[0] : tokens[0] + 1] if count == 1 else lm.embed(torch.tensor(tokens, device=lm.device))
