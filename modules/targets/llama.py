@@ -136,7 +136,8 @@ class LlamaLM:
             position_ids, torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         ):
             raise ValueError("position_ids: the lean Llama counts from 0 in every row")
-        with torch.no_grad():
+        # As decoding computes them, whatever a training around this does with its own weights.
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             return self.norm(self.stack.chain(self.embed(input_ids), NoCache()))
 
     def embed(self, input_ids: Tensor) -> Tensor:

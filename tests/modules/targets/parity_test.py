@@ -157,6 +157,14 @@ def test_embedding_and_features_are_the_models(case, engine):
     assert_close(lm.session(16).extend(ids[0].tolist()).features, hidden[0])
 
 
+def test_features_are_those_of_decoding_under_a_trainings_autocast(case):
+    # Heads train in mixed precision on features of a frozen model: other features than it decodes with would be a loss.
+    lm, ids = case.engines["lean"], torch.tensor([[3, 1, 4, 1, 5, 9]])
+    with torch.autocast("cpu", torch.bfloat16):
+        features = lm.features(ids)
+    assert features.dtype == lm.dtype and torch.equal(features, lm.features(ids))
+
+
 def test_cached_chains(case, engine):
     tokens = case.tokens(26)
     expected = case.logits(tokens)
