@@ -27,14 +27,14 @@ from draftsmith.modules.types import SamplingParams
 
 NUM_PROMPTS, NEW_TOKENS, CAPACITY, PROCESSES = 100, 128, 1024, min(2, os.cpu_count() or 1)
 GREEDY = SamplingParams()
-# Settings that cost little: a tree of 12 nodes is verified by the code that verifies one of 60.
+# Settings that cost little: a tree of 9 nodes is verified by the code that verifies one of 60.
 CHEAP = {
     "spec": "spec:k=4",
     "specdec++": "specdec++:max=6",
     "confidence": "confidence:max=8",
     "self-verify": "self-verify:k=6",
     "eagle": "eagle:k=3",
-    "eagle2": "eagle2:nodes=12:depth=3:topk=3",
+    "eagle2": "eagle2:nodes=9:depth=2:topk=3",
     "pre-verify": "pre-verify:k=4",
     "pre+self-verify": "pre+self-verify:k=5",
     "hsddw": "hsddw:k=5:max=12",
@@ -45,10 +45,10 @@ OWN = [CHEAP.get(name, name) for name in METHODS if METHODS[name] not in (HFGene
 # Other settings of these, each made of parts that are shown above.
 VARIANTS = [
     "specdec++:max=6:calibrated=on", "specdec++:max=6:drafter=eagle", "confidence:max=6:drafter=eagle",
-    "self-verify:k=6:drafter=eagle", "eagle2:nodes=12:depth=3:topk=3:value=off",
-    "eagle2:nodes=9:depth=3:topk=3:rerank=off", "pre-verify:k=3:drafter=eagle", "hsddw:k=3:max=9:drafter=eagle",
+    "self-verify:k=6:drafter=eagle", "eagle2:nodes=9:depth=2:topk=3:value=off",
+    "eagle2:nodes=9:depth=2:topk=3:rerank=off", "pre-verify:k=3:drafter=eagle", "hsddw:k=3:max=9:drafter=eagle",
 ]  # fmt: skip
-NUM_VARIANT_PROMPTS = 6
+NUM_VARIANT_PROMPTS = 4
 # Where two tokens are this close the argmax is a matter of rounding, and another number of rows rounds differently.
 # Logits of up to 30 carry float32's 2^-24 (1.8e-6) in the last step alone; twelve layers add up to some tens of that.
 TIE = 1e-4
