@@ -107,6 +107,7 @@ def measure_all(config: LatencyConfig) -> Iterator[Row]:
         yield from fixed_shapes(pair, config.repeats)
         yield from ideals(pair, config.repeats)
         if on_cpu:
+            yield from trace_cost(pair, config.repeats)
             yield from end_to_end(pair, config.repeats)
             yield from overheads(pair, config.repeats)
             if config.long_context and dtype == "float32":

@@ -71,10 +71,13 @@ def results_table(results: Mapping[str, Any]) -> Table:
 
 
 def task_table(results: Mapping[str, Any]) -> Table | None:
-    """Speed-up of every method on every task; None where prompts carry no tasks."""
+    """Speed-up of every method on every task, with a column for whichever are fewer; None where prompts carry no
+    tasks."""
     rows = [row for row in results["methods"] if row.get("by_task")]
     if not rows:
         return None
+    if len(rows) - 1 > len(rows[0]["by_task"]):
+        return methods_by_task(rows)
     table = plain_table(title="Speed-up by task", title_justify="left", title_style="bold")
     table.add_column("task", overflow="fold", min_width=METHOD_WIDTH)
     table.add_column("prompts", justify="right", no_wrap=True)
@@ -86,6 +89,19 @@ def task_table(results: Mapping[str, Any]) -> Table | None:
         parts = [row["by_task"][task] for row in rows[1:]]
         shown = (f"{part['speedup']:.2f}x" for part in parts)
         table.add_row(task, str(baseline["prompts"]), "" if grams is None else f"{grams:.2f}", *shown)
+    return table
+
+
+def methods_by_task(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each method, a column for each task, headed by its number of prompts and its distinct 4-grams."""
+    table = plain_table(title="Speed-up by task (prompts; distinct 4-grams)", title_justify="left", title_style="bold")
+    table.add_column("method", overflow="fold", min_width=METHOD_WIDTH)
+    for task, baseline in rows[0]["by_task"].items():
+        grams = baseline["distinct_4grams"]
+        about = f"({baseline['prompts']}" + (")" if grams is None else f"; {grams:.2f})")
+        table.add_column(f"{task.replace('_', ' ')} {about}", justify="right")
+    for row in rows[1:]:
+        table.add_row(row["method"], *(f"{part['speedup']:.2f}x" for part in row["by_task"].values()))
     return table
 
 

@@ -117,3 +117,15 @@ def test_tables_fit_in_100_columns_and_say_the_same():
     assert f"| {long_name} | 1.8 | 2.00x | 1.67-3.00 | 1.75 | 4 | 43% | yes |" in markdown
     for part in ("2.00x", "1.67-3.00", "1.75", "43%", "2 prompts, 7 tokens", "greedy", "CPU time"):
         assert part in shown and (part in markdown)
+
+
+def test_many_methods_go_into_rows_of_the_table_by_task():
+    methods = {f"spec:k={k}": SPEC for k in range(1, 21)}
+    rows = summarise({"ar": AR, **methods}, "cpu", seed=0, compare=True)
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(task_table({"methods": rows}))
+    lines = console.export_text().splitlines()
+    own = rows[1]["by_task"].values()
+    for method in methods:
+        (line,) = (line for line in lines if line.split()[:1] == [method])
+        assert line.split()[1:] == [f"{part['speedup']:.2f}x" for part in own]
