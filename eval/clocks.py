@@ -18,10 +18,11 @@ Clock = Callable[[], float]
 def clock_of(device: str) -> Clock:
     """Seconds: of this process's CPU time, which a busy machine does not falsify; on a GPU of the wall, once it is
     idle."""
-    return time.process_time if torch.device(device).type == "cpu" else _synchronised
+    return time.process_time if torch.device(device).type == "cpu" else synchronised
 
 
-def _synchronised() -> float:
+def synchronised() -> float:
+    """Wall seconds, once the GPU is idle."""
     synchronize()
     return time.perf_counter()
 

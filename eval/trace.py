@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from draftsmith.eval.measure import EngineRunner, synchronize
+from draftsmith.eval.clocks import synchronised
+from draftsmith.eval.measure import EngineRunner
 from draftsmith.modules.decoding.loop import Generation, Round, generate
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.stop import draft_law, entropy
@@ -136,13 +138,12 @@ class _Clock:
 
     def __init__(self) -> None:
         self._seconds = 0.0
+        self._now = synchronised if torch.cuda.is_initialized() else time.perf_counter
 
     def timed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        synchronize()
-        started = time.perf_counter()
+        started = self._now()
         result = call(*args, **kwargs)
-        synchronize()
-        self._seconds += time.perf_counter() - started
+        self._seconds += self._now() - started
         return result
 
     def take(self) -> float:
