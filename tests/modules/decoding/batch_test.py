@@ -54,7 +54,7 @@ def in_groups(
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", [1, 3, 5])
 def test_tokens_are_transformers_and_counts_the_single_loops(world, method, size):
-    count = 3 * size + 11  # the last group is smaller, or there are enough of one
+    count = 16  # with rows of 3 or 5 the last group is smaller
     prompts, answers = world.prompts[:count], world.answers[:count]
     made = in_groups(world, batch_drafter(world, method, size), size, prompts)
     single = world.drafter(method)
@@ -211,13 +211,13 @@ def test_the_shipped_pair_in_batches():
     from draftsmith.modules.sampling import TorchSource
 
     target, draft = load_lm("embedded:target"), load_lm("embedded:draft")
-    prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "test", None, 12)]
+    prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "test", None, 7)]
     for name in ("ar", "spec:k=5", "confidence", "self-verify"):
         models = Models(target, draft, capacity=1024)
         single, together = parse_method(name).build(models), parse_method(name).build_batch(models, 5)
         made = [
             one
-            for group in (prompts[:5], prompts[5:10], prompts[10:])
+            for group in (prompts[:5], prompts[5:])
             for one in generate_batch(target, together, group, GREEDY, 96, [0] * len(group))
         ]
         for prompt, one in zip(prompts, made, strict=True):

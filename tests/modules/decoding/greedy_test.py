@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from greedy_world import GREEDY, HIDDEN, NEW_TOKENS, NUM_PROMPTS, World, make_world, near_copy, transformers_answer
+from greedy_world import GREEDY, HIDDEN, NEW_TOKENS, World, make_world, near_copy, transformers_answer
 from quick_heads import quick_eagle_head
 from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
@@ -39,7 +39,7 @@ def world(tmp_path_factory) -> World:
 @pytest.mark.parametrize("method", ["ar", *METHODS])
 def test_every_prompt_gets_the_answer_of_transformers(world, method):
     drafter, accepted = world.drafter(method), set()
-    count = 5 if method.startswith("hf") else NUM_PROMPTS  # the universal engine is slow, and has parity tests
+    count = 5 if method.startswith("hf") else 16  # the universal engine is slow, and has parity tests
     for prompt, answer in list(zip(world.prompts, world.answers, strict=True))[:count]:
         done = world.run(method, prompt, NEW_TOKENS, drafter=drafter)
         assert done.tokens == answer
