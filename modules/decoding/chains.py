@@ -68,6 +68,14 @@ class BatchDrafter(Protocol):
         """Go on with these rows only (ascending indices [B'])."""
 
 
+def reset_policies(stops: Sequence[StopPolicy], count: int) -> list[StopPolicy]:
+    """The policies of the first `count` rows, for new sequences."""
+    own = list(stops[:count])
+    for stop in own:
+        stop.reset()
+    return own
+
+
 def to_device(values: Sequence, device: torch.device) -> Tensor:
     """Integers of the host as int64, without waiting for what the device is doing."""
     tensor = torch.tensor(values, dtype=torch.int64)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.chains import BatchOutcome, Chains, draft_chains, to_device
+from draftsmith.modules.decoding.chains import BatchOutcome, Chains, draft_chains, reset_policies, to_device
 from draftsmith.modules.decoding.protocols import StopPolicy
 from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.heads.eagle import EagleHead
@@ -48,9 +48,7 @@ class BatchEagle:
         self._num_drafted: list[int] = []
 
     def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
-        self._stops = self._every_stop[: len(prompts)]
-        for stop in self._stops:
-            stop.reset()
+        self._stops = reset_policies(self._every_stop, len(prompts))
         for row, prompt in enumerate(prompts):
             if 1 < len(prompt) <= self._positions:  # a longer one leaves no room for drafts
                 ids = to_device(prompt[1:], self._target.device)

@@ -27,7 +27,7 @@ def broken_ops(monkeypatch):
     """The private ops are gone, as they may be in another version of torch."""
 
     def gone(*args):
-        raise NotImplementedError("no such op")
+        raise NotImplementedError("no such op")  # what torch raises for an op that its build leaves out
 
     monkeypatch.setattr(packed, "_pack", gone)
     can_pack.cache_clear()

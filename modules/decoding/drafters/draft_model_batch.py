@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.chains import BatchOutcome, Chains, draft_chains, to_device
+from draftsmith.modules.decoding.chains import BatchOutcome, Chains, draft_chains, reset_policies, to_device
 from draftsmith.modules.decoding.protocols import StopPolicy
 from draftsmith.modules.targets.base import RowsLM
 from draftsmith.modules.types import SamplingParams
@@ -31,9 +31,7 @@ class BatchDraftModel:
         self._num_drafted: list[int] = []
 
     def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
-        self._stops = self._every_stop[: len(prompts)]
-        for stop in self._stops:
-            stop.reset()
+        self._stops = reset_policies(self._every_stop, len(prompts))
         for row, prompt in enumerate(prompts):
             if 1 < len(prompt) <= self._session.capacity:  # a longer one leaves no room for drafts
                 self._session.prefill(row, prompt[:-1])
