@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftsmith.data.ranks import place
 from draftsmith.modules.sampling import draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -113,9 +114,7 @@ def pick_device(device: str) -> str:
     """`auto` is this rank's CUDA device where there is one, else the CPU."""
     if device != "auto":
         return device
-    from draftsmith.data.shards import local_rank
-
-    return f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{place().local_rank}" if torch.cuda.is_available() else "cpu"
 
 
 def set_threads(num_threads: int) -> None:

@@ -18,7 +18,8 @@ from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.models import load_lm, tokenizer_identity
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
-from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, rank_and_world, read_done, run_stage
+from draftsmith.data.ranks import place
+from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, read_done, run_stage
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -132,7 +133,7 @@ def check_room(plan: Plan, rows: Rows, hidden_size: int, max_bytes: int) -> None
     total = sum(lengths) * per_token
     left = [shard for shard in plan.shards if read_done(plan.directory, shard) is None]
     needed = sum(sum(lengths[shard.start : shard.stop]) for shard in left) * per_token
-    if rank_and_world()[0] == 0:
+    if place().rank == 0:
         shape = f"{sum(lengths):,} tokens x {hidden_size} x {BYTES_PER_VALUE} bytes and an index"
         say(f"features: {plan.num_rows:,} rows, {shape}: {total:,} bytes ({total / 1e9:,.2f} GB), {needed:,} to go")
     if max_bytes and total > max_bytes:

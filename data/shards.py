@@ -40,6 +40,7 @@ from draftsmith.data.manifest import (
     write_json,
 )
 from draftsmith.data.progress import Advance, bar, say
+from draftsmith.data.ranks import place
 from draftsmith.modules.types import InputError
 
 ARROW = {
@@ -108,26 +109,6 @@ class Plan:
         return command_line(self.stage, self.config)
 
 
-def rank_and_world() -> tuple[int, int]:
-    """This process' rank and the number of processes, as torchrun sets them; (0, 1) alone.
-
-    Raises:
-        InputError: when the two do not fit together.
-    """
-    try:
-        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    except ValueError as error:
-        raise InputError("RANK, WORLD_SIZE", error, "integers", "Launch with torchrun.") from error
-    if not 0 <= rank < world:
-        raise InputError("RANK", rank, f"0 <= RANK < WORLD_SIZE = {world}", "Launch with torchrun.")
-    return rank, world
-
-
-def local_rank() -> int:
-    """This process' number on its machine."""
-    return int(os.environ.get("LOCAL_RANK", 0))
-
-
 def run_stage(plan: Plan, make_shard: Callable[[Shard, Advance], ShardContent]) -> Manifest:
     """Make the shards of this rank that are not there, then (rank 0) the manifest; others wait for it.
 
@@ -136,7 +117,8 @@ def run_stage(plan: Plan, make_shard: Callable[[Shard, Advance], ShardContent]) 
     Raises:
         InputError: no rows, an output that another configuration began, or ranks that never delivered.
     """
-    rank, world = rank_and_world()
+    here = place()
+    rank, world = here.rank, here.world
     directory = plan.directory
     if plan.num_rows == 0:
         raise InputError(f"{plan.stage}: input", "no rows", "at least one", "Check the input and its filters.")

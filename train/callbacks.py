@@ -1,4 +1,4 @@
-"""What happens between steps: log, validate, save, and stop when a signal asks for it.
+"""What happens between steps: log, validate, save.
 
 One callback does it in this order, instead of Lightning's validation and checkpointing, because the order decides what
 a checkpoint holds: it is taken when a step and everything that belongs to it is done, so that a continued run repeats
@@ -8,9 +8,7 @@ nothing and skips nothing.
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -127,44 +125,6 @@ def log(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
     """To every logger, without Lightning's per-step bookkeeping of `self.log`."""
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step)
-
-
-class StopOnSignal(pl.Callback):
-    """Ctrl-C and SIGTERM let the current step finish, save and end the run; a second Ctrl-C ends it at once.
-
-    In place of Lightning's handlers: its own for SIGTERM talks to other ranks from inside the handler, and Ctrl-C
-    raises in the middle of a step. A repeated SIGTERM is ignored: whoever sends it follows it up with SIGKILL anyway.
-    """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self) -> None:
-        self._before: dict[signal.Signals, Any] = {}
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, LitHead)
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python delivers signals to the main thread only
-
-        def handle(number: int, frame: Any) -> None:
-            pl_module.signal_received = number
-            # torchrun passes a Ctrl-C on that the terminal has already sent to every process of the group.
-            if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-        for number in self.SIGNALS:
-            self._before[number] = signal.signal(number, handle)
-
-    def _restore(self) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before if before is not None else signal.SIG_DFL)
-        self._before = {}
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._restore()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._restore()
 
 
 class ProgressBar(pl.Callback):

@@ -33,13 +33,14 @@ from draftsmith.data.manifest import (
     write_json,
 )
 from draftsmith.modules.types import InputError
-from draftsmith.train.callbacks import CHECKPOINT, BetweenSteps, ProgressBar, StopOnSignal, say_on_rank_zero
+from draftsmith.train.callbacks import CHECKPOINT, BetweenSteps, ProgressBar, say_on_rank_zero
 from draftsmith.train.card import model_card
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import HeadDataModule, Samples, held_out
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.loggers import make_loggers
 from draftsmith.train.metrics import is_first_process
+from draftsmith.train.signals import StopOnSignal
 from draftsmith.train.strategies import trainer_arguments
 
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,9 @@ from draftsmith.train.data_module import Part
 from draftsmith.train.metrics import Means, num_ranks, rank, total
 from draftsmith.train.muon import MuonAdamW
 from draftsmith.train.schedules import lr_schedule
+
+# What ends a run between steps; the first that any rank has received counts.
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Frozen:
@@ -67,11 +71,9 @@ class LitHead(pl.LightningModule):
         if num_ranks() == 1:
             tokens, self.signal_agreed = float(own_tokens), self.signal_received
         else:
-            flags = torch.tensor(
-                [own_tokens, self.signal_received == 2, self.signal_received == 15], dtype=torch.float64
-            )
-            tokens, interrupts, terminates = total(flags.to(self.device)).tolist()
-            self.signal_agreed = 2 if interrupts else 15 if terminates else 0
+            flags = [own_tokens, *(self.signal_received == number for number in SIGNALS)]
+            tokens, *received = total(torch.tensor(flags, dtype=torch.float64, device=self.device)).tolist()
+            self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
         self._step_tokens = max(tokens, 1.0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
