@@ -17,13 +17,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from torch import nn
+
 from draftsmith.data.progress import bar, say
+from draftsmith.train.deepspeed import whole_head
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.metrics import is_first_process, rank
 
 CHECKPOINT = "last.ckpt"
-# Saves the head under a name (best, last) with its metrics; called on rank 0.
-SaveHead = Callable[[str, int, dict[str, float]], None]
+# Saves a head under a name (best, last) with its step and metrics; called on rank 0.
+SaveHead = Callable[[nn.Module, str, int, dict[str, float]], None]
 
 
 class BetweenSteps(pl.Callback):
@@ -89,13 +92,17 @@ class BetweenSteps(pl.Callback):
         log(trainer, metrics, step)
 
     def _validate(self, trainer: pl.Trainer, module: LitHead, step: int, final: bool) -> None:
-        module.head.eval()
+        with whole_head(trainer, module) as head:
+            self._judge(trainer, module, head, step, final)
+
+    def _judge(self, trainer: pl.Trainer, module: LitHead, head: nn.Module, step: int, final: bool) -> None:
+        head.eval()
         parts = trainer.datamodule.val_batches(trainer.global_rank, trainer.world_size)  # type: ignore[attr-defined]
-        with trainer.precision_plugin.forward_context():
+        with module.autocast():
             metrics = module.validate(parts)
         if self.probe is not None and self.probe_every and (final or step % self.probe_every == 0):
             metrics |= self.probe()
-        module.head.train()
+        head.train()
         self.latest = metrics
         log(trainer, {f"val/{name}": value for name, value in metrics.items()}, step)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
@@ -107,12 +114,14 @@ class BetweenSteps(pl.Callback):
         if monitor in metrics and (not self.best or sign * metrics[monitor] > sign * self.best[monitor]):
             self.best = {**metrics, "step": float(step)}
             if rank() == 0:
-                self.save_head("best", step, metrics)
+                self.save_head(head, "best", step, metrics)
 
     def _save_last(self, trainer: pl.Trainer, step: int) -> None:
         """last/ and last.ckpt, each whole or not at all."""
-        if rank() == 0:
-            self.save_head("last", step, self.latest)
+        assert isinstance(trainer.lightning_module, LitHead)
+        with whole_head(trainer, trainer.lightning_module) as head:
+            if rank() == 0:
+                self.save_head(head, "last", step, self.latest)
         partial = self.output / f"{CHECKPOINT}.tmp"
         trainer.save_checkpoint(partial)
         if rank() == 0:

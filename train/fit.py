@@ -33,7 +33,7 @@ from draftsmith.data.manifest import (
     write_json,
 )
 from draftsmith.modules.types import InputError
-from draftsmith.train.callbacks import CHECKPOINT, BetweenSteps, ProgressBar, say_on_rank_zero
+from draftsmith.train.callbacks import CHECKPOINT, BetweenSteps, ProgressBar, SaveHead, say_on_rank_zero
 from draftsmith.train.card import model_card
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import HeadDataModule, Samples, fitting, held_out
@@ -126,7 +126,7 @@ def fit(
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     between = BetweenSteps(
         config.output,
-        _head_saver(module.head, config, provenance),
+        _head_saver(config, provenance),
         val_every=config.val_every or data.order.steps_per_epoch,
         log_every=config.log_every,
         save_every=config.save_every,
@@ -138,7 +138,6 @@ def fit(
         max_steps=module.total_steps,
         max_epochs=1,
         accumulate_grad_batches=config.accumulate,
-        gradient_clip_val=config.clip or None,
         logger=make_loggers(config, provenance.job, step, say_on_rank_zero),
         callbacks=[between, StopOnSignal(), ProgressBar(f"train {provenance.job}")],
         default_root_dir=config.output,
@@ -212,13 +211,11 @@ def _begin(config: TrainConfig, provenance: Provenance) -> None:
     write_json(config.output / STARTED, _state(config, provenance))
 
 
-def _head_saver(
-    head: nn.Module, config: TrainConfig, provenance: Provenance
-) -> Callable[[str, int, dict[str, float]], None]:
-    """Saves the head as it is now under output/NAME, with its manifest and model card."""
+def _head_saver(config: TrainConfig, provenance: Provenance) -> SaveHead:
+    """Saves a head under output/NAME, with its manifest and model card."""
     made_with = {"packages": package_versions(), "git_commit": git_commit()}
 
-    def save(name: str, step: int, metrics: Mapping[str, float]) -> None:
+    def save(head: nn.Module, name: str, step: int, metrics: Mapping[str, float]) -> None:
         manifest = {
             "target": provenance.read_model,
             "models": provenance.models,
