@@ -6,6 +6,7 @@ gradients too, stage 3 the weights too.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -89,9 +90,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         if self.kind != "cpu":
             super().setup_distributed()
             return
-        import deepspeed.comm.torch as communication
-
-        communication.build_shm_op = lambda: None  # a faster all-reduce on one machine, which takes a compiler
+        # A faster all-reduce on one machine, which takes a compiler. (`import deepspeed.comm.torch` would give torch.)
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
