@@ -190,6 +190,10 @@ class Pieces(Dataset):
         cut = {name: value[start:stop] for name, value in whole.items()}
         return cut | ({"position_ids": torch.arange(stop - start)} if "position_ids" in cut else {})
 
+    def name(self, index: int) -> str:
+        """That of the sample it is a piece of."""
+        return name_of(self.dataset, self._places[index][0])
+
 
 def in_pieces(dataset: Any, max_length: int, overlap: int = 0) -> Any:
     """The data set with no sample longer than `max_length`, which is the data set itself where none is."""
@@ -199,6 +203,11 @@ def in_pieces(dataset: Any, max_length: int, overlap: int = 0) -> Any:
 def item_of(dataset: Any, index: int, epoch: int) -> Item:
     """A sample as it is in an epoch, for data sets whose samples change; else as it always is."""
     return dataset.item(index, epoch) if hasattr(dataset, "item") else dataset[index]
+
+
+def name_of(dataset: Any, index: int) -> str:
+    """What a user knows a sample by: its id where it has one, else its number."""
+    return dataset.name(index) if hasattr(dataset, "name") else f"row {index}"
 
 
 class _Lists:

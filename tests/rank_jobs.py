@@ -1,68 +1,189 @@
 """Several trainings one after the other on the ranks of one launch: `python rank_jobs.py JOBS.json`.
 
-Each job is {"head": "eagle" or "acceptance", "config": {...}}, with optional keys that the functions below explain. A
-job that is refused leaves its message in output/error-RANK.txt. Starting processes is what costs time in these tests.
+A job is {"head": "eagle" or "acceptance", "config": {...}} and what it says besides:
+    resumes: {"output", "step"}: goes on from what a run killed with -9 after that step has left.
+    poison: {"row", "how"}: the sample of that dataset row gives a `loss` or a `gradient` that is not finite.
+    signal: {"step", "rank"}: that rank is sent SIGTERM during that step.
+    full: {"from", "to"}: in steps from..to files can not grow beyond a few hundred bytes.
+facts-RANK.json in its output tells what the trainer's state was. A job that is refused or stopped leaves its message in
+stopped-RANK.txt. All this in one launch, because it is starting processes that costs time.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 HERE = Path(__file__).resolve()
 PATHS = ("data", "output", "val")
+SMALL_FILE = 600  # bytes: less than any checkpoint, head or metrics file of these tests
 
 
-def run_on_ranks(jobs: Sequence[dict[str, Any]], ranks: int, work: Path, timeout_s: float = 600) -> list[str]:
-    """Run the jobs on so many processes, which a launcher of its own starts; returns what each rank printed."""
+def run_on_ranks(jobs: Sequence[dict[str, Any]], ranks: int, work: Path, timeout_s: float = 900) -> list[str]:
+    """Run the jobs on so many processes, told their places as launchers do; returns what each rank printed."""
     work.mkdir(parents=True, exist_ok=True)
     listed = work / "jobs.json"
     listed.write_text(json.dumps(list(jobs), default=str))
-    processes = [start(rank, ranks, work, [str(HERE), str(listed)]) for rank in range(ranks)]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = []
+    for rank in range(ranks):
+        names = {**shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
+        environment = {**os.environ, **{name: str(value) for name, value in names.items()}}
+        command = [sys.executable, str(HERE), str(listed)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]
     said = [process.communicate(timeout=timeout_s)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), "\n".join(said)
     return said
-
-
-def start(rank: int, ranks: int, work: Path, arguments: Sequence[str], **more: str) -> subprocess.Popen:
-    """One rank, as a launcher starts it: it is told its place through the environment."""
-    names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-    environment = {**os.environ, **{name: str(value) for name, value in names.items()}, "OMP_NUM_THREADS": "1", **more}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(work))}
-    command = [sys.executable, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def free_port(work: Path) -> int:
-    """The same for all ranks of a launch."""
-    import socket
-
-    chosen = work / "port"
-    if not chosen.exists():
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            chosen.write_text(str(found.getsockname()[1]))
-    return int(chosen.read_text())
 
 
 def run_job(job: dict[str, Any]) -> None:
     from draftsmith.modules.types import InputError
     from draftsmith.train import acceptance, deepspeed, eagle
 
-    deepspeed.KEPT_WHOLE = job.get("kept_whole", 0)  # stage 3 partitions even the smallest tensors
+    deepspeed.KEPT_WHOLE = 0  # stage 3 partitions even the smallest tensors
     module, name = (eagle, "TrainEagleConfig") if job["head"] == "eagle" else (acceptance, "TrainAcceptanceConfig")
     settings = {key: Path(value) if key in PATHS else value for key, value in job["config"].items()}
-    if "betas" in settings:
-        settings["betas"] = tuple(settings["betas"])
-    try:
-        module.run(getattr(module, name)(**settings))
-    except (InputError, SystemExit) as error:
-        (settings["output"] / f"error-{os.environ.get('RANK', 0)}.txt").write_text(str(error))
+    rank, output = int(os.environ.get("RANK", 0)), settings["output"]
+    if "resumes" in job:
+        leave_as_killed(Path(job["resumes"]["output"]), job["resumes"]["step"], output, rank)
+    with ExitStack() as stack:
+        facts = stack.enter_context(watched())
+        if "poison" in job:
+            stack.enter_context(poisoned(**job["poison"]))
+        if "signal" in job:
+            stack.enter_context(at_step(job["signal"]["step"], lambda: send_sigterm(rank, job["signal"]["rank"])))
+        if "full" in job:
+            stack.enter_context(full_disk(job["full"]["from"], job["full"]["to"]))
+        try:
+            module.run(getattr(module, name)(**settings))
+        except (InputError, SystemExit) as error:
+            limit_files(resource.RLIM_INFINITY)
+            (output / f"stopped-{rank}.txt").write_text(str(error))
+    (output / f"facts-{rank}.json").write_text(json.dumps(facts))
+
+
+def leave_as_killed(source: Path, step: int, output: Path, rank: int) -> None:
+    """What a kill -9 after the checkpoint of `step` leaves: that checkpoint, half of the next one, and more metrics."""
+    ready = output / "ready"
+    if rank == 0:
+        name = f"step-{step:08d}"
+        shutil.copytree(source / "checkpoints" / name, output / "checkpoints" / name)
+        half = output / "checkpoints" / f"step-{step + 1:08d}.tmp"
+        half.mkdir()
+        (half / "state.pt").write_bytes((source / "checkpoints" / name / "state.pt").read_bytes()[:1000])
+        for left in ("started.json", "metrics.csv"):
+            shutil.copy(source / left, output)
+        ready.touch()
+    while not ready.exists():
+        time.sleep(0.01)
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, Any]]:
+    """Collects what the trainer had: norms of the gradient, and what is partitioned."""
+    from draftsmith.train.lit_head import LitHead
+
+    facts: dict[str, Any] = {"grad_norms": []}
+
+    def on_train_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not batch.last:
+            return
+        facts["grad_norms"].append(self.grad_norm)
+        frozen = getattr(self, "target", None) or self.draft
+        frozen_params = list(frozen.model.model.parameters())
+        facts["frozen_elements"] = sum(p.numel() for p in frozen_params)
+        facts["frozen_partitioned"] = any(hasattr(p, "ds_id") for p in frozen_params)
+        facts["head_partitioned"] = [p.numel() == 0 for p in self.head.parameters()]
+        groups = self.trainer.optimizers[0].param_groups
+        facts["optimized"] = sum(p.numel() for group in groups for p in group["params"])
+        zero = getattr(self.trainer.optimizers[0], "optimizer", None)
+        if zero is not None:
+            facts["optimized"] = sum(flat.numel() for flat in zero.state)
+
+    with mock.patch.object(LitHead, "on_train_batch_end", on_train_batch_end, create=True):
+        yield facts
+
+
+@contextmanager
+def poisoned(row: int, how: str) -> Iterator[None]:
+    """Loss, or gradient under a finite loss, of any part that holds the row is not a number."""
+    from draftsmith.train.lit_head import LitHead
+
+    step = LitHead.training_step
+
+    def training_step(self: Any, part: Any, batch_idx: int) -> Any:
+        rows = [self.trainer.datamodule.train.indices[key.index] for key in part.keys]
+        if row not in rows:
+            return step(self, part, batch_idx)
+        true_loss = self.loss
+
+        def loss(*args: Any, **kwargs: Any) -> Any:
+            import dataclasses
+
+            output = true_loss(*args, **kwargs)
+            # The square root has the value 0 and an infinite slope at 0.
+            bad = float("nan") if how == "loss" else (output.loss * 0).abs().sqrt()
+            return dataclasses.replace(output, loss=output.loss + bad)
+
+        with mock.patch.object(self, "loss", loss):
+            return step(self, part, batch_idx)
+
+    with mock.patch.object(LitHead, "training_step", training_step):
+        yield
+
+
+@contextmanager
+def at_step(step: int, action: Any) -> Iterator[None]:
+    """Calls `action` during the step with that number, counted from 1."""
+    from draftsmith.train.lit_head import LitHead
+
+    begin = LitHead._begin_step
+
+    def _begin_step(self: Any, *args: Any) -> None:
+        if self.trainer.global_step + 1 == step:
+            action()
+        begin(self, *args)
+
+    with mock.patch.object(LitHead, "_begin_step", _begin_step):
+        yield
+
+
+@contextmanager
+def full_disk(first: int, last: int) -> Iterator[None]:
+    """A limit that the operating system enforces stands for the disk's end: the same error from the same calls."""
+    with (
+        at_step(first, lambda: limit_files(SMALL_FILE)),
+        at_step(last + 1, lambda: limit_files(resource.RLIM_INFINITY)),
+    ):
+        try:
+            yield
+        finally:
+            limit_files(resource.RLIM_INFINITY)
+
+
+def limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def send_sigterm(rank: int, to: int) -> None:
+    if rank == to:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main(listed: Path) -> None:
@@ -80,7 +201,6 @@ if __name__ == "__main__":
         import traceback
 
         traceback.print_exc()
-        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
     sys.stdout.flush()

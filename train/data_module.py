@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from draftsmith.data.datasets import in_pieces, item_of
+from draftsmith.data.datasets import in_pieces, item_of, name_of
 from draftsmith.data.progress import say
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
@@ -176,9 +176,8 @@ class Samples:
         return item_of(self.dataset, self.indices[index], epoch)
 
     def name(self, index: int) -> str:
-        """What a user knows a sample by: its id, or else its row."""
-        row = self.indices[index]
-        return self.dataset.name(row) if hasattr(self.dataset, "name") else f"row {row}"
+        """What a user knows a sample by."""
+        return name_of(self.dataset, self.indices[index])
 
 
 class Keyed(Dataset):

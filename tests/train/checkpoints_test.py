@@ -1,0 +1,139 @@
+"""Checkpoint directories: whole or not at all, checked, and only so many of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.modules.types import InputError
+from draftsmith.train.checkpoints import MANIFEST, STATE, Checkpoints, all_in, newest_intact, path_of, step_of
+
+
+def content(step: int) -> dict[str, Any]:
+    progress = {"ready": 2 * step, "started": 2 * step, "processed": 2 * step, "completed": 2 * step - 1}
+    loops = {"fit_loop": {"epoch_loop.batch_progress": {"total": dict(progress), "current": dict(progress)}}}
+    return {"global_step": step, "loops": loops, "state_dict": {"weight": torch.full((64,), float(step))}}
+
+
+def saved(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
+    checkpoints = Checkpoints(keep, {"world_size": 1}, accumulate=2)
+    for step in steps:
+        checkpoints.save_checkpoint(content(step), path_of(folder, step))
+        assert not checkpoints.failure
+    return checkpoints
+
+
+def steps(folder: Path) -> list[int]:
+    return [step_of(path) for path in all_in(folder)]
+
+
+def damaged_state(path: Path) -> None:
+    data = bytearray((path / STATE).read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / STATE).write_bytes(data)
+
+
+def truncated_state(path: Path) -> None:
+    (path / STATE).write_bytes((path / STATE).read_bytes()[:-100])
+
+
+DAMAGES = {
+    "sha": damaged_state,
+    "short": truncated_state,
+    "no state": lambda path: (path / STATE).unlink(),
+    "no manifest": lambda path: (path / MANIFEST).unlink(),
+    "manifest": lambda path: (path / MANIFEST).write_text('{"step": '),
+    "empty": lambda path: (path / MANIFEST).write_text("[]"),
+}
+
+
+def test_what_is_saved_is_read(tmp_path):
+    checkpoints = saved(tmp_path, 3)
+    path = newest_intact(tmp_path, pytest.fail)
+    assert path == path_of(tmp_path, 3) and step_of(path) == 3 and step_of(None) == 0
+    assert torch.equal(checkpoints.load_checkpoint(path)["state_dict"]["weight"], torch.full((64,), 3.0))
+
+
+def test_only_the_newest_are_kept_in_numerical_order(tmp_path):
+    saved(tmp_path, 5, 99_999_999, keep=5)
+    saved(tmp_path, 100_000_000, 100_000_001, keep=2)
+    assert steps(tmp_path) == [100_000_000, 100_000_001]
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_by_name_and_then_replaced(tmp_path, damage):
+    saved(tmp_path, 4, 8)
+    damage(path_of(tmp_path, 8))
+    warned: list[str] = []
+    assert newest_intact(tmp_path, warned.append) == path_of(tmp_path, 4)
+    assert len(warned) == 1 and f"{path_of(tmp_path, 8)} is damaged" in warned[0]
+    saved(tmp_path, 6)  # the run that goes on from step 4 saves in another rhythm
+    assert steps(tmp_path) == [4, 6]
+    path_of(tmp_path, 8).mkdir()
+    saved(tmp_path, 8)
+    assert newest_intact(tmp_path, pytest.fail) == path_of(tmp_path, 8)
+
+
+def test_nothing_but_damaged_ones_is_an_error(tmp_path):
+    assert newest_intact(tmp_path, pytest.fail) is None
+    saved(tmp_path, 4)
+    damaged_state(path_of(tmp_path, 4))
+    with pytest.raises(InputError, match="only damaged checkpoints"):
+        newest_intact(tmp_path, lambda text: None)
+
+
+def test_what_a_kill_left_half_written_or_half_deleted_is_cleared_away(tmp_path):
+    saved(tmp_path, 4)
+    for rest in ("step-00000008.tmp", "step-00000002.tmp-gone"):
+        (tmp_path / rest).mkdir()
+        (tmp_path / rest / STATE).write_bytes(b"half")
+    assert newest_intact(tmp_path, pytest.fail) == path_of(tmp_path, 4)
+    saved(tmp_path, 8)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000004", "step-00000008"}
+
+
+def test_parts_are_counted_as_the_continuing_run_has_them(tmp_path):
+    saved(tmp_path, 6)
+    loaded = Checkpoints(2, {}, accumulate=3).load_checkpoint(path_of(tmp_path, 6))
+    for counts in loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"].values():
+        assert counts == {"ready": 18, "started": 18, "processed": 18, "completed": 17}
+
+
+def test_tensors_and_plain_values_only(tmp_path):
+    class Planted:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    checkpoints = Checkpoints(2, {}, accumulate=1)
+    checkpoints.save_checkpoint({**content(1), "more": Planted()}, path_of(tmp_path, 1))
+    with pytest.raises(Exception, match="weights_only|Unsupported"):
+        checkpoints.load_checkpoint(path_of(tmp_path, 1))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_full_disk_keeps_what_was_there(tmp_path):
+    """A limit on file sizes stands for the disk's end: the operating system refuses the same calls with an OSError. At
+    any point of the file, inside a record of torch's writer included; in a process of its own."""
+    saved(tmp_path, 4)
+    program = """
+import resource, sys, torch
+from pathlib import Path
+from draftsmith.train.checkpoints import Checkpoints, path_of
+checkpoints = Checkpoints(2, {}, 1)
+content = {"global_step": 8, "state_dict": {"a": torch.zeros(5000), "b": torch.zeros(20000)}}
+for room in (0, 200, 3000, 60000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    checkpoints.save_checkpoint(content, path_of(Path(sys.argv[1]), 8))
+    print(checkpoints.failure)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("File too large") == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+    assert newest_intact(tmp_path, pytest.fail) == path_of(tmp_path, 4)

@@ -1,0 +1,241 @@
+"""Every strategy on two ranks: the same training, the same checkpoints, the same handling of trouble.
+
+Tolerances. Two ranks add gradients in another order than one, which changes them by about 1e-7 of their size. The
+issue's bars are kept: losses agree to 1e-5 over 30 steps, weights to 1e-6. AdamW divides by the gradient's own size,
+so weights whose gradient nearly vanishes could differ by as much as the learning rate; with these batches none does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from rank_jobs import run_job, run_on_ranks
+from trained_runs import losses, newest_state, weights
+
+from draftsmith.train.checkpoints import FOLDER, STATE, all_in
+
+pytestmark = pytest.mark.slow
+
+STEPS, KILLED_AT = 30, 14  # 36 training samples in batches of 8: step 14 is the fourth of five in its epoch
+ZERO = ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+OFFLOAD = ["deepspeed_stage_2_offload", "deepspeed_stage_3_offload"]
+HEADS = ["acceptance", "eagle"]
+POISONED_ROW = 5
+# (head, strategy begun with, strategy and accumulation gone on with); None is one rank.
+RESUMED_ON_TWO = [
+    ("acceptance", None, "deepspeed_stage_3", 1),
+    ("acceptance", "deepspeed_stage_2", "ddp", 2),
+    ("eagle", "deepspeed_stage_3", "deepspeed_stage_1", 1),
+    ("eagle", "ddp", "deepspeed_stage_2", 2),
+]
+RESUMED_ON_ONE = [("acceptance", "ddp", 1), ("acceptance", "deepspeed_stage_3", 2), ("eagle", "deepspeed_stage_2", 1)]
+
+
+class Runs:
+    """Trainings of this module by name, under one directory."""
+
+    def __init__(self, artefacts, root: Path):
+        self.artefacts, self.root = artefacts, root
+        self.said = ""
+
+    def __getitem__(self, name: str) -> Path:
+        return self.root / name
+
+    def job(self, name: str, head: str, strategy: str = "auto", **more: Any) -> dict[str, Any]:
+        """more: keys of the job that rank_jobs.py explains; everything else is configuration."""
+        config = {"lr": 2e-3, "batch_size": 8, "val_share": 0.25, "val_every": 15, "save_every": 7, "keep": 99}
+        config |= {"log_every": 1, "wandb": "off", "num_threads": 1, "max_steps": STEPS, "accelerator": "cpu"}
+        made = self.artefacts
+        if head == "acceptance":
+            config |= {"data": str(made.acceptance), "draft": str(made.draft)}
+        else:
+            config |= {"data": str(made.features), "target": str(made.target), "tau_prompts": 3}
+            config |= {"tau_max_new_tokens": 8, "tau_every": STEPS, "accumulate": 2}
+        extra = {key: more.pop(key) for key in ("resumes", "poison", "signal", "full") if key in more}
+        return {"head": head, "config": {**config, "output": str(self[name]), "strategy": strategy, **more}, **extra}
+
+    def resuming(self, name: str, begun: str, head: str, strategy: str, accumulate: int) -> dict[str, Any]:
+        source = {"output": str(self[begun]), "step": KILLED_AT}
+        return self.job(name, head, strategy, accumulate=accumulate, resume=True, resumes=source)
+
+    def facts(self, name: str, rank: int = 0) -> dict[str, Any]:
+        return json.loads((self[name] / f"facts-{rank}.json").read_text())
+
+    def stopped(self, name: str, rank: int = 0) -> str:
+        return (self[name] / f"stopped-{rank}.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def runs(artefacts, tmp_path_factory) -> Runs:
+    runs = Runs(artefacts, tmp_path_factory.mktemp("ranks"))
+    torch.set_num_threads(1)
+    for head in HEADS:
+        run_job(runs.job(f"{head}-one", head))
+    runs.said = run_on_ranks(two_rank_jobs(runs), 2, runs.root)[0]
+    for head, begun, accumulate in RESUMED_ON_ONE:
+        name = f"{head}-{begun}-one"
+        run_job(runs.resuming(name, f"{head}-{begun}", head, "auto", accumulate))
+    return runs
+
+
+def two_rank_jobs(runs: Runs) -> list[dict[str, Any]]:
+    job = runs.job
+    jobs = [job(f"{head}-{name}", head, name) for head in HEADS for name in ["ddp", *ZERO]]
+    jobs += [job(f"acceptance-{name}", "acceptance", name) for name in OFFLOAD]
+    for name in ("ddp", "deepspeed_stage_3"):
+        jobs.append(job(f"bf16-{name}", "eagle", name, precision="bf16", max_steps=6, tau_prompts=0))
+    for head, begun, then, accumulate in RESUMED_ON_TWO:
+        start = f"{head}-{begun or 'one'}"
+        jobs.append(runs.resuming(f"{start}-{then}", start, head, then, accumulate))
+    few = {"max_steps": 10, "save_every": 1}
+    for name in ["ddp", *ZERO]:
+        for how in ("loss", "gradient"):
+            poison = {"row": POISONED_ROW, "how": how}
+            jobs.append(job(f"{how}-{name}", "acceptance", name, poison=poison, accumulate=2, **few))
+    poison = {"row": POISONED_ROW, "how": "gradient"}
+    jobs.append(job("too-many", "eagle", "deepspeed_stage_2", poison=poison, max_bad_steps=1, **few))
+    jobs.append(job("stopped", "acceptance", "deepspeed_stage_3", signal={"step": 6, "rank": 1}))
+    jobs.append(job("stopped", "acceptance", "deepspeed_stage_1", resume=True))
+    few = {"max_steps": 10, "save_every": 2, "val_every": 5, "keep": 2}
+    jobs.append(job("full", "acceptance", "deepspeed_stage_2", full={"from": 5, "to": 8}, **few))
+    jobs.append(job("full-at-the-end", "acceptance", "ddp", full={"from": 9, "to": 10}, **few))
+    return jobs
+
+
+def furthest(ours: Path, theirs: Path) -> float:
+    left, right = weights(ours), weights(theirs)
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("strategy", ["ddp", *ZERO])
+def test_two_ranks_train_as_one_does(runs, head, strategy):
+    ours, one = runs[f"{head}-{strategy}"], runs[f"{head}-one"]
+    assert len(losses(ours)) == STEPS and losses(ours) == pytest.approx(losses(one), abs=1e-5, rel=0)
+    assert furthest(ours, one) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", OFFLOAD)
+def test_state_in_host_memory_changes_nothing(runs, strategy):
+    ours, one = runs[f"acceptance-{strategy}"], runs["acceptance-one"]
+    assert losses(ours) == pytest.approx(losses(one), abs=1e-5, rel=0)
+    assert furthest(ours, one) < 1e-6
+
+
+def test_bf16_means_the_same_under_every_strategy(runs):
+    ddp, zero = runs["bf16-ddp"], runs["bf16-deepspeed_stage_3"]
+    # The same rounding of the same numbers, until weights that differ by 1e-8 round to another bf16 number.
+    assert losses(ddp) == pytest.approx(losses(zero), abs=1e-3)
+    assert losses(ddp) != pytest.approx(losses(runs["eagle-ddp"])[:6], abs=1e-6)
+    assert {tensor.dtype for tensor in weights(zero).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("strategy", ["ddp", *ZERO])
+def test_the_frozen_model_is_not_optimized_partitioned_or_saved(runs, head, strategy):
+    output = runs[f"{head}-{strategy}"]
+    facts = [runs.facts(output.name, rank) for rank in (0, 1)]
+    elements = sum(tensor.numel() for tensor in weights(output).values())
+    for fact in facts:
+        assert fact["frozen_elements"] > elements and not fact["frozen_partitioned"]
+        assert all(fact["head_partitioned"]) == (strategy == "deepspeed_stage_3")
+    optimized = sum(fact["optimized"] for fact in facts)
+    assert optimized == 2 * elements if strategy == "ddp" else elements <= optimized < 1.1 * elements  # with padding
+    assert set(newest_state(output)["state_dict"]) == {f"head.{name}" for name in weights(output)}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_checkpoints_are_the_same_under_every_strategy(runs, head):
+    reference = newest_state(runs[f"{head}-one"])["optimizer_states"][0]
+    for strategy in ["ddp", *ZERO]:
+        state = newest_state(runs[f"{head}-{strategy}"])["optimizer_states"][0]
+        assert [group["params"] for group in state["param_groups"]] == [
+            group["params"] for group in reference["param_groups"]
+        ]
+        for index, moments in reference["state"].items():
+            for name, value in moments.items():
+                # Moments are means of gradients and of their squares: 1e-6 of the largest of a tensor is rounding.
+                scale = max(float(value.abs().max()), 1e-12)
+                torch.testing.assert_close(state["state"][index][name], value, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+@pytest.mark.parametrize("head", HEADS)
+def test_the_gradients_norm_is_the_same_under_every_strategy(runs, head, strategy):
+    norms, reference = (runs.facts(f"{head}-{name}")["grad_norms"] for name in (strategy, "ddp"))
+    assert len(norms) == STEPS and norms == pytest.approx(reference, rel=1e-4)
+    assert min(norms) > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"{head}-{begun or 'one'}-{then}" for head, begun, then, _ in RESUMED_ON_TWO]
+    + [f"{head}-{begun}-one" for head, begun, _ in RESUMED_ON_ONE],
+)
+def test_a_killed_run_goes_on_under_another_strategy_and_on_other_ranks(runs, name):
+    unbroken = runs[f"{name.split('-')[0]}-one"]
+    assert len(losses(runs[name])) == STEPS
+    assert losses(runs[name]) == pytest.approx(losses(unbroken), abs=1e-5, rel=0)  # the issue asks for 1e-4
+    assert furthest(runs[name], unbroken) < 1e-6
+    assert all("tmp" not in path.name for path in (runs[name] / FOLDER).iterdir())
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+@pytest.mark.parametrize("strategy", ["ddp", *ZERO])
+def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(runs, strategy, how):
+    output = runs[f"{how}-{strategy}"]
+    counts = losses(output, "bad_steps")
+    assert counts[4] == 1 and counts[9] == 2  # five steps are an epoch, in which the sample comes once
+    assert all(value == value for value in losses(output))
+    states = [torch.load(path / STATE, weights_only=True) for path in all_in(output / FOLDER)]
+    for step in range(1, 10):
+        before, after = states[step - 1], states[step]
+        same = all(torch.equal(value, after["state_dict"][name]) for name, value in before["state_dict"].items())
+        assert same == (counts[step] > counts[step - 1]), step
+    moments = newest_state(output)["optimizer_states"][0]["state"][0]
+    assert float(moments["step"]) == 8 and moments["exp_avg"].isfinite().all()
+    assert furthest(output, runs["loss-ddp"]) < 1e-6
+
+
+def test_too_many_bad_steps_end_the_run_and_name_the_samples(runs):
+    messages = [runs.stopped("too-many", rank) for rank in (0, 1)]
+    assert messages[0] == messages[1]
+    ids = parquet.read_table(next(runs.artefacts.features.glob("*.parquet")), columns=["id"])["id"].to_pylist()
+    named = re.search(r"not finite in 2 steps, with samples (.*?), expected", messages[0])
+    assert named is not None, messages[0]
+    found = named[1].split(", ")
+    # The sample came in two steps, each time in a part of at most 2 of its step's 8 samples.
+    assert ids[POISONED_ROW] in found and set(found) <= set(ids) and len(found) <= 3
+    assert "--max-bad-steps" in messages[0]
+
+
+def test_a_signal_to_one_rank_saves_that_step_and_ends_all(runs):
+    assert [runs.stopped("stopped", rank) for rank in (0, 1)] == ["143", "143"]
+    assert "SIGTERM: saved step 6." in runs.said
+    assert all_in(runs["stopped"] / FOLDER)[0].name == "step-00000006"
+    assert losses(runs["stopped"]) == pytest.approx(losses(runs["acceptance-one"]), abs=1e-5, rel=0)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on(runs):
+    said = runs.said
+    assert re.search(r"could not save the checkpoint of step 6 \(.*File too large.*\); step 4 is saved", said)
+    assert re.search(r"could not save the checkpoint of step 8 \(.*\); step 4 is saved", said)
+    assert re.search(r"could not save last/ of step 6 \(.*\); step 4 is saved", said)
+    assert [path.name for path in all_in(runs["full"] / FOLDER)] == ["step-00000004", "step-00000010"]
+    assert len(losses(runs["full"])) == 10  # the file of metrics is whole again
+    one = losses(runs["full"])
+    assert one == pytest.approx(losses(runs["full-at-the-end"])[: len(one)] + one[8:], abs=1e-5)
+
+
+def test_a_head_that_could_not_be_saved_is_no_finished_run(runs):
+    message = runs.stopped("full-at-the-end")
+    assert "no room for the trained head" in message and "step 8 is saved" in message and "--resume" in message
+    assert not (runs["full-at-the-end"] / "training.json").exists()
+    assert [path.name for path in all_in(runs["full-at-the-end"] / FOLDER)] == ["step-00000006", "step-00000008"]
