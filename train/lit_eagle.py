@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.flops import eagle_training
 from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead, shift
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.sampling import TorchSource
@@ -19,6 +20,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import Part, move
 from draftsmith.train.lit_head import Frozen, LitHead
 from draftsmith.train.metrics import Means, num_ranks, rank, total
+from draftsmith.train.telemetry import features_flops
 
 
 def num_loss_tokens(batch: FeatureBatch) -> int:
@@ -71,8 +73,7 @@ class LitEagle(LitHead):
         if epoch_noise and self.noise:
             features = features + self._noise_of(part, features)
         embeds = self.target.model.embed(pair.next_ids).to(dtype)
-        unrolled = epoch_noise and self.unroll > 1 and self.trainer.global_step >= self.unroll_from
-        passes = self.head.unroll(embeds, features, self.unroll if unrolled else 1, pair.position_ids)
+        passes = self.head.unroll(embeds, features, self._num_passes() if epoch_noise else 1, pair.position_ids)
         outputs = []
         for first, hidden in enumerate(passes):
             mask = pair.loss_mask.clone()
@@ -84,6 +85,15 @@ class LitEagle(LitHead):
         loss = (weights * torch.stack([output.loss for output in outputs])).sum() / weights.sum()
         # What is reported is the first step: it means the same with and without unrolling.
         return LossOutput(loss, outputs[0].sums, outputs[0].counts)
+
+    def _num_passes(self) -> int:
+        return self.unroll if self.unroll > 1 and self.trainer.global_step >= self.unroll_from else 1
+
+    def flops(self, part: Part) -> float:
+        lengths, config = self.lengths_of(part), self.head.config.llama
+        rows = [max(length - 2, 0) for length in lengths]  # `shift`
+        online = features_flops(self.target.model, lengths) if part.data.features is None else 0.0
+        return online + eagle_training(config, rows, part.tokens, self._num_passes())
 
     def _noise_of(self, part: Part, features: Tensor) -> Tensor:
         """Noise [B, T, H] that depends on (seed, epoch, sample) and not on what shares the sample's batch."""

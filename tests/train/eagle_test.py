@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from draftsmith.data.heads import load_head
 from draftsmith.data.models import load_lm
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.flops import eagle_training, layers_forward
 from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead, shift
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.sampling import TorchSource
@@ -223,3 +225,17 @@ def test_a_damaged_shard_is_named(artefacts, tmp_path):
 def test_the_universal_engine_is_told_to_be_unfit(artefacts, tmp_path):
     with pytest.raises(InputError, match="Llama-family target on the lean engine"):
         run(config(artefacts, tmp_path / "run", engine="hf"))
+
+
+def test_flops_are_those_of_the_real_tokens_and_of_the_draft_steps_trained(artefacts, tmp_path):
+    module, part = a_module(artefacts, tmp_path), a_part(artefacts, [0, 1, 5])
+    filler = Part(part.data, (*part.keys[:2], Key(0, 5, filler=True)), part.tokens, part.tokens, True, True)
+    config = module.head.config.llama
+    lengths = [len(FeatureDataset(artefacts.features)[i]["input_ids"]) - 2 for i in (0, 1, 5)]
+    assert module.flops(part) == eagle_training(config, lengths, part.tokens)
+    assert module.flops(filler) == eagle_training(config, lengths[:2], part.tokens)
+    module.unroll, module.trainer.global_step = 3, 0
+    assert module.flops(part) == eagle_training(config, lengths, part.tokens, passes=3)
+    online = Part(dataclasses.replace(part.data, features=None), part.keys, part.tokens, part.tokens, True, True)
+    target = layers_forward(module.target.model.config, [length + 2 for length in lengths])
+    assert module.flops(online) - module.flops(part) == pytest.approx(target)
