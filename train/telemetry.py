@@ -64,8 +64,8 @@ def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
 
 
 def listed_peak(name: str, bf16: bool, tf32: bool) -> float | None:
-    """Peak FLOP/s of a GPU by its name; None for one that is not listed, and for a slice (MIG) of one."""
-    if "MIG" in name.split():
+    """Peak FLOP/s of a GPU by its name; None where it is not listed, nor for a slice (MIG) or laptop form of one."""
+    if {"MIG", "Laptop"} & set(name.split()):
         return None
     for known, (in_bf16, in_tf32, in_float32) in PEAK_TFLOPS.items():
         if re.search(rf"\b{re.escape(known)}\b", name):
