@@ -58,13 +58,14 @@ class LitAcceptance(LitHead):
             return self.head(hidden)
 
     def loss(self, part: Part, epoch_noise: bool) -> LossOutput:
-        batch = self.batch_of(part)
-        config = self.head.config
-        return acceptance_loss(self.judge(batch.hidden), batch, config.w_acc, config.w_rej)
+        batch, mask, config = self.batch_of(part), part.data.loss_mask, self.head.config
+        # The head judges token by token: it is asked about those that count only.
+        kept = AcceptanceBatch(batch.hidden[mask], batch.accept_prob[mask], mask[mask])
+        return acceptance_loss(self.judge(kept.hidden), kept, config.w_acc, config.w_rej)
 
     def flops(self, part: Part) -> float:
         lengths, config = self.lengths_of(part), self.head.config
-        head = acceptance_training(config.hidden_size, config.num_blocks, sum(lengths))
+        head = acceptance_training(config.hidden_size, config.num_blocks, part.tokens)
         return features_flops(self.draft.model, lengths) + head
 
     def draft_log_prob(self, hidden: Tensor, z_ids: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from draftsmith.train.data_module import Part
 from draftsmith.train.metrics import gather_rows
 
 # Peak TFLOP/s of dense products by the vendors' data sheets: in bf16, in TF32, in float32. The first name found in the
-# device's counts, so longer names stand before shorter ones. (Lightning has such a table too; it gives some devices with
-# sparsity and some without their tensor cores.)
+# device's counts, so longer names stand before shorter ones. (Lightning's own table gives some devices with sparsity
+# and some without their tensor cores.)
 PEAK_TFLOPS = {
     "B200": (2250.0, 1125.0, 75.0),
     "GH200": (989.5, 494.7, 67.0),
