@@ -8,7 +8,6 @@ nothing and skips nothing.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +22,7 @@ from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
 from draftsmith.train.deepspeed import whole_head
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.metrics import is_first_process, rank
+from draftsmith.train.telemetry import Telemetry
 
 # Saves a head under a name (best, last) with its step and metrics; called on rank 0.
 SaveHead = Callable[[nn.Module, str, int, dict[str, float]], None]
@@ -35,6 +35,7 @@ class BetweenSteps(pl.Callback):
     checkpoint. unsaved: which of best/ and last/ could not be saved when it last should have been, and why.
 
     val_every: steps between validations. save_every: steps between saves of the last state; 0 saves with validations.
+    telemetry: what counts the steps' cost, itself a callback of the trainer.
     probe: a costlier measurement of the head, done every `probe_every` steps (0: never); all ranks call it.
     """
 
@@ -49,6 +50,7 @@ class BetweenSteps(pl.Callback):
         save_every: int,
         probe: Callable[[], dict[str, float]] | None = None,
         probe_every: int = 0,
+        telemetry: Telemetry | None = None,
     ):
         self.output, self.save_head, self.checkpoints = output, save_head, checkpoints
         self.val_every, self.log_every, self.save_every = val_every, log_every, save_every
@@ -57,7 +59,7 @@ class BetweenSteps(pl.Callback):
         self.latest: dict[str, float] = {}
         self.saved_step = 0
         self.unsaved: dict[str, str] = {}
-        self._clock = (0, 0.0)
+        self.telemetry = telemetry or Telemetry()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "latest": self.latest}
@@ -67,7 +69,6 @@ class BetweenSteps(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_step = trainer.global_step
-        self._clock = (trainer.global_step, time.monotonic())
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -87,14 +88,16 @@ class BetweenSteps(pl.Callback):
             self._save_last(trainer, pl_module, step)
         if stopping:
             trainer.should_stop = True
+        self.telemetry.go_on()
 
     def _log_losses(self, trainer: pl.Trainer, module: LitHead, step: int) -> None:
         metrics = {f"train/{name}": value for name, value in module.means.take().items()}
         metrics["bad_steps"] = module.bad_steps.count
         metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
-        last_step, last_time = self._clock
-        self._clock = (step, time.monotonic())
-        metrics["steps_per_s"] = (step - last_step) / max(self._clock[1] - last_time, 1e-9)
+        grad_norm = getattr(module, "grad_norm", None)
+        if grad_norm is not None:
+            metrics["grad_norm"] = float(grad_norm)
+        metrics |= {f"cost/{name}": value for name, value in self.telemetry.take(module.device).items()}
         log(trainer, metrics, step)
 
     def _validate(self, trainer: pl.Trainer, module: LitHead, step: int, final: bool) -> None:

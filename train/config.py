@@ -9,6 +9,7 @@ from typing import Literal
 from draftsmith.data.manifest import volatile
 from draftsmith.modules.types import InputError
 
+TRACKERS = ("csv", "wandb", "tensorboard")
 # Shorter pieces of a sequence have next to no context.
 MIN_LENGTH = 16
 Strategy = Literal[
@@ -65,6 +66,7 @@ class TrainConfig:
         save_every: Optimiser steps between checkpoints, which --resume goes on from; 0 saves with each validation.
         keep: Checkpoints to keep, the newest ones.
         max_bad_steps: Steps with a loss or gradient that is not finite that are left out before the run ends.
+        track: Where numbers go: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
         wandb: Weights & Biases; auto goes online when a key is found and offline without one.
         project: Weights & Biases project.
         trust_remote_code: Let the frozen model's repository run its own code.
@@ -104,11 +106,15 @@ class TrainConfig:
     save_every: int = volatile(0)
     keep: int = volatile(2)
     max_bad_steps: int = volatile(10)
+    track: tuple[str, ...] = volatile(("csv", "wandb"))
     wandb: Literal["auto", "online", "offline", "off"] = volatile("auto")
     project: str = volatile("draftsmith")
     trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
+        unknown = sorted(set(self.track) - set(TRACKERS))
+        if unknown:
+            raise InputError("track", ", ".join(unknown), f"some of {', '.join(TRACKERS)}", "Change it.")
         at_least = {
             "epochs": 1,
             "max_steps": 0,

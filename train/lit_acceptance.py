@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.modules.flops import acceptance_training
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.metrics import acceptance_metrics, expected_calibration_error, fit_platt
@@ -18,6 +19,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import Part, move
 from draftsmith.train.lit_head import Frozen, LitHead
 from draftsmith.train.metrics import gather_rows
+from draftsmith.train.telemetry import features_flops
 
 
 class LitAcceptance(LitHead):
@@ -60,6 +62,11 @@ class LitAcceptance(LitHead):
         # The head judges token by token: it is asked about those that count only.
         kept = AcceptanceBatch(batch.hidden[mask], batch.accept_prob[mask], mask[mask])
         return acceptance_loss(self.judge(kept.hidden), kept, config.w_acc, config.w_rej)
+
+    def flops(self, part: Part) -> float:
+        lengths, config = self.lengths_of(part), self.head.config
+        head = acceptance_training(config.hidden_size, config.num_blocks, part.tokens)
+        return features_flops(self.draft.model, lengths) + head
 
     def draft_log_prob(self, hidden: Tensor, z_ids: Tensor) -> Tensor:
         """Log-probability [B, T] at temperature 1 that the draft gave z_t, 0 at t = 0. For greedy labels: there q is

@@ -35,7 +35,7 @@ class Frozen:
 
 
 class LitHead(pl.LightningModule):
-    """A head in training. A subclass gives `loss` and `validate`.
+    """A head in training. A subclass gives `loss`, `validate` and `flops`.
 
     monitor: name of the validation metric that picks best/. larger_is_better: its direction.
     """
@@ -71,6 +71,16 @@ class LitHead(pl.LightningModule):
 
     def on_train_start(self) -> None:
         self.bad_steps.watch(self.head)
+
+    def flops(self, part: Part) -> float:
+        """Model FLOPs (modules/flops.py) of a training part, forward and backward: the head's, the loss' and those of
+        the frozen model's forward where it runs in the step. From shapes, without waiting for a device."""
+        raise NotImplementedError
+
+    def lengths_of(self, part: Part) -> list[int]:
+        """Tokens of each document of a training part, padding and fillers aside."""
+        lengths = self.trainer.datamodule.train.lengths  # type: ignore[attr-defined]
+        return [lengths[key.index] for key in part.keys if not key.filler]
 
     def training_step(self, part: Part, batch_idx: int) -> Tensor:
         if part.first:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
-import struct
-import time
+import shlex
 from pathlib import Path
 
 import pytest
+from wandb_file import offline_runs
 
+from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.loggers import CsvLogger, has_wandb_key, make_loggers
 
@@ -65,46 +66,73 @@ def test_a_key_is_found_where_wandb_looks_for_it(no_key, monkeypatch, tmp_path):
     assert has_wandb_key()
 
 
-def wandb_records(path: Path):
-    """Records of a .wandb file: a 7-byte header, then LevelDB log blocks of 32 KiB with protobuf records."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, position, whole = path.read_bytes(), 7, b""
-    while position + 7 <= len(content):
-        left_in_block = 32768 - position % 32768
-        if left_in_block < 7:
-            position += left_in_block
-            continue
-        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
-        whole += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or its last piece
-            record = Record()
-            record.ParseFromString(whole)
-            yield record
-            whole = b""
-
-
-def test_without_a_key_the_run_is_logged_offline_and_that_is_said_once(no_key, tmp_path):
+def test_without_a_key_the_run_is_logged_offline_and_how_to_upload_it_is_said_at_the_end(no_key, tmp_path):
     config, said = TrainConfig(data=tmp_path, output=tmp_path / "out"), []
     loggers = make_loggers(config, "eagle", 0, said.append)
+    assert len(said) == 1 and "offline" in said[0]
     for logger in loggers:
         logger.log_metrics({"train/loss": 0.5}, 7)
     for logger in loggers:
         logger.finalize("success")
-    assert len(said) == 1 and "offline" in said[0]
-    (file,) = (tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb")
-    while not any(record.HasField("exit") for record in wandb_records(file)):
-        time.sleep(0.05)  # another process writes it
-    history = [
-        {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
-        for record in wandb_records(file)
-        if record.HasField("history")
-    ]
-    assert [(row["train/loss"], row["trainer/global_step"]) for row in history] == [("0.5", "7")]
+        logger.finalize("success")  # once is enough
+    (run,) = offline_runs(tmp_path / "out")
+    assert len(said) == 2 and said[1].endswith(f": wandb sync {run.directory}")
+    assert run.history == [{"train/loss": 0.5, "trainer/global_step": 7}]
     assert rows(tmp_path / "out" / "metrics.csv") == [{"step": "7", "train/loss": "0.5"}]
+
+
+def test_a_path_with_a_space_can_be_pasted(no_key, tmp_path):
+    said: list[str] = []
+    loggers = make_loggers(TrainConfig(data=tmp_path, output=tmp_path / "my run"), "eagle", 0, said.append)
+    loggers[1].finalize("success")
+    (run,) = offline_runs(tmp_path / "my run")
+    assert shlex.split(said[-1].split(": ")[-1]) == ["wandb", "sync", str(run.directory)]
 
 
 def test_off_is_off(tmp_path):
     config = TrainConfig(data=tmp_path, output=tmp_path / "out", wandb="off")
     assert [logger.name for logger in make_loggers(config, "eagle", 0, print)] == ["csv"]
+
+
+def test_the_switch_names_the_loggers(no_key, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def names(*track: str) -> list[str]:
+        config = TrainConfig(data=tmp_path, output=tmp_path / "-".join(track or ("none",)), track=track)
+        loggers = make_loggers(config, "eagle", 0, lambda text: None)
+        for logger in loggers:
+            logger.finalize("success")
+        return [type(logger).__name__ for logger in loggers]
+
+    assert names() == names("csv") == ["CsvLogger"]
+    assert names("tensorboard") == ["CsvLogger", "TensorBoardLogger"]
+    assert names("csv", "wandb") == ["CsvLogger", "WandbLogger"]
+
+
+def test_an_unknown_tracker_is_named(tmp_path):
+    with pytest.raises(InputError, match="track: found mlflow, expected some of csv, wandb, tensorboard"):
+        TrainConfig(data=tmp_path, output=tmp_path, track=("csv", "mlflow"))
+
+
+def test_tensorboard_that_is_not_installed_names_the_extra(tmp_path, monkeypatch):
+    config = TrainConfig(data=tmp_path, output=tmp_path / "out", track=("tensorboard",), wandb="off")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'draftsmith\[tensorboard\]'"):
+        make_loggers(config, "eagle", 0, print)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensorboard_forgets_what_followed_the_checkpoint(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = TrainConfig(data=tmp_path, output=tmp_path, track=("tensorboard",), wandb="off")
+    for resumed, values in ((0, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}), (2, {3: 30.0})):
+        _, board = make_loggers(config, "eagle", resumed, print)
+        for step, value in values.items():
+            board.log_metrics({"a": value}, step)
+        board.finalize("success")
+        # Files are read in the order of their names, which begin with whole seconds.
+        for file in (tmp_path / "tensorboard").glob("events.out.tfevents.1*"):
+            file.rename(file.with_name(f"events.out.tfevents.{resumed:010}"))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("a")] == [(1, 1.0), (2, 2.0), (3, 30.0)]

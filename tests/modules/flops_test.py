@@ -1,0 +1,114 @@
+"""Model FLOPs against torch's own counter, on real forward and backward passes.
+
+The counter sees attention's two products where torch composes it of products (the `math` backend), each in full:
+T x T. The formulas count the half that causality leaves, so the other pairs are put in before comparing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from draftsmith.modules import flops
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.losses import acceptance_loss, unrolled_eagle_loss
+from draftsmith.modules.types import AcceptanceBatch
+
+BATCH, LENGTH = 3, 11
+GROUPED = LlamaConfig(
+    vocab_size=53,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,  # 4 x 8 is not the width
+    max_position=32,
+)
+PLAIN = dataclasses.replace(GROUPED, num_layers=3, num_kv_heads=4, head_dim=6, intermediate_size=64)
+
+
+def counted(run: Callable[[], object]) -> int:
+    counter = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        run()
+    return counter.get_total_flops()
+
+
+def hidden_half(config: LlamaConfig, lengths: list[int], products: int) -> float:
+    """What attention would compute above the diagonal, in all layers. products: 1 forward, 3 with backward."""
+    unseen = sum(length * length for length in lengths) - flops.causal_pairs(lengths)
+    return products * config.num_layers * flops.attention(config, unseen)
+
+
+@pytest.mark.parametrize("config", [GROUPED, PLAIN], ids=["grouped", "plain"])
+def test_a_targets_forward(config):
+    model, ids = LlamaModel(config), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    lengths = [LENGTH] * BATCH
+    with torch.no_grad():
+        features = counted(lambda: model.features(ids))
+        logits = counted(lambda: model(ids))
+    assert features == flops.layers_forward(config, lengths) + hidden_half(config, lengths, 1)
+    assert logits - features == flops.lm_head_forward(config, BATCH * LENGTH)
+
+
+@pytest.mark.parametrize("config", [GROUPED, PLAIN], ids=["grouped", "plain"])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_training_an_eagle_head(config, passes):
+    head, lengths = EagleHead(EagleConfig(config)), [LENGTH] * BATCH
+    weight = torch.randn(config.vocab_size, config.hidden_size)
+    embeds, features, wanted = torch.randn(3, BATCH, LENGTH, config.hidden_size).unbind()
+    mask = torch.rand(BATCH, LENGTH) < 0.5
+    loss_tokens = int(mask.sum())
+
+    def lm_head(
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:  # no module: the counter's hooks fail in the loss' inner backward
+        return hidden @ weight.T
+
+    def step() -> None:
+        hidden = head.unroll(embeds, features, passes)
+        unrolled_eagle_loss(hidden, wanted, [mask] * passes, lm_head).loss.backward()
+
+    ours = flops.eagle_training(config, lengths, loss_tokens, passes)
+    # Later passes compute the scores of all earlier passes' keys as well, which the mask then hides: pass j has
+    # (j + 1) T keys a query, in forward and backward.
+    unseen = sum((j + 1) * LENGTH**2 * BATCH - flops.causal_pairs(lengths) for j in range(passes))
+    ours += 3 * config.num_layers * flops.attention(config, unseen)
+    # The loss asks lm_head once for one row, to see how wide its logits are.
+    assert counted(step) == ours + flops.lm_head_forward(config, 1)
+    with torch.no_grad():
+        forward = counted(lambda: head(embeds, features))
+    assert forward == flops.eagle_forward(config, lengths) + hidden_half(config, lengths, 1)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_training_an_acceptance_head(num_blocks, tied):
+    config = AcceptanceHeadConfig(hidden_size=20, num_blocks=num_blocks, tied=tied)
+    head, hidden = AcceptanceHead(config), torch.randn(BATCH, LENGTH, 20)
+    batch = AcceptanceBatch(hidden, torch.rand(BATCH, LENGTH), torch.ones(BATCH, LENGTH, dtype=torch.bool))
+    rows = BATCH * LENGTH
+    assert counted(lambda: head(hidden)) == flops.acceptance_forward(20, num_blocks, rows)
+    assert counted(lambda: acceptance_loss(head(hidden), batch).loss.backward()) == flops.acceptance_training(
+        20, num_blocks, rows
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 11, 50])
+def test_pairs_are_those_of_the_mask(window):
+    lengths = [1, 4, 5, 11]
+    mask = [torch.ones(n, n).tril().triu(1 - window if window else -n) for n in lengths]
+    assert flops.causal_pairs(lengths, window) == sum(int(m.sum()) for m in mask)
+
+
+def test_documents_count_one_by_one():
+    apart = sum(flops.layers_forward(GROUPED, [n]) for n in (3, 7))
+    assert flops.layers_forward(GROUPED, [3, 7]) == apart < flops.layers_forward(GROUPED, [10])

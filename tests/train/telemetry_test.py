@@ -1,0 +1,185 @@
+"""What a step costs, with a clock that the tests turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.modules.types import FeatureBatch
+from draftsmith.train import telemetry
+from draftsmith.train.data_module import Key, Part
+from draftsmith.train.telemetry import Telemetry, listed_peak, measured_peak, num_slots, peak_memory_gb
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Run:
+    """A training of parts of 2 x 10 places with 7 + 8 tokens, each of 600 FLOPs, on one rank."""
+
+    def __init__(self, peak: float | None = 1000.0):
+        self.clock = Clock()
+        self.telemetry = Telemetry(self.clock, peak)
+        self.module: Any = SimpleNamespace(
+            total_steps=10,
+            device=CPU,
+            config=SimpleNamespace(precision="32"),
+            lengths_of=lambda part: [7, 8],
+            flops=lambda part: 600.0,
+        )
+        self.telemetry.on_train_start(None, self.module)
+
+    def part(self, waits: float, works: float, last: bool = True) -> None:
+        ids = torch.zeros(2, 10, dtype=torch.int64)
+        batch = FeatureBatch(ids, torch.zeros(2, 10, 4), ids.bool(), ids)
+        part = Part(batch, (Key(0, 0), Key(0, 1)), 5, 5, True, last)
+        self.clock.now += waits
+        self.telemetry.on_train_batch_start(None, self.module, part, 0)
+        self.clock.now += works
+        self.telemetry.on_train_batch_end(None, self.module, None, part, 0)
+
+    def take(self) -> dict[str, float]:
+        metrics = self.telemetry.take(CPU)
+        assert metrics.pop("memory_gb", 1.0) > 0
+        return metrics
+
+
+def test_a_window_counts_tokens_flops_and_waiting():
+    run = Run()
+    run.part(waits=0.5, works=1.5)
+    run.part(waits=0.3, works=1.7)
+    assert run.take() == pytest.approx(
+        {
+            "steps_per_s": 2 / 4,
+            "tokens_per_s": 30 / 4,
+            "data_wait": 0.8 / 4,
+            "real_tokens": 15 / 20,
+            "mfu": 1200 / 4000,
+        }
+    )
+    run.part(waits=0.0, works=1.0)  # a window of its own
+    assert run.take() == pytest.approx(
+        {"steps_per_s": 1, "tokens_per_s": 15, "data_wait": 0, "real_tokens": 0.75, "mfu": 0.6}
+    )
+
+
+def test_what_happens_between_steps_is_nobodys_time():
+    run = Run()
+    run.part(waits=0.5, works=1.5)
+    run.clock.now += 50  # a validation
+    run.telemetry.go_on()
+    run.part(waits=0.5, works=1.5)
+    metrics = run.take()
+    assert metrics["steps_per_s"] == pytest.approx(0.5) and metrics["data_wait"] == pytest.approx(0.25)
+
+
+def test_reading_the_losses_back_is_work():
+    """Where a device computes behind the host, that is where its time shows."""
+    run = Run()
+    run.part(waits=0.5, works=0.5)
+    run.clock.now += 1.0
+    assert run.take()["steps_per_s"] == pytest.approx(0.5)
+
+
+def test_a_steps_parts_are_one_step():
+    run = Run()
+    run.part(0.0, 1.0, last=False)
+    run.part(0.0, 1.0)
+    metrics = run.take()
+    assert metrics["steps_per_s"] == pytest.approx(0.5) and metrics["tokens_per_s"] == pytest.approx(15)
+
+
+def test_without_a_peak_there_is_no_utilisation():
+    run = Run(peak=None)  # 10 steps: too few to measure one
+    run.part(0.0, 1.0)
+    assert "mfu" not in run.take()
+
+
+def test_a_window_without_steps_says_nothing():
+    assert Run().take() == {}
+
+
+def test_ranks_add_up_and_the_fullest_memory_counts(monkeypatch):
+    """Two ranks: 2 steps in 4 s each; the second has half the tokens, waited 2 s, holds more and has twice the peak."""
+
+    def two(rows: torch.Tensor) -> torch.Tensor:
+        own = rows[0]
+        other = torch.tensor([own[0], own[1] / 2, own[2], own[3], 2.0, own[5], own[6] + 5, own[7] * 2])
+        return torch.stack([own, other.double()])
+
+    run = Run()
+    run.part(0.0, 2.0)
+    run.part(0.0, 2.0)
+    monkeypatch.setattr(telemetry, "gather_rows", two)
+    metrics = run.telemetry.take(CPU)
+    assert metrics.pop("memory_gb") == pytest.approx(peak_memory_gb(CPU) + 5, rel=0.01)
+    assert metrics == pytest.approx(
+        {
+            "steps_per_s": 0.5,
+            "tokens_per_s": 45 / 4,
+            "data_wait": 2 / 8,
+            "real_tokens": 45 / 80,
+            "mfu": 2400 / (4 * 3000),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_known_devices_by_their_names(name, peak):
+    assert listed_peak(name, bf16=True, tf32=False) == peak
+
+
+def test_float32_has_its_own_peaks():
+    assert listed_peak("NVIDIA A100-SXM4-40GB", bf16=False, tf32=True) == 156e12
+    assert listed_peak("NVIDIA A100-SXM4-40GB", bf16=False, tf32=False) == 19.5e12
+
+
+def test_an_unknown_device_is_measured_within_the_budget():
+    clock = Clock()
+
+    def ticking() -> float:
+        clock.now += 1.0  # every product takes a second, so the first size is the last
+        return clock.now
+
+    assert measured_peak(CPU, torch.float32, ticking, budget_s=0.2) == 2 * 128**3
+    assert measured_peak(CPU, torch.float32, budget_s=0.05) > 2 * 128**3
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel's own count is Linux's")
+def test_memory_is_the_most_that_the_process_has_held():
+    held = torch.ones(30_000_000)
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    # Both are the kernel's high-water mark; per-thread counters reach it with a delay of some pages.
+    assert peak_memory_gb(CPU) == pytest.approx(int(line.split()[1]) * 1024 / 1e9, rel=0.02)
+    assert peak_memory_gb(CPU) > held.numel() * 4 / 1e9
+
+
+def test_slots_are_the_places_for_tokens():
+    ids = torch.zeros(3, 5, dtype=torch.int64)
+    assert num_slots(Part(FeatureBatch(ids, torch.zeros(3, 5, 8), ids.bool(), ids), (), 0, 0, True, True)) == 15

@@ -1,0 +1,149 @@
+"""What a training tells its trackers, read back from their own files: interrupted once, then completed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import platform
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from wandb_file import OfflineRun, offline_runs
+
+from draftsmith.data.manifest import Manifest, git_commit, resolved
+from draftsmith.train.eagle import TrainEagleConfig, run
+from draftsmith.train.lit_eagle import LitEagle
+
+STOPPED_AT, STEPS = 23, 50
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """A run's output directory, its two sessions in Weights & Biases, its table, and what it said."""
+
+    output: Path
+    config: TrainEagleConfig
+    sessions: list[OfflineRun]
+    table: list[dict[str, float]]
+    said: list[str]
+
+
+def table(output: Path) -> list[dict[str, float]]:
+    with (output / "metrics.csv").open() as file:
+        return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def tracked(artefacts, tmp_path_factory) -> Tracked:
+    output = tmp_path_factory.mktemp("tracking") / "run 1"
+    said: list[str] = []
+    shared = {"data": artefacts.features, "target": str(artefacts.target), "output": output, "accelerator": "cpu"}
+    shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
+    shared |= {"tau_prompts": 2, "tau_max_new_tokens": 6, "tau_every": 50, "token_weight": 1.0, "num_threads": 1}
+    shared |= {"track": ("wandb", "tensorboard"), "agreement_steps": 2}
+    learn = LitEagle.loss
+
+    def interrupted(module: LitEagle, part, epoch_noise: bool):
+        if module.trainer.global_step == STOPPED_AT - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learn(module, part, epoch_noise)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+            patch.delenv(name, raising=False)
+        patch.setenv("NETRC", str(output.parent / "no netrc"))
+        patch.setattr("draftsmith.train.callbacks.say", said.append)
+        with patch.context() as stopping:
+            stopping.setattr(LitEagle, "loss", interrupted)
+            with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+                run(TrainEagleConfig(**shared))
+        said.append("resumed")
+        config = TrainEagleConfig(**shared, resume=True)
+        run(config)
+    return Tracked(output, config, offline_runs(output), table(output), said)
+
+
+def test_a_continued_run_is_the_same_run_and_its_last_directory_holds_all_of_the_table(tracked):
+    first, second = tracked.sessions
+    assert first.run_id == second.run_id == (tracked.output / "wandb_id.txt").read_text().strip()
+    assert first.record.project == second.record.project == "draftsmith"
+    for session, last_step in ((first, STOPPED_AT), (second, STEPS)):
+        expected = [{"trainer/global_step": row["step"], **row} for row in tracked.table if row["step"] <= last_step]
+        assert len(session.history) == len(expected) > 0
+        for row, logged in zip(expected, session.history, strict=True):
+            del row["step"]
+            assert logged == pytest.approx(row, rel=1e-7)  # the table has 8 digits
+
+
+def test_every_number_that_is_promised_is_there(tracked):
+    names = {name for row in tracked.table for name in row} - {"step"}
+    training = {f"train/{name}" for name in ("loss", "feature_loss", "token_loss", "top1", "top3")}
+    validation = {f"val/{name}" for name in ("loss", "feature_loss", "token_loss", "top1", "top3", "tau")}
+    validation |= {"val/agreement_1", "val/agreement_2"}
+    cost = {"steps_per_s", "tokens_per_s", "mfu", "memory_gb", "data_wait", "real_tokens"}
+    assert names >= training | validation | {"lr"} | {f"cost/{name}" for name in cost}
+    for row in tracked.table:
+        assert all(math.isfinite(value) for value in row.values())
+        if "cost/mfu" in row:
+            assert 0 < row["cost/mfu"] < 2 and 0 <= row["cost/data_wait"] <= 1 and 0.5 < row["cost/real_tokens"] <= 1
+
+
+def test_the_run_knows_what_it_was_made_from(tracked, artefacts):
+    for session in tracked.sessions:
+        logged = {**session.config, "resume": True}
+        assert resolved(tracked.config).items() <= logged.items()
+        made_from = logged["made_from"]
+        assert made_from["inputs"] == {"data": Manifest.read(artefacts.features).digest}
+        assert made_from["git_commit"] == git_commit()
+        assert made_from["packages"]["torch"] == __import__("torch").__version__
+        assert (
+            made_from["models"]["target"] == json.loads((tracked.output / "best/manifest.json").read_text())["target"]
+        )
+
+
+def test_the_head_is_an_artifact_of_the_completed_run_with_its_card(tracked):
+    assert [len(session.artifacts) for session in tracked.sessions] == [0, 1]
+    (artifact,), best = tracked.sessions[1].artifacts, tracked.output / "best"
+    manifest = json.loads((best / "manifest.json").read_text())
+    assert (artifact.type, artifact.name) == ("model", "eagle-run-1")
+    assert artifact.description == (best / "README.md").read_text()
+    assert json.loads(artifact.metadata)["metrics"] == manifest["metrics"]
+    assert set(artifact.aliases) >= {"best", f"step-{manifest['step']}"}
+    # Referred to, not copied: what is uploaded later lies in best/.
+    files = {entry.path: (entry.local_path, entry.size) for entry in artifact.manifest.contents}
+    assert files == {path.name: (str(path), path.stat().st_size) for path in best.iterdir()}
+
+
+def test_machine_and_process_are_not_told(tracked):
+    for session in tracked.sessions:
+        assert not session.kinds & {"environment", "output", "output_raw", "stats"} and session.record.host == ""
+        content = next(session.directory.glob("run-*.wandb")).read_bytes()
+        assert sys.executable.encode() not in content and platform.platform().encode() not in content
+        assert not [path for path in (session.directory / "files").rglob("*") if path.is_file()]
+
+
+def test_how_to_upload_is_said_at_each_end(tracked):
+    until, after = tracked.said[: tracked.said.index("resumed")], tracked.said[tracked.said.index("resumed") :]
+    for lines, session in ((until, tracked.sessions[0]), (after, tracked.sessions[1])):
+        (line,) = [line for line in lines if "wandb sync" in line]
+        assert line.endswith(f"wandb sync '{session.directory}'")
+
+
+def test_tensorboard_has_the_tables_numbers(tracked):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tracked.output / "tensorboard")).Reload()
+    names = {name for row in tracked.table for name in row} - {"step"}
+    steps = {name: [] for name in names}
+    for row in table(tracked.output):
+        for name in names & set(row):
+            steps[name].append((row["step"], row[name]))
+    for name in names:
+        found = [(event.step, event.value) for event in events.Scalars(name)]
+        assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in steps[name]], name  # float32
+    assert "max_steps: 50" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
