@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from draftsmith.data import feature_codec
 from draftsmith.data.features import key
 from draftsmith.data.manifest import Manifest, open_artefact
 from draftsmith.data.shards import Rows
@@ -120,7 +121,7 @@ class FeatureDataset(Dataset):
         ids = torch.from_numpy(self._ids[row].astype(np.int64))
         return {
             "input_ids": ids,
-            "features": self._open(self._shards[row]).get_tensor(key(int(self._rows[row]))),
+            "features": feature_codec.read(self._open(self._shards[row]), key(int(self._rows[row]))),
             "loss_mask": torch.from_numpy(self._masks[row].astype(bool)),
             "position_ids": torch.arange(len(ids)),
         }
