@@ -8,6 +8,7 @@ index.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from draftsmith.data import feature_codec
 from draftsmith.data.batched import by_length, pad_right, pick_device, set_threads
 from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.models import load_lm, tokenizer_identity
+from draftsmith.data.parallel import DONE, tell, told
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
@@ -55,6 +57,8 @@ class FeaturesConfig:
         dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
         feature_dtype: What is stored: bf16, or fp8 with a scale for each token, half the bytes.
         engine: How the model runs: lean for Llama-family weights, hf for any transformers model.
+        target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
+            tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
         device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
         num_threads: CPU threads; 0 is torch's own choice.
         trust_remote_code: Let the model's repository run its own code.
@@ -68,8 +72,9 @@ class FeaturesConfig:
     batch_size: int = 8
     rows_per_shard: int = 128
     dtype: str = "float32"
-    feature_dtype: Literal["bf16", "fp8"] = "bf16"
+    feature_dtype: feature_codec.FeatureDtype = "bf16"
     engine: Literal["auto", "lean", "hf"] = "auto"
+    target_parallel: Literal["none", "device_map", "tensor"] = volatile("none")
     device: str = volatile("auto")
     num_threads: int = volatile(0)
     trust_remote_code: bool = volatile(False)
@@ -82,9 +87,17 @@ class FeaturesConfig:
 def run(config: FeaturesConfig) -> Path:
     """Write the artefact `features`; returns its directory."""
     set_threads(config.num_threads)
-    lm = load_lm(config.target, config.dtype, pick_device(config.device), config.engine, config.trust_remote_code)
-    manifest = open_texts(config.responses, config.target, lm)
+    lm = load_lm(
+        config.target,
+        config.dtype,
+        pick_device(config.device),
+        config.engine,
+        config.trust_remote_code,
+        parallel=config.target_parallel,
+    )
+    manifest = open_texts(config.responses, config.target, lm.info.identity)
     rows = Rows(config.responses, manifest)
+    shared = config.target_parallel == "tensor"  # all processes are one target, and the first one writes
     plan = Plan(
         kind="features",
         stage="data features",
@@ -96,31 +109,42 @@ def run(config: FeaturesConfig) -> Path:
         inputs={manifest.kind: manifest.digest},
         identity={**manifest.identity, "target": lm.info.identity},
         sampling=manifest.sampling,
+        alone=shared,
     )
+    if shared and place().rank:
+        for number in told(lm.device):
+            read_shard(lm, rows, plan.shards[number], config, lambda count: None)
+        return config.output
     check_room(plan, rows, feature_codec.token_bytes(lm.info.hidden_size, config.feature_dtype), config.max_bytes)
 
     def make(shard: Shard, advance: Advance) -> ShardContent:
+        if shared:
+            tell(shard.index, lm.device)
         return read_shard(lm, rows, shard, config, advance)
 
     run_stage(plan, make)
+    if shared:
+        tell(DONE, lm.device)
     return config.output
 
 
-def open_texts(directory: Path, target: str, lm: CausalLM) -> Manifest:
+def open_texts(
+    directory: Path, target: str, identity: Mapping[str, str], field: str = "responses", check: str = "sha256"
+) -> Manifest:
     """Responses of this target, or supervised prompts of its tokenizer.
+
+    identity: the target's. field: what the user passed the directory as. check: as `open_artefact` has it.
 
     Raises:
         InputError: another artefact, or prompts without answers.
     """
-    tokenizer = tokenizer_identity(target)["tokenizer"]
-    manifest = Manifest.read(directory)
-    identity: dict[str, Any] = {"tokenizer": tokenizer}
-    if manifest.kind == "responses":
-        identity["target"] = lm.info.identity
-    manifest = open_artefact(directory, ("responses", "prompts"), identity)
-    if manifest.kind == "prompts" and "loss_mask" not in {field.name for field in manifest.fields}:
+    expected: dict[str, Any] = {"tokenizer": tokenizer_identity(target)["tokenizer"]}
+    if Manifest.read(directory).kind == "responses":
+        expected["target"] = dict(identity)
+    manifest = open_artefact(directory, ("responses", "prompts"), expected, check)
+    if manifest.kind == "prompts" and "loss_mask" not in {spec.name for spec in manifest.fields}:
         remedy = "Make responses first (data responses), or data prompts --supervised."
-        raise InputError("responses", "prompts without answers", "responses, or supervised prompts", remedy)
+        raise InputError(field, "prompts without answers", "responses, or supervised prompts", remedy)
     return manifest
 
 
