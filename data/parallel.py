@@ -64,7 +64,8 @@ def check_placed(model: Any, parallel: str) -> None:
     InputError: some layers did not fit the devices, or the model has no plan that keeps its embeddings whole.
     """
     if parallel == "device_map":
-        devices = {str(device) for device in model.hf_device_map.values()}
+        # There is no map where one device holds everything.
+        devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
         outside = sorted(devices & ({"cpu", "disk"} if torch.cuda.is_available() else {"disk"}))
         if outside:
             found = f"layers on {' and '.join(outside)}: the GPUs are too small"
