@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from draftsmith.data.batched import set_threads
 from draftsmith.data.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
@@ -91,6 +92,9 @@ class TrainEagleConfig(TrainConfig):
         if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
             found = f"{self.feature_weight}, {self.token_weight}"
             raise InputError("feature_weight, token_weight", found, "not negative, not both 0", "Change them.")
+        if self.target_parallel != "none" and self.devices > 1:
+            remedy = "Launch with torchrun --nproc-per-node N for tensor; one process has all GPUs for device_map."
+            raise InputError("devices", self.devices, f"1 with --target-parallel {self.target_parallel}", remedy)
         if not 0 <= self.unroll_after < 1:
             raise InputError("unroll_after", self.unroll_after, "a share in [0, 1)", "Change it.")
         if not 0 < self.unroll_decay <= 1:
@@ -210,12 +214,27 @@ def make_head(config: TrainEagleConfig, target: CausalLM) -> EagleHead:
         torch.manual_seed(config.seed)
         head = EagleHead(EagleConfig.for_target(shape, config.num_layers))
     if config.init == "target-last-layer":
-        if config.target_parallel == "tensor":
-            remedy = "Pass --init random."
-            raise InputError("init", "target-last-layer of a target in parts", "whole layers", remedy)
-        layers = target.model.layers if isinstance(target, LlamaLM) else target.model.base_model.layers
-        head.init_from_target({k: v.cpu() for k, v in layers[-1].state_dict().items()})
+        head.init_from_target(last_layer(config, target))
     return head
+
+
+def last_layer(config: TrainEagleConfig, target: CausalLM) -> dict[str, Tensor]:
+    """Weights of the target's last layer, on the CPU.
+
+    Raises:
+        InputError: no process has all of it.
+    """
+    if config.target_parallel == "tensor":
+        remedy = "Pass --init random."
+        raise InputError("init", "target-last-layer of a target in parts", "whole layers", remedy)
+    if isinstance(target, LlamaLM):
+        layer = target.model.layers[-1]
+    else:
+        from draftsmith.modules.targets.hf import HFLM
+
+        assert isinstance(target, HFLM)
+        layer = target.model.base_model.layers[-1]
+    return {name: weight.cpu() for name, weight in layer.state_dict().items()}
 
 
 def target_shape(path: str) -> LlamaConfig:

@@ -198,9 +198,13 @@ def test_later_epochs_and_runs_read_and_learn_the_same(artefacts, tmp_path, coun
     assert measured < sum(data.lengths)
     # Every row once, with its padding (much of it beside short pieces), and not once in each of the three epochs.
     assert sum(data.lengths) <= first - measured < 2 * sum(data.lengths)
+    run(config(artefacts, tmp_path / "few", **{**settings, "max_steps": 2}))
+    part = tmp_path / "few" / "feature-cache"  # as of a run that was killed in its first epoch
+    run(config(artefacts, tmp_path / "continued", **settings, feature_cache=part))
     # Nothing that is logged differs in any digit, whether it was computed or read.
     for name in ("train/loss", "val/loss", "val/tau"):
-        assert curve(tmp_path / "again", name) == curve(tmp_path / "first", name), name
+        for other in ("again", "continued"):
+            assert curve(tmp_path / other, name) == curve(tmp_path / "first", name), name
 
 
 def test_reader_processes_read_what_is_there(artefacts, tmp_path):
