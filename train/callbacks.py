@@ -94,9 +94,7 @@ class BetweenSteps(pl.Callback):
         metrics = {f"train/{name}": value for name, value in module.means.take().items()}
         metrics["bad_steps"] = module.bad_steps.count
         metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
-        grad_norm = getattr(module, "grad_norm", None)
-        if grad_norm is not None:
-            metrics["grad_norm"] = float(grad_norm)
+        metrics["grad_norm"] = module.grad_norm
         metrics |= {f"cost/{name}": value for name, value in self.telemetry.take(module.device).items()}
         log(trainer, metrics, step)
 

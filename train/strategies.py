@@ -68,15 +68,12 @@ def trainer_arguments(config: TrainConfig) -> dict[str, Any]:
         InputError: a strategy that does not fit the optimiser, or whose package is not installed.
     """
     kind, (devices, nodes) = accelerator(config), _devices(config)
-    plugins: list[Any] = []
-    if place().launched:
-        plugins.append(_environment(place()))
     return {
         "accelerator": kind,
         "devices": devices,
         "num_nodes": nodes,
         "strategy": _strategy(config, kind, devices * nodes),
-        "plugins": plugins,
+        "plugins": [_environment(place())],
     }
 
 
@@ -98,9 +95,12 @@ def _strategy(config: TrainConfig, kind: str, world: int) -> Any:
 
 
 def _environment(found: Place) -> Any:
-    """What tells Lightning the ranks, whichever launcher has set them: they are given torchrun's names."""
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    """What tells Lightning the ranks, whichever launcher has set them: they are given torchrun's names. It is not left
+    to find out by itself: a batch script of SLURM, for one, looks to it like one of several processes."""
+    from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
+    if not found.launched:
+        return LightningEnvironment()
     names = {"RANK": found.rank, "WORLD_SIZE": found.world}
     names |= {"LOCAL_RANK": found.local_rank, "LOCAL_WORLD_SIZE": found.local_world}
     os.environ |= {name: str(value) for name, value in names.items()}
