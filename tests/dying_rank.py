@@ -1,4 +1,7 @@
-"""`draftsmith` with a rank that dies in a training step: `dying_rank.py HOW LOCAL_RANK train ...`, HOW raise or kill."""
+"""`draftsmith` with a rank that dies in the last part of its fourth step: `dying_rank.py HOW LOCAL_RANK train ...`.
+
+HOW is `raise` or `kill`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if __name__ == "__main__":
     step = LitHead.training_step
 
     def training_step(self: Any, part: Any, batch_idx: int) -> Any:
-        if os.environ.get("LOCAL_RANK", "0") == rank and self.trainer.global_step == 3:
+        if os.environ.get("LOCAL_RANK", "0") == rank and self.trainer.global_step == 3 and part.last:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("the memory of this rank is broken")

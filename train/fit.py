@@ -140,34 +140,35 @@ def fit(
     )
     arguments = trainer_arguments(config)
     arguments["plugins"].append(checkpoints)
-    trainer = pl.Trainer(
-        **arguments,
-        max_steps=module.total_steps,
-        max_epochs=1,
-        accumulate_grad_batches=config.accumulate,
-        logger=make_loggers(config, provenance.job, step, say_on_rank_zero, _made_from(provenance)),
-        callbacks=[
-            telemetry,
-            between,
-            HeadArtifact(config.output / "best"),
-            StopOnSignal(),
-            ProgressBar(f"train {provenance.job}"),
-        ],
-        default_root_dir=config.output,
-        limit_val_batches=0,  # BetweenSteps validates
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,  # BetweenSteps logs; a larger number only warns about short runs
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,  # the data module knows its rank
-    )
+    callbacks = [
+        telemetry,
+        between,
+        HeadArtifact(config.output / "best"),
+        StopOnSignal(),
+        ProgressBar(f"train {provenance.job}"),
+    ]
     if step:
         say_on_rank_zero(f"going on from step {step} of {module.total_steps}")
-    # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
     with warnings.catch_warnings():
         # About torch's pytrees, and about collectives that DeepSpeed calls by their old names.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.|torch\.distributed\.")
+        trainer = pl.Trainer(
+            **arguments,
+            max_steps=module.total_steps,
+            max_epochs=1,
+            accumulate_grad_batches=config.accumulate,
+            logger=make_loggers(config, provenance.job, step, say_on_rank_zero, _made_from(provenance)),
+            callbacks=callbacks,
+            default_root_dir=config.output,
+            limit_val_batches=0,  # BetweenSteps validates
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,  # BetweenSteps logs; a larger number only warns about short runs
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,  # the data module knows its rank
+        )
+        # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     interrupted = module.signal_agreed or module.signal_received
     if trainer.global_step < module.total_steps:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -12,8 +14,9 @@ from draftsmith.train.strategies import accelerator, model_dtype, trainer_argume
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "LOCAL_RANK", "RANK"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "LOCAL_RANK", "RANK", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "")  # so that what the code sets is undone
+        monkeypatch.delenv(name)
 
 
 def config(tmp_path, **changes) -> TrainConfig:
@@ -48,3 +51,43 @@ def test_more_gpus_than_there_are_is_an_error(tmp_path):
 def test_frozen_models_are_float32_on_a_cpu(tmp_path):
     assert model_dtype(config(tmp_path)) == "float32"
     assert model_dtype(config(tmp_path, model_dtype="bfloat16")) == "bfloat16"
+
+
+def test_sruns_ranks_reach_lightning_under_torchruns_names(tmp_path, monkeypatch):
+    slurm = {"SLURM_STEP_ID": 0, "SLURM_PROCID": 5, "SLURM_NTASKS": 6, "SLURM_LOCALID": 2, "SLURM_STEP_NUM_NODES": 2}
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, str(value))
+    arguments = trainer_arguments(config(tmp_path))
+    (environment,) = arguments["plugins"]
+    assert (arguments["devices"], arguments["num_nodes"]) == (3, 2)
+    assert (environment.global_rank(), environment.world_size(), environment.local_rank()) == (5, 6, 2)
+    assert environment.creates_processes_externally
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "offload"),
+    [
+        ("deepspeed_stage_1", 1, False),
+        ("deepspeed_stage_2_offload", 2, True),
+        ("deepspeed_stage_3", 3, False),
+        ("deepspeed_stage_3_offload", 3, True),
+    ],
+)
+def test_zero_stages_by_name(tmp_path, name, stage, offload):
+    strategy = trainer_arguments(config(tmp_path, strategy=name, clip=0.5))["strategy"]
+    zero = strategy.config["zero_optimization"]
+    assert zero["stage"] == stage and ("offload_optimizer" in zero) == offload
+    assert ("offload_param" in zero) == (offload and stage == 3)
+    assert strategy.config["gradient_clipping"] == 0.5 and strategy.process_group_backend == "gloo"
+    assert not any(kind in strategy.config for kind in ("bf16", "fp16"))
+
+
+def test_muon_needs_whole_matrices(tmp_path):
+    with pytest.raises(InputError, match=r"muon with deepspeed_stage_1.*Muon needs whole matrices"):
+        trainer_arguments(config(tmp_path, strategy="deepspeed_stage_1", optimizer="muon"))
+
+
+def test_without_deepspeed_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(InputError, match=r'pip install "draftsmith\[deepspeed\]"'):
+        trainer_arguments(config(tmp_path, strategy="deepspeed_stage_2"))
