@@ -143,6 +143,54 @@ class FeatureDataset(Dataset):
         return {**self.__dict__, "_files": {}}  # open files do not travel to a spawned reader
 
 
+class Pieces(Dataset):
+    """A data set whose long samples are cut into pieces of at most `max_length` tokens, each a sample of its own.
+
+    overlap: tokens that the next piece repeats, for heads that need some before the first one that counts.
+    """
+
+    def __init__(self, dataset: Any, max_length: int, overlap: int):
+        assert 0 <= overlap < max_length
+        self.dataset, self.manifest = dataset, dataset.manifest
+        self._places: list[tuple[int, int, int]] = []
+        for row, length in enumerate(dataset.lengths):
+            starts = range(0, max(1, length - overlap), max_length - overlap)
+            self._places += [(row, start, min(start + max_length, length)) for start in starts]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each piece."""
+        return [stop - start for _, start, stop in self._places]
+
+    @property
+    def rows(self) -> list[int]:
+        """The sample that each piece is of."""
+        return [row for row, *_ in self._places]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Item:
+        return self.item(index, 0)
+
+    def item(self, index: int, epoch: int) -> Item:
+        """The fields of the sample's item, cut, with positions from 0."""
+        row, start, stop = self._places[index]
+        whole = item_of(self.dataset, row, epoch)
+        cut = {name: value[start:stop] for name, value in whole.items()}
+        return cut | ({"position_ids": torch.arange(stop - start)} if "position_ids" in cut else {})
+
+
+def in_pieces(dataset: Any, max_length: int, overlap: int = 0) -> Any:
+    """The data set with no sample longer than `max_length`, which is the data set itself where none is."""
+    return Pieces(dataset, max_length, overlap) if max(dataset.lengths, default=0) > max_length else dataset
+
+
+def item_of(dataset: Any, index: int, epoch: int) -> Item:
+    """A sample as it is in an epoch, for data sets whose samples change; else as it always is."""
+    return dataset.item(index, epoch) if hasattr(dataset, "item") else dataset[index]
+
+
 class _Lists:
     """A list column as one flat numpy array and offsets: a row is a slice, not Python numbers."""
 
@@ -175,6 +223,13 @@ def collate_acceptance(items: Sequence[Item]) -> AcceptanceTokens:
 def collate_features(items: Sequence[Item]) -> FeatureBatch:
     """Rows padded at the right with zeros, false in both masks."""
     return FeatureBatch(**_padded(items), attention_mask=_attention_mask(items, "input_ids"))
+
+
+def pack_features(items: Sequence[Item]) -> FeatureBatch:
+    """Rows laid end to end, [1, N]: no padding (modules/packing.py)."""
+    flat = {name: torch.cat([item[name] for item in items])[None] for name in items[0]}
+    real = torch.ones_like(flat["loss_mask"])
+    return FeatureBatch(**flat, attention_mask=real, lengths=tuple(len(item["input_ids"]) for item in items))
 
 
 def _padded(items: Sequence[Item]) -> dict[str, Tensor]:

@@ -124,12 +124,12 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         return rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin), value.transpose(1, 2)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
-        """Attention output [B, T, H]. mask: bool, true = may attend, [.., T, S]; or `causal` with T == S."""
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+        """The heads' outputs [B, T, heads * D]. mask: bool, true = may attend, [.., T, S]; or `causal` with T == S."""
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.num_heads != self.num_kv_heads
         )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return out.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -158,7 +158,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, causal: bool = True) -> Tensor:
         """[B, T, H] -> [B, T, H] without a cache (training, teacher forcing)."""
         projected = self.self_attn.project(self.input_layernorm(x), cos, sin)
-        x = x + self.self_attn.attend(*projected, mask, causal and mask is None)
+        x = x + self.self_attn.o_proj(self.self_attn.mix(*projected, mask, causal and mask is None))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

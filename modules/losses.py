@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from draftsmith.modules.types import AcceptanceBatch, LossOutput
+
+# Logits that exist at once: 128 MiB in float32, few enough to be small beside a model, and at 128k tokens of vocabulary
+# still 256 rows, so that reading lm_head's weight does not dominate.
+CHUNK_ELEMENTS = 2**25
+
+LmHead = Callable[[Tensor], Tensor]
 
 
 def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w_rej: float = 6.0) -> LossOutput:
@@ -32,7 +40,7 @@ def eagle_loss(
     hidden: Tensor,
     target_features: Tensor,
     loss_mask: Tensor,
-    lm_head: Callable[[Tensor], Tensor],
+    lm_head: LmHead,
     feature_weight: float = 1.0,
     token_weight: float = 0.1,
 ) -> LossOutput:
@@ -40,27 +48,123 @@ def eagle_loss(
 
     hidden and target_features: [B, T, H], aligned (h_t with the feature it predicts); loss_mask: [B, T] bool. Smooth-L1
     is the mean over H, the cross-entropy is against the target's distribution at temperature 1; both are averaged over
-    the tokens of the mask. Logits are made for those tokens only.
+    the tokens of the mask.
 
-    Sums beside the losses: top1 and top3, how often the target's argmax is the head's first or among its three first.
+    lm_head is frozen. Logits are made for those tokens only, CHUNK_ELEMENTS of them at a time. Sums beside the losses:
+    top1 and top3, how often the target's argmax is the head's first or among its three first.
     """
-    predicted, wanted = hidden[loss_mask], target_features[loss_mask]
-    feature_total = F.smooth_l1_loss(predicted.float(), wanted.float(), reduction="none").mean(-1).sum()
-    with torch.no_grad():
-        target_logits = lm_head(wanted.to(predicted.dtype)).float()
-        target_prob = target_logits.softmax(-1)
-        target_choice = target_logits.argmax(-1, keepdim=True)
-    logits = lm_head(predicted).float()
-    token_total = F.cross_entropy(logits, target_prob, reduction="sum")
-    with torch.no_grad():
-        ranked = logits.topk(3, dim=-1).indices == target_choice
-    count = torch.tensor(len(predicted), device=hidden.device)
-    total = feature_weight * feature_total + token_weight * token_total
+    return unrolled_eagle_loss([hidden], target_features, [loss_mask], lm_head, feature_weight, token_weight)
+
+
+def unrolled_eagle_loss(
+    passes: Sequence[Tensor],
+    target_features: Tensor,
+    masks: Sequence[Tensor],
+    lm_head: LmHead,
+    feature_weight: float = 1.0,
+    token_weight: float = 0.1,
+    decay: float = 1.0,
+) -> LossOutput:
+    """`eagle_loss` of the first, second, ... step of a draft (`EagleHead.unroll`), as their weighted mean.
+
+    passes: hidden states [B, T, H] of each step. masks: [B, T] bool, the tokens that count in each; those of later
+    steps are among those of the first. decay: weight of a step relative to the one before.
+
+    Every step's sum is divided by the tokens of the first, so that the loss of a batch is exact in whatever parts it is
+    computed. The sums are those of the first step.
+    """
+    chosen = masks[0]
+    wanted = target_features[chosen]
+    kept = [mask[chosen].float() for mask in masks]
+    predicted = [hidden[chosen] for hidden in passes]
+    distance = [F.smooth_l1_loss(h.float(), wanted.float(), reduction="none").mean(-1) for h in predicted]
+    feature_totals = torch.stack([(d * keep).sum() for d, keep in zip(distance, kept, strict=True)])
+    token_totals, hits = _SoftCrossEntropy.apply(lm_head, wanted, kept, *predicted)
+    weights = torch.tensor([decay**i for i in range(len(passes))], device=wanted.device)
+    totals = feature_weight * feature_totals + token_weight * token_totals
+    count = torch.tensor(len(wanted), device=wanted.device)
     sums = {
-        "loss": total.detach(),
-        "feature_loss": feature_total.detach(),
-        "token_loss": token_total.detach(),
-        "top1": ranked[:, 0].sum(),
-        "top3": ranked.sum(),
+        "loss": totals[0].detach(),
+        "feature_loss": feature_totals[0].detach(),
+        "token_loss": token_totals[0].detach(),
+        "top1": hits[0],
+        "top3": hits[1],
     }
-    return LossOutput(total / count.clamp_min(1), sums, dict.fromkeys(sums, count))
+    loss = (weights * totals).sum() / weights.sum() / count.clamp_min(1)
+    return LossOutput(loss, sums, dict.fromkeys(sums, count))
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """(lm_head, wanted [N, H], kept [N] a step, hidden [N, H] a step) -> totals [steps], hits [2].
+
+    totals: sums over kept tokens of -sum_v p_v log q_v, p = softmax(lm_head(wanted)), q = softmax(lm_head(hidden)).
+    hits: how often the target's argmax is the first, or among the three first, of the first step's logits.
+
+    Chunk by chunk, all steps together, so that p is made once; and the gradient with the value: as lm_head is frozen,
+    backward needs no more of a chunk than its gradient with respect to `hidden`, [C, H] in the place of [C, V]. So
+    nothing is computed twice, and about three blocks of CHUNK_ELEMENTS exist at a time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, lm_head: LmHead, wanted: Tensor, kept: Sequence[Tensor], *hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        grads = [torch.empty_like(h) if ctx.needs_input_grad[3 + i] else None for i, h in enumerate(hidden)]
+        totals = torch.zeros(len(hidden), device=wanted.device)
+        hits = torch.zeros(2, dtype=torch.int64, device=wanted.device)
+        for part in _chunks(lm_head, wanted.to(hidden[0].dtype)):
+            target_logits = lm_head(wanted[part].to(hidden[0].dtype)).float()
+            choice = target_logits.argmax(-1, keepdim=True)
+            target_prob = _softmax_(target_logits)
+            for i, (states, keep, grad) in enumerate(zip(hidden, kept, grads, strict=True)):
+                logits, pull = _logits(lm_head, states[part], grad is not None)
+                if i == 0:
+                    ranked = logits.topk(min(3, logits.shape[-1]), dim=-1).indices == choice
+                    hits += torch.stack([ranked[:, 0].sum(), ranked.sum()])
+                logits -= logits.amax(-1, keepdim=True)
+                log_norm = logits.logsumexp(-1, keepdim=True)
+                cross_entropy = log_norm[:, 0] - torch.linalg.vecdot(target_prob, logits)
+                totals[i] += (cross_entropy * keep[part]).sum()
+                if grad is not None:
+                    logits.sub_(log_norm).exp_().sub_(target_prob)  # q - p
+                    grad[part] = pull(logits) * keep[part, None].to(states.dtype)
+        ctx.grads = grads
+        ctx.mark_non_differentiable(hits)
+        return totals, hits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor, _: Tensor) -> Any:
+        grads = [None if grad is None else grad * outer[i].to(grad.dtype) for i, grad in enumerate(ctx.grads)]
+        return None, None, None, *grads
+
+
+def _chunks(lm_head: LmHead, hidden: Tensor) -> Iterator[slice]:
+    """Rows of hidden [N, H] whose logits are CHUNK_ELEMENTS at most."""
+    if len(hidden):
+        rows = max(1, CHUNK_ELEMENTS // lm_head(hidden[:1]).shape[-1])
+        yield from (slice(start, start + rows) for start in range(0, len(hidden), rows))
+
+
+def _softmax_(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension in place of the logits."""
+    logits -= logits.amax(-1, keepdim=True)
+    logits.exp_()
+    logits /= logits.sum(-1, keepdim=True)
+    return logits
+
+
+def _logits(lm_head: LmHead, hidden: Tensor, needs_grad: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """float32 logits [C, V] of hidden [C, H], free to be overwritten, and what takes their gradient [C, V] to that of
+    hidden [C, H]."""
+    if not needs_grad:
+        return lm_head(hidden).float(), lambda grad: grad
+    with torch.enable_grad():
+        leaf = hidden.detach().requires_grad_()
+        made = lm_head(leaf)
+
+    def pull(grad: Tensor) -> Tensor:
+        return torch.autograd.grad(made, leaf, grad.to(made.dtype))[0]
+
+    # A linear map's backward needs its weight only, so its output may be overwritten.
+    return made.detach().float(), pull

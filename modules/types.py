@@ -50,13 +50,17 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """Target features of whole sequences, unshifted: row t holds token x_t and the target's feature f_t."""
+    """Target features of whole sequences, unshifted: row t holds token x_t and the target's feature f_t.
+
+    lengths: of the documents that are laid end to end in one row [1, N] (modules/packing.py); None: a sequence a row.
+    """
 
     input_ids: Tensor  # [B, T] int64
     features: Tensor  # [B, T, L*H]
     loss_mask: Tensor  # [B, T] bool, true where x_t is a response token
-    position_ids: Tensor  # [B, T] int64
+    position_ids: Tensor  # [B, T] int64, from 0 in every sequence
     attention_mask: Tensor | None = None  # [B, T] bool, false on padding (which is at the right)
+    lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

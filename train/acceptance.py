@@ -58,8 +58,8 @@ def run(config: TrainAcceptanceConfig) -> Path:
         InputError: the artefact was made with another draft, is damaged or empty, or the output is taken.
     """
     # Lightning takes seconds to import, and --help needs none of it.
-    from draftsmith.train.data_module import HeadDataModule, LoaderOptions
-    from draftsmith.train.fit import Provenance, digests, finished, fit, split, total_steps
+    from draftsmith.train.data_module import HeadDataModule
+    from draftsmith.train.fit import Provenance, digests, finished, fit, split
     from draftsmith.train.lit_acceptance import LitAcceptance
 
     set_threads(config.num_threads)
@@ -74,15 +74,11 @@ def run(config: TrainAcceptanceConfig) -> Path:
     if val is not None and val.manifest.sampling != manifest.sampling:
         expected = f"labels made with {manifest.sampling}"
         raise InputError("val", val.manifest.sampling, expected, "Make both with one sampling.")
-    train_samples, val_samples = split(config, train, val)
-    steps = total_steps(config, len(train_samples))
-    options = LoaderOptions(
-        config.batch_size, config.accumulate, steps, config.seed, config.group_by_length, config.num_workers
-    )
-    data = HeadDataModule(train_samples, val_samples, collate_acceptance, num_loss_tokens, options)
+    train_samples, val_samples = split(config, train, val, draft.info.max_position)
+    data = HeadDataModule(train_samples, val_samples, collate_acceptance, num_loss_tokens, config)
     greedy = (manifest.sampling or {}).get("temperature") == 0
     head = make_head(config, draft.info.hidden_size)
-    module = LitAcceptance(head, draft, config, steps, platt=config.platt, greedy=greedy)
+    module = LitAcceptance(head, draft, config, data.total_steps, platt=config.platt, greedy=greedy)
     provenance = Provenance(
         "acceptance", digests(train, val), draft.info.identity, manifest.identity, manifest.sampling
     )

@@ -9,6 +9,9 @@ from typing import Literal
 from draftsmith.data.manifest import volatile
 from draftsmith.modules.types import InputError
 
+# Shorter pieces of a sequence have next to no context.
+MIN_LENGTH = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -23,6 +26,10 @@ class TrainConfig:
         epochs: Passes over the data; not used when max_steps is given.
         max_steps: Optimiser steps in all; 0 leaves it to epochs.
         batch_size: Sequences in one optimiser step, over all devices and accumulated parts together.
+        tokens_per_batch: Tokens in one optimizer step, over all devices and accumulated parts, in the place of
+            batch_size: steps take as many whole sequences as come near to it. An EAGLE head's are laid end to end, so
+            that nothing is computed on padding. 0 counts sequences.
+        max_length: Longer sequences are split into pieces of so many tokens; 0 splits at the frozen model's context.
         accumulate: Parts that a step's batch is computed in, one after the other, to save memory.
         optimizer: adamw, or muon for matrices and AdamW for vectors.
         lr: Peak learning rate.
@@ -58,6 +65,8 @@ class TrainConfig:
     epochs: int = 3
     max_steps: int = 0
     batch_size: int = 32
+    tokens_per_batch: int = 0
+    max_length: int = 0
     accumulate: int = 1
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 5e-5
@@ -89,6 +98,8 @@ class TrainConfig:
             "epochs": 1,
             "max_steps": 0,
             "batch_size": 1,
+            "tokens_per_batch": 0,
+            "max_length": 0,
             "accumulate": 1,
             "devices": 1,
             "num_workers": 0,
@@ -98,6 +109,8 @@ class TrainConfig:
         for name, least in at_least.items():
             if not getattr(self, name) >= least:
                 raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
+        if 0 < self.max_length < MIN_LENGTH:
+            raise InputError("max_length", self.max_length, f"0 or at least {MIN_LENGTH}", "Change it.")
         for name in ("val_share", "warmup_share", "min_lr_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(name, getattr(self, name), "a share in [0, 1)", "Change it.")

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from draftsmith.data.datasets import in_pieces, item_of
+from draftsmith.data.progress import say
 from draftsmith.modules.types import InputError
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.metrics import is_first_process
 
 # Steps whose samples are sorted by length together: enough for little padding, few enough to stay random.
 STEPS_SORTED_TOGETHER = 32
@@ -62,15 +68,35 @@ def move(part: Part, device: torch.device) -> Part:
 
 
 class Order:
-    """The samples of every step: shuffled anew in each epoch, by (seed, epoch) alone. An epoch's last step may be
-    short.
+    """The samples of every step: shuffled anew in each epoch, by (seed, epoch) alone.
 
-    lengths: tokens of each sample, to put like with like; None leaves the batches random.
+    A step holds `batch_size` samples, the last one of an epoch may hold fewer; or, with `tokens_per_batch`, as many
+    whole samples as come near to that number of tokens: an epoch's tokens are cut into equal steps of at most so many,
+    give or take a sample.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int, lengths: Sequence[int] | None = None):
-        self.num_samples, self.batch_size, self.seed, self.lengths = num_samples, batch_size, seed, lengths
-        self.steps_per_epoch = -(-num_samples // batch_size)
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        seed: int,
+        batch_size: int,
+        tokens_per_batch: int = 0,
+        group_by_length: bool = True,
+    ):
+        """lengths: tokens of each sample. group_by_length: put like with like.
+
+        Raises:
+            InputError: a sample is longer than a step may be.
+        """
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.seed, self.batch_size, self.tokens_per_batch = seed, batch_size, tokens_per_batch
+        self.group_by_length = group_by_length
+        count, longest = len(self.lengths), int(self.lengths.max(initial=0))
+        if tokens_per_batch and longest > tokens_per_batch:
+            expected = f"at least {longest}, the longest sample"
+            raise InputError("tokens_per_batch", tokens_per_batch, expected, "Raise it, or split with --max-length.")
+        by_tokens = min(count, -(-int(self.lengths.sum()) // max(1, tokens_per_batch)))
+        self.steps_per_epoch = by_tokens if tokens_per_batch else -(-count // batch_size)
         self._cached: tuple[int, list[list[int]]] = (-1, [])
 
     def step(self, step: int) -> tuple[int, list[int]]:
@@ -82,17 +108,37 @@ class Order:
 
     def _batches(self, epoch: int) -> list[list[int]]:
         rng = random.Random(f"{self.seed}/{epoch}")
-        order = list(range(self.num_samples))
+        order = list(range(len(self.lengths)))
         rng.shuffle(order)
-        if self.lengths is None:
-            return [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        batches: list[list[int]] = []
-        window = STEPS_SORTED_TOGETHER * self.batch_size
-        for start in range(0, len(order), window):
-            block = sorted(order[start : start + window], key=self.lengths.__getitem__)
-            batches += [block[i : i + self.batch_size] for i in range(0, len(block), self.batch_size)]
-        rng.shuffle(batches)
+        if self.group_by_length:
+            order = self._grouped(order)
+        batches = self._cut(order) if self.tokens_per_batch else _slices(order, self.batch_size)
+        if self.group_by_length:
+            rng.shuffle(batches)
         return batches
+
+    def _grouped(self, order: list[int]) -> list[int]:
+        """Sorted within windows of STEPS_SORTED_TOGETHER steps; up and down in turn where steps may straddle two."""
+        per_step = -(-len(order) // self.steps_per_epoch) if self.tokens_per_batch else self.batch_size
+        grouped: list[int] = []
+        for number, window in enumerate(_slices(order, STEPS_SORTED_TOGETHER * per_step)):
+            downwards = bool(self.tokens_per_batch) and number % 2 == 1
+            grouped += sorted(window, key=self.lengths.__getitem__, reverse=downwards)
+        return grouped
+
+    def _cut(self, order: list[int]) -> list[list[int]]:
+        """Steps of equal tokens: a sample belongs to the step that its middle falls into."""
+        lengths = self.lengths[order]
+        middle = lengths.cumsum() - lengths / 2
+        steps = (middle * self.steps_per_epoch / lengths.sum()).astype(np.int64)
+        bounds = np.searchsorted(steps, np.arange(self.steps_per_epoch + 1))
+        if (np.diff(bounds) == 0).any():  # very unlike lengths: a long sample fills a step and covers the next one
+            bounds = np.linspace(0, len(order), self.steps_per_epoch + 1).astype(np.int64)
+        return [order[start:stop] for start, stop in itertools.pairwise(bounds.tolist())]
+
+
+def _slices(items: list[int], size: int) -> list[list[int]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 class RankSteps:
@@ -126,11 +172,8 @@ class Samples:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def item(self, index: int, epoch: int) -> Any:
-        """A sample as it is in an epoch, for datasets whose samples change; else as it always is."""
-        if hasattr(self.dataset, "item"):
-            return self.dataset.item(self.indices[index], epoch)
-        return self.dataset[self.indices[index]]
+    def item(self, index: int, epoch: int) -> dict[str, Tensor]:
+        return item_of(self.dataset, self.indices[index], epoch)
 
 
 class Keyed(Dataset):
@@ -194,16 +237,17 @@ def held_out(num_samples: int, share: float, seed: int = 0) -> tuple[list[int], 
     return train, val
 
 
-@dataclass(frozen=True)
-class LoaderOptions:
-    """batch_size: sequences a step, over all ranks and parts; total_steps: of the whole training."""
+def fitting(dataset: Any, config: TrainConfig, context: int, overlap: int = 0) -> Any:
+    """The data set with samples longer than --max-length, or than the frozen model's `context`, split and not dropped.
 
-    batch_size: int
-    accumulate: int
-    total_steps: int
-    seed: int
-    group_by_length: bool
-    num_workers: int
+    overlap: as in `data.datasets.Pieces`.
+    """
+    limit = min(config.max_length or context, context)
+    pieces = in_pieces(dataset, limit, overlap)
+    if pieces is not dataset and is_first_process():
+        longer = sum(length > limit for length in dataset.lengths)
+        say(f"{longer:,} of {len(dataset):,} sequences are longer than {limit:,} tokens: split into pieces")
+    return pieces
 
 
 class HeadDataModule(pl.LightningDataModule):
@@ -219,19 +263,19 @@ class HeadDataModule(pl.LightningDataModule):
         val: Samples,
         collate: Callable[[list[Any]], Any],
         count: Callable[[Any], int],
-        options: LoaderOptions,
+        config: TrainConfig,
     ):
         super().__init__()
-        self.train, self.val, self.collate, self.count, self.options = train, val, collate, count, options
-        lengths = train.lengths if options.group_by_length else None
-        self.order = Order(len(train), options.batch_size, options.seed, lengths)
+        self.train, self.val, self.collate, self.count, self.config = train, val, collate, count, config
+        self.order = Order(
+            train.lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length
+        )
+        self.total_steps = config.max_steps or config.epochs * self.order.steps_per_epoch
 
     def train_dataloader(self) -> StepLoader:
         assert self.trainer is not None
-        options, trainer = self.options, self.trainer
-        steps = RankSteps(
-            self.order, 0, options.total_steps, trainer.global_rank, trainer.world_size, options.accumulate
-        )
+        trainer, accumulate = self.trainer, self.config.accumulate
+        steps = RankSteps(self.order, 0, self.total_steps, trainer.global_rank, trainer.world_size, accumulate)
         loader = self._loader(self.train, steps)
         return StepLoader(loader, steps, self.count, lambda: trainer.global_step)
 
@@ -241,10 +285,14 @@ class HeadDataModule(pl.LightningDataModule):
     def val_batches(self, rank: int, num_ranks: int) -> Iterator[Part]:
         """This rank's share of the validation samples, each exactly once over all ranks, longest first: running out of
         memory shows at once."""
-        size = max(1, self.options.batch_size // (self.options.accumulate * num_ranks))
-        lengths = self.val.lengths
+        lengths, shares = self.val.lengths, self.config.accumulate * num_ranks
         order = sorted(range(len(self.val)), key=lengths.__getitem__, reverse=True)[rank::num_ranks]
-        batches = [[Key(0, i) for i in order[start : start + size]] for start in range(0, len(order), size)]
+        batches: list[list[Key]] = []
+        while order:
+            by_tokens = self.config.tokens_per_batch // (shares * lengths[order[0]])
+            size = max(1, by_tokens if self.config.tokens_per_batch else self.config.batch_size // shares)
+            batches.append([Key(0, i) for i in order[:size]])
+            order = order[size:]
         for keys, data in self._loader(self.val, batches):
             tokens = self.count(data)
             yield Part(data, keys, tokens, tokens, True, True)
@@ -253,7 +301,7 @@ class HeadDataModule(pl.LightningDataModule):
         return DataLoader(
             Keyed(samples),
             batch_sampler=batches,
-            num_workers=self.options.num_workers,
+            num_workers=self.config.num_workers,
             collate_fn=_Collate(self.collate),
             pin_memory=torch.cuda.is_available(),
         )

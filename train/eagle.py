@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from draftsmith.data.batched import set_threads
-from draftsmith.data.datasets import FeatureDataset, collate_features
+from draftsmith.data.datasets import FeatureDataset, collate_features, pack_features
 from draftsmith.data.manifest import Manifest, volatile
 from draftsmith.data.models import load_lm
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
@@ -101,8 +101,8 @@ def run(config: TrainEagleConfig) -> Path:
         InputError: the features were made with another target, are damaged or empty, or the output is taken.
     """
     # Lightning takes seconds to import, and --help needs none of it.
-    from draftsmith.train.data_module import HeadDataModule, LoaderOptions
-    from draftsmith.train.fit import Provenance, digests, finished, fit, split, total_steps
+    from draftsmith.train.data_module import HeadDataModule
+    from draftsmith.train.fit import Provenance, digests, finished, fit, split
     from draftsmith.train.lit_eagle import LitEagle, TauProbe, num_loss_tokens
 
     set_threads(config.num_threads)
@@ -113,17 +113,14 @@ def run(config: TrainEagleConfig) -> Path:
     identity = {"target": target.info.identity}
     train = open_features(config.data, identity)
     val = open_features(config.val, identity) if config.val is not None else None
-    train_samples, val_samples = split(config, train, val)
-    steps = total_steps(config, len(train_samples))
-    options = LoaderOptions(
-        config.batch_size, config.accumulate, steps, config.seed, config.group_by_length, config.num_workers
-    )
-    data = HeadDataModule(train_samples, val_samples, collate_features, num_loss_tokens, options)
+    train_samples, val_samples = split(config, train, val, target.info.max_position, LOOKAHEAD)
+    collate = pack_features if config.tokens_per_batch else collate_features
+    data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
     module = LitEagle(
         make_head(config, target),
         target,
         config,
-        steps,
+        data.total_steps,
         feature_weight=config.feature_weight,
         token_weight=config.token_weight,
         noise=config.noise,

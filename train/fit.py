@@ -36,7 +36,7 @@ from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import CHECKPOINT, BetweenSteps, ProgressBar, say_on_rank_zero
 from draftsmith.train.card import model_card
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import HeadDataModule, Samples, held_out
+from draftsmith.train.data_module import HeadDataModule, Samples, fitting, held_out
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.loggers import make_loggers
 from draftsmith.train.metrics import is_first_process
@@ -77,25 +77,32 @@ def finished(config: TrainConfig) -> Path | None:
     return None
 
 
-def split(config: TrainConfig, train: Any, val: Any | None) -> tuple[Samples, Samples]:
-    """Training and validation samples; `val` is the dataset of --val, if it is given."""
+def split(config: TrainConfig, train: Any, val: Any | None, context: int, overlap: int = 0) -> tuple[Samples, Samples]:
+    """Training and validation samples; `val` is the dataset of --val, if it is given.
+
+    Sequences longer than --max-length, or than the frozen model's `context`, are split and not dropped; their pieces
+    share `overlap` tokens.
+    """
     if not len(train):
         raise InputError("data", f"{config.data} without samples", "at least one", "Check the stage that made it.")
+    train = fitting(train, config, context, overlap)
     if val is not None:
+        val = fitting(val, config, context, overlap)
         return Samples(train, range(len(train))), Samples(val, range(len(val)))
     if config.val_share == 0:
         raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
-    train_indices, val_indices = held_out(len(train), config.val_share)
-    return Samples(train, train_indices), Samples(train, val_indices)
+    rows = getattr(train, "rows", range(len(train)))  # pieces of one sequence stay on one side
+    train_rows, _ = held_out(len(set(rows)), config.val_share)
+    kept = set(train_rows)
+    return (
+        Samples(train, [i for i, row in enumerate(rows) if row in kept]),
+        Samples(train, [i for i, row in enumerate(rows) if row not in kept]),
+    )
 
 
 def digests(train: Any, val: Any | None) -> dict[str, str]:
     """Hashes of the content that a head is trained and validated on."""
     return {"data": train.manifest.digest} | ({"val": val.manifest.digest} if val is not None else {})
-
-
-def total_steps(config: TrainConfig, num_samples: int) -> int:
-    return config.max_steps or config.epochs * -(-num_samples // config.batch_size)
 
 
 def fit(

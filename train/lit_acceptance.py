@@ -58,9 +58,10 @@ class LitAcceptance(LitHead):
             return self.head(hidden)
 
     def loss(self, part: Part, epoch_noise: bool) -> LossOutput:
-        batch = self.batch_of(part)
-        config = self.head.config
-        return acceptance_loss(self.judge(batch.hidden), batch, config.w_acc, config.w_rej)
+        batch, mask, config = self.batch_of(part), part.data.loss_mask, self.head.config
+        # The head judges token by token: it is asked about those that count only.
+        kept = AcceptanceBatch(batch.hidden[mask], batch.accept_prob[mask], mask[mask])
+        return acceptance_loss(self.judge(kept.hidden), kept, config.w_acc, config.w_rej)
 
     def flops(self, part: Part) -> float:
         lengths, config = self.lengths_of(part), self.head.config

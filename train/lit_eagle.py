@@ -11,8 +11,8 @@ from torch import Tensor
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.flops import eagle_training
-from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead, shift
-from draftsmith.modules.losses import eagle_loss
+from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleDrafter, EagleHead, shift
+from draftsmith.modules.losses import unrolled_eagle_loss
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, SamplingParams
@@ -73,18 +73,16 @@ class LitEagle(LitHead):
         if epoch_noise and self.noise:
             features = features + self._noise_of(part, features)
         embeds = self.target.model.embed(pair.next_ids).to(dtype)
-        passes = self.head.unroll(embeds, features, self._num_passes() if epoch_noise else 1, pair.position_ids)
-        outputs = []
-        for first, hidden in enumerate(passes):
-            mask = pair.loss_mask.clone()
-            mask[:, :first] = False  # no draft that began inside the sequence has got that far
-            outputs.append(
-                eagle_loss(hidden, pair.target_features, mask, self.lm_head, self.feature_weight, self.token_weight)
-            )
-        weights = torch.tensor([self.unroll_decay**i for i in range(len(outputs))], device=outputs[0].loss.device)
-        loss = (weights * torch.stack([output.loss for output in outputs])).sum() / weights.sum()
-        # What is reported is the first step: it means the same with and without unrolling.
-        return LossOutput(loss, outputs[0].sums, outputs[0].counts)
+        steps = self._num_passes() if epoch_noise else 1
+        return unrolled_eagle_loss(
+            self.head.unroll(embeds, features, steps, pair.position_ids, pair.documents),
+            pair.target_features,
+            [pair.mask_of_step(step) for step in range(steps)],
+            self.lm_head,
+            self.feature_weight,
+            self.token_weight,
+            self.unroll_decay,
+        )
 
     def _num_passes(self) -> int:
         return self.unroll if self.unroll > 1 and self.trainer.global_step >= self.unroll_from else 1
@@ -96,14 +94,17 @@ class LitEagle(LitHead):
         return online + eagle_training(config, rows, part.tokens, self._num_passes())
 
     def _noise_of(self, part: Part, features: Tensor) -> Tensor:
-        """Noise [B, T, H] that depends on (seed, epoch, sample) and not on what shares the sample's batch."""
+        """Noise like `features` that depends on (seed, epoch, sample) and not on what shares the sample's batch."""
         noise = torch.zeros_like(features)
         generator = torch.Generator(features.device)
         lengths = self.trainer.datamodule.train.lengths  # type: ignore[attr-defined]
-        for row, key in enumerate(part.keys):
+        # As many numbers as the sample has rows, padding aside: a device's generator gives other ones otherwise.
+        sizes = [max(0, lengths[key.index] - LOOKAHEAD) for key in part.keys]
+        flat = part.data.lengths is not None
+        rows = noise[0].split(sizes) if flat else [row[:size] for row, size in zip(noise, sizes, strict=True)]
+        for key, row in zip(part.keys, rows, strict=True):
             generator.manual_seed((self.config.seed * 1_000_003 + key.epoch) * 1_000_003 + key.index)
-            # As many numbers as the sample has rows, padding aside: a device's generator gives other ones otherwise.
-            noise[row, : lengths[key.index] - 2].uniform_(-self.noise, self.noise, generator=generator)
+            row.uniform_(-self.noise, self.noise, generator=generator)
         return noise
 
     @torch.no_grad()

@@ -15,8 +15,12 @@ from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source, St
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, rope_table
 from draftsmith.modules.lean import LeanStack
 from draftsmith.modules.packed import LeanLinear
+from draftsmith.modules.packing import Documents
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, SamplingParams
+
+# Row t pairs tokens up to t + 2: so many rows fewer than tokens.
+LOOKAHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class EagleConfig:
 class EagleInputs:
     """A `FeatureBatch` paired for the head: row t has x_{t+1} and f_t, and is to predict f_{t+1}, which gives x_{t+2}.
 
-    All are [B, T-2, ...]; `loss_mask` is true where x_{t+2} is a response token.
+    All are [B, T-2, ...]; `loss_mask` is true where x_{t+2} is a response token. Of a flat batch [1, N] they are
+    [1, M, ...], two rows less for each of the `documents`, of which those of fewer than three tokens leave nothing.
     """
 
     next_ids: Tensor
@@ -49,10 +54,18 @@ class EagleInputs:
     predicted_ids: Tensor
     loss_mask: Tensor
     position_ids: Tensor
+    documents: Documents | None = None
+
+    def mask_of_step(self, step: int) -> Tensor:
+        """The tokens that count in a draft's step 0, 1, ...: no draft that began inside the sequence reaches a later
+        one at its first rows."""
+        return self.loss_mask & (self.position_ids >= step)
 
 
 def shift(batch: FeatureBatch) -> EagleInputs:
     """The one place where the pairing is made. Token x_{t+1} sits at position t, as in SafeAILab's code and servers."""
+    if batch.lengths is not None:
+        return _shift_flat(batch, batch.lengths)
     return EagleInputs(
         next_ids=batch.input_ids[:, 1:-1],
         features=batch.features[:, :-2],
@@ -60,6 +73,24 @@ def shift(batch: FeatureBatch) -> EagleInputs:
         predicted_ids=batch.input_ids[:, 2:],
         loss_mask=batch.loss_mask[:, 2:],
         position_ids=batch.position_ids[:, :-2],
+    )
+
+
+def _shift_flat(batch: FeatureBatch, lengths: Sequence[int]) -> EagleInputs:
+    """The same for documents laid end to end: no row pairs tokens of two documents."""
+    sizes = torch.tensor(list(lengths), dtype=torch.int64, device=batch.input_ids.device)
+    left = (
+        sizes.repeat_interleave(sizes) - batch.position_ids[0]
+    )  # tokens from here to the document's end, this one too
+    rows = (left > LOOKAHEAD).nonzero()[:, 0]
+    return EagleInputs(
+        next_ids=batch.input_ids[:, rows + 1],
+        features=batch.features[:, rows],
+        target_features=batch.features[:, rows + 1],
+        predicted_ids=batch.input_ids[:, rows + 2],
+        loss_mask=batch.loss_mask[:, rows + 2],
+        position_ids=batch.position_ids[:, rows],
+        documents=Documents.of([length - LOOKAHEAD for length in lengths if length > LOOKAHEAD], rows.device),
     )
 
 
@@ -86,47 +117,57 @@ class EagleHead(nn.Module):
 
     def forward(self, embeds: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """embeds, features [B, T, H] -> hidden [B, T, H]; causal, right padding needs no mask. position_ids [B, T]."""
-        x = self.fc(torch.cat([embeds, features], dim=-1))
-        if position_ids is None:
-            cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
-        else:
-            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]
-        for layer in self.layers:
-            x = layer(x, cos.to(x.dtype), sin.to(x.dtype))
-        return x
+        return self.unroll(embeds, features, 1, position_ids)[0]
 
     def unroll(
-        self, embeds: Tensor, features: Tensor, num_passes: int, position_ids: Tensor | None = None
+        self,
+        embeds: Tensor,
+        features: Tensor,
+        num_passes: int,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> list[Tensor]:
         """Every row as each of the first `num_passes` steps of a draft: a list of hidden [B, T, H].
 
-        Pass 0 is `forward`. In pass j row t reads the head's own h_{t-1} of pass j-1 in place of f_t, and attends as in
-        a draft that began at row t-j: to rows up to t-j of pass 0, which had true features, and to one row of each
-        later pass. Rows before j mean nothing (HASS, section 3.2; EAGLE-3's training-time test).
+        In pass 0 rows read true features. In pass j row t reads the head's own h_{t-1} of pass j-1 in place of f_t, and
+        attends as in a draft that began at row t-j: to rows up to t-j of pass 0, which had true features, and to one
+        row of each later pass. Rows before j mean nothing (HASS, section 3.2; EAGLE-3's training-time test).
+
+        documents: of a flat batch, [1, N, H]; it needs position_ids, from 0 in every document.
         """
-        length = embeds.shape[1]
-        if position_ids is None:
-            cos, sin = self.cos[:length], self.sin[:length]
-        else:
-            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]
-        cos, sin = cos.to(embeds.dtype), sin.to(embeds.dtype)
+        cos, sin = self._rope(embeds, position_ids)
+        length = embeds.shape[1] if documents is None else documents.rows.shape[1]
         ahead = torch.arange(length, device=embeds.device)
         ahead = ahead[None] - ahead[:, None]  # [T, T], column less row
         layers: list[Any] = list(self.layers)
         cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
         passes: list[Tensor] = []
         for j in range(num_passes):
+            # The first row of a document reads the end of the one before: it is among those that mean nothing.
             own = features if not passes else torch.cat([features[:, :1], passes[-1][:, :-1]], dim=1)
             mask = torch.cat([ahead <= -j, *(ahead == i - j for i in range(1, j + 1))], dim=1) if j else None
             x = self.fc(torch.cat([embeds, own], dim=-1))
             for layer, rows in zip(layers, cached, strict=True):
-                query, key, value = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
+                attention = layer.self_attn
+                projected = attention.project(layer.input_layernorm(x), cos, sin)
+                if documents is not None:
+                    projected = tuple(documents.heads_side_by_side(part) for part in projected)
+                query, key, value = projected
                 rows.append((key, value))
                 keys, values = (torch.cat(parts, dim=2) for parts in zip(*rows, strict=True))
-                x = x + layer.self_attn.attend(query, keys, values, mask, causal=j == 0)
+                mixed = attention.mix(query, keys, values, mask, causal=j == 0)
+                x = x + attention.o_proj(mixed if documents is None else documents.end_to_end(mixed))
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
             passes.append(x)
         return passes
+
+    def _rope(self, embeds: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions [B, T], which are 0, 1, ... where none are given."""
+        if position_ids is None:
+            cos, sin = self.cos[: embeds.shape[1]], self.sin[: embeds.shape[1]]
+        else:
+            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]
+        return cos.to(embeds.dtype), sin.to(embeds.dtype)
 
     def init_from_target(self, layer_state: Mapping[str, Tensor]) -> None:
         """Start from the target's last layer (its state dict), and from fc = [0 | I]: the feature passes through.

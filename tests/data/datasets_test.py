@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from draftsmith.data.datasets import AcceptanceDataset, FeatureDataset, collate_acceptance, collate_features
+from draftsmith.data.datasets import (
+    AcceptanceDataset,
+    FeatureDataset,
+    collate_acceptance,
+    collate_features,
+    in_pieces,
+)
 from draftsmith.data.manifest import Manifest
 from draftsmith.data.shards import Rows
 from draftsmith.modules.types import FeatureBatch, InputError
@@ -114,3 +120,36 @@ def test_features_are_read_by_other_processes_too(chain):
 def test_a_mix_that_is_no_probability_is_refused(chain):
     with pytest.raises(InputError, match="mix: found 1"):
         AcceptanceDataset(chain.directory("acceptance"), mix=1)
+
+
+class Counting:
+    """Rows that hold 100 * row + position, and count from position 3 on."""
+
+    manifest = None
+    lengths = [5, 40, 16, 17, 3, 31]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def item(self, row: int, epoch: int) -> dict[str, torch.Tensor]:
+        positions = torch.arange(self.lengths[row])
+        return {"input_ids": 100 * row + positions, "loss_mask": positions >= 3, "position_ids": positions}
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_pieces_count_every_token_once_and_begin_at_position_0(overlap):
+    whole = Counting()
+    pieces = in_pieces(whole, 16, overlap)
+    items = [pieces.item(i, 0) for i in range(len(pieces))]
+    assert pieces.lengths == [len(item["input_ids"]) for item in items] and max(pieces.lengths) == 16
+    assert all(torch.equal(item["position_ids"], torch.arange(len(item["input_ids"]))) for item in items)
+    # With an overlap of two the first two tokens of a piece are never predicted (modules/heads/eagle.py, shift).
+    counted = [t for item in items for t in item["input_ids"][overlap:][item["loss_mask"][overlap:]].tolist()]
+    expected = [100 * row + i for row, length in enumerate(whole.lengths) for i in range(3, length)]
+    assert counted == expected
+    assert pieces.rows == sorted(pieces.rows) and set(pieces.rows) == set(range(len(whole)))
+
+
+def test_samples_that_fit_are_left_alone():
+    whole = Counting()
+    assert in_pieces(whole, 40, 2) is whole

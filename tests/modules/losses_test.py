@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from draftsmith.modules.losses import acceptance_loss, eagle_loss
+from draftsmith.modules import losses
+from draftsmith.modules.losses import acceptance_loss, eagle_loss, unrolled_eagle_loss
 from draftsmith.modules.types import AcceptanceBatch
 
 # The losses are taken in float32 and summed over tens of tokens.
@@ -124,3 +126,38 @@ def test_losses_are_means_over_tokens_whatever_the_batches():
     parts = [eagle_loss(hidden[b : b + 1], wanted[b : b + 1], mask[b : b + 1], head) for b in range(2)]
     total, count = sum(p.sums["loss"] for p in parts), sum(p.counts["loss"] for p in parts)
     assert (total / count).item() == pytest.approx(whole.loss.item(), rel=TOLERANCE)
+
+
+def plain_eagle_loss(passes, wanted, masks, weight, decay):
+    """The weighted mean over passes with all logits at once, as autograd differentiates it."""
+    totals = []
+    for hidden, mask in zip(passes, masks, strict=True):
+        distance = F.smooth_l1_loss(hidden, wanted, reduction="none").mean(-1)[mask].sum()
+        target_prob = (wanted[mask] @ weight.T).softmax(-1)
+        totals.append(distance + 0.1 * F.cross_entropy(hidden[mask] @ weight.T, target_prob, reduction="sum"))
+    weights = [decay**i for i in range(len(totals))]
+    return sum(w * t for w, t in zip(weights, totals, strict=True)) / sum(weights) / masks[0].sum()
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 2, 3, 100])
+def test_the_chunked_loss_and_its_gradient_are_those_of_all_logits_at_once(monkeypatch, rows_at_once):
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 11 * rows_at_once + 5)
+    (first, wanted, mask, weight), (second, *_) = eagle_case(0), eagle_case(1)
+    later = mask.clone()
+    later[:, 1] = False
+    ours, theirs = ([h.clone().requires_grad_() for h in (first, second)] for _ in range(2))
+    loss = unrolled_eagle_loss(ours, wanted, [mask, later], lambda x: x @ weight.T, 1.0, 0.1, decay=0.8).loss
+    oracle = plain_eagle_loss(theirs, wanted, [mask, later], weight, 0.8)
+    assert loss.item() == pytest.approx(oracle.item(), rel=TOLERANCE)
+    (3 * loss).backward()  # a factor, as training applies one
+    (3 * oracle).backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)  # float32, sums in another order
+
+
+def test_a_huge_logit_makes_no_nan():
+    hidden, wanted, mask, weight = eagle_case()
+    hidden = (1e4 * hidden).requires_grad_()
+    output = eagle_loss(hidden, 1e4 * wanted, mask, lambda x: x @ weight.T)
+    output.loss.backward()
+    assert output.loss.isfinite() and hidden.grad.isfinite().all()

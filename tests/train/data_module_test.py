@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from draftsmith.modules.types import FeatureBatch, InputError
+from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import (
     HeadDataModule,
     Keyed,
-    LoaderOptions,
     Order,
     Part,
     RankSteps,
@@ -42,9 +44,17 @@ def keys_of_step(order: Order, step: int, num_ranks: int, accumulate: int):
     return parts
 
 
-@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["random", "by length"])
-def test_an_epoch_holds_every_sample_once(lengths):
-    order = Order(103, 8, seed=0, lengths=lengths)
+def config(**changes) -> TrainConfig:
+    return TrainConfig(data=Path("."), output=Path("."), batch_size=8, **changes)
+
+
+BUDGETS = [{}, {"tokens_per_batch": 240}, {"tokens_per_batch": 55}]
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["random", "by length"])
+@pytest.mark.parametrize("budget", BUDGETS, ids=["8 samples", "240 tokens", "55 tokens"])
+def test_an_epoch_holds_every_sample_once(budget, grouped):
+    order = Order(LENGTHS, 0, 8, group_by_length=grouped, **budget)
     for epoch in (0, 1):
         steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
         seen = [order.step(step) for step in steps]
@@ -54,8 +64,9 @@ def test_an_epoch_holds_every_sample_once(lengths):
 
 
 @pytest.mark.parametrize(("num_ranks", "accumulate"), [(1, 1), (2, 1), (1, 4), (2, 2), (3, 3)])
-def test_a_step_holds_the_same_samples_however_it_is_shared_out(num_ranks, accumulate):
-    order = Order(103, 8, seed=3, lengths=LENGTHS)
+@pytest.mark.parametrize("budget", BUDGETS[:2], ids=["8 samples", "240 tokens"])
+def test_a_step_holds_the_same_samples_however_it_is_shared_out(budget, num_ranks, accumulate):
+    order = Order(LENGTHS, 3, 8, **budget)
     for step in range(2 * order.steps_per_epoch):
         parts = keys_of_step(order, step, num_ranks, accumulate)
         assert len(parts) == num_ranks * accumulate and all(parts)
@@ -68,15 +79,36 @@ def test_like_lengths_share_a_batch():
         batches = [order.step(step)[1] for step in range(order.steps_per_epoch)]
         return sum(max(LENGTHS[i] for i in batch) * len(batch) - sum(LENGTHS[i] for i in batch) for batch in batches)
 
-    assert padding(Order(103, 8, 0, LENGTHS)) < padding(Order(103, 8, 0)) / 4
+    assert padding(Order(LENGTHS, 0, 8)) < padding(Order(LENGTHS, 0, 8, group_by_length=False)) / 4
+
+
+def test_steps_by_tokens_are_of_equal_size_give_or_take_a_sample():
+    order = Order(LENGTHS, 0, 8, tokens_per_batch=240)
+    assert order.steps_per_epoch == math.ceil(sum(LENGTHS) / 240)
+    tokens = [sum(LENGTHS[i] for i in order.step(step)[1]) for step in range(order.steps_per_epoch)]
+    mean = sum(LENGTHS) / order.steps_per_epoch
+    assert all(abs(count - mean) < max(LENGTHS) for count in tokens)
+
+
+def test_very_unlike_lengths_leave_no_step_empty():
+    lengths = [1, 1, 1, 100, 1, 1, 1, 1, 90]
+    order = Order(lengths, 0, 8, tokens_per_batch=100, group_by_length=False)
+    for epoch in range(20):
+        batches = [order.step(epoch * order.steps_per_epoch + i)[1] for i in range(order.steps_per_epoch)]
+        assert all(batches) and sorted(itertools.chain(*batches)) == list(range(9))
+
+
+def test_a_sample_that_fits_no_step_is_an_error():
+    with pytest.raises(InputError, match=r"tokens_per_batch: found 54, expected at least 54|expected at least 54"):
+        Order(LENGTHS, 0, 8, tokens_per_batch=max(LENGTHS) - 1)
 
 
 def test_order_depends_on_the_seed_only():
-    assert Order(103, 8, 1).step(5) == Order(103, 8, 1).step(5) != Order(103, 8, 2).step(5)
+    assert Order(LENGTHS, 1, 8).step(5) == Order(LENGTHS, 1, 8).step(5) != Order(LENGTHS, 2, 8).step(5)
 
 
 def test_a_filler_counts_nothing():
-    order = Order(1, 4, seed=0)
+    order = Order([5], 0, 4)
     (part,) = list(RankSteps(order, 0, 1, rank=1, num_ranks=2, accumulate=1))
     (key,) = part
     assert key.filler
@@ -97,9 +129,9 @@ class FakeTrainer:
 
 
 def parts_from(start: int, num_workers: int = 0) -> list[Part]:
-    options = LoaderOptions(8, 2, total_steps=30, seed=0, group_by_length=True, num_workers=num_workers)
     samples = Samples(Numbers(), range(103))
-    module = HeadDataModule(samples, samples, collate, lambda batch: int(batch.loss_mask.sum()), options)
+    settings = config(accumulate=2, max_steps=30, num_workers=num_workers)
+    module = HeadDataModule(samples, samples, collate, lambda batch: int(batch.loss_mask.sum()), settings)
     module.trainer = FakeTrainer()  # type: ignore[assignment]
     loader = module.train_dataloader()
     assert len(loader) == 60
@@ -126,10 +158,10 @@ def test_every_part_knows_the_tokens_of_its_whole_step():
         assert first.step_tokens == last.step_tokens == first.tokens + last.tokens
 
 
-def test_validation_sees_each_sample_once_over_the_ranks():
-    options = LoaderOptions(8, 1, total_steps=1, seed=0, group_by_length=True, num_workers=0)
+@pytest.mark.parametrize("budget", BUDGETS, ids=["8 samples", "240 tokens", "55 tokens"])
+def test_validation_sees_each_sample_once_over_the_ranks(budget):
     samples = Samples(Numbers(), range(103))
-    module = HeadDataModule(samples, samples, collate, lambda batch: int(batch.loss_mask.sum()), options)
+    module = HeadDataModule(samples, samples, collate, lambda batch: int(batch.loss_mask.sum()), config(**budget))
     seen = [key.index for rank in range(3) for part in module.val_batches(rank, 3) for key in part.keys]
     assert sorted(seen) == list(range(103))
 

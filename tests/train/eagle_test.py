@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.datasets import FeatureDataset, collate_features
+from draftsmith.data.datasets import FeatureDataset, collate_features, pack_features
 from draftsmith.data.heads import load_head
 from draftsmith.data.models import load_lm
 from draftsmith.modules.decoding.loop import generate
@@ -67,9 +67,9 @@ def a_module(artefacts, tmp_path, **changes) -> LitEagle:
     return module
 
 
-def a_part(artefacts, indices) -> Part:
+def a_part(artefacts, indices, collate=collate_features) -> Part:
     data = FeatureDataset(artefacts.features)
-    batch = collate_features([data[i] for i in indices])
+    batch = collate([data[i] for i in indices])
     tokens = num_loss_tokens(batch)
     return Part(batch, tuple(Key(0, i) for i in indices), tokens, tokens, True, True)
 
@@ -169,6 +169,36 @@ def test_unrolled_training_is_the_weighted_mean_of_the_drafts_steps_and_reports_
     assert both.sums["loss"] == first.sums["loss"]
     module.unroll_from = 1  # not yet
     torch.testing.assert_close(module.loss(part, epoch_noise=True).loss, first.loss)
+
+
+def test_a_packed_batch_has_the_loss_and_the_gradient_of_the_padded_one(artefacts, tmp_path):
+    module = a_module(artefacts, tmp_path, noise=0.1)
+    module.unroll, module.trainer.global_step = 2, 0
+    found = {}
+    for collate in (collate_features, pack_features):
+        module.zero_grad()
+        output = module.loss(a_part(artefacts, range(9), collate), epoch_noise=True)
+        output.loss.backward()
+        found[collate] = output, [p.grad.clone() for p in module.head.parameters()]
+    (padded, grads), (packed, packed_grads) = found.values()
+    # The bar is 1e-5; what differs is the order of float32 sums.
+    assert packed.loss.item() == pytest.approx(padded.loss.item(), rel=1e-5)
+    assert {k: v.item() for k, v in packed.sums.items()} == pytest.approx(
+        {k: v.item() for k, v in padded.sums.items()}, rel=1e-5
+    )
+    for ours, theirs in zip(packed_grads, grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6 * float(theirs.abs().max()))
+
+
+def test_training_on_packed_steps_with_split_sequences_runs_and_says_so(artefacts, tmp_path, capsys):
+    lengths = FeatureDataset(artefacts.features).lengths
+    limit = sorted(lengths)[-6]
+    output = run(config(artefacts, tmp_path / "run", tokens_per_batch=200, max_length=limit, accumulate=2)).parent
+    longer = sum(length > limit for length in lengths)
+    assert f"{longer} of {len(lengths)} sequences are longer than {limit} tokens: split" in capsys.readouterr().out
+    with (output / "metrics.csv").open() as file:
+        found = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    assert len(found) == 4 and found[-1] < found[0]
 
 
 def test_validation_is_the_mean_over_tokens_and_without_noise(artefacts, tmp_path):

@@ -192,3 +192,30 @@ def test_unrolled_passes_are_the_steps_of_drafts_that_begin_at_every_row(num_lay
             hidden = head(embeds[:, : first + 1 + step], read)[:, -1]
             torch.testing.assert_close(passes[step][:, first + step], hidden, atol=1e-12, rtol=1e-12)
             read = torch.cat([read, hidden[:, None]], dim=1)
+
+
+def test_documents_laid_end_to_end_are_read_as_each_alone():
+    head, lengths, num_passes = make_head(num_layers=2), [7, 3, 2, 12, 9], 3
+    ids = [torch.arange(length) + 10 * number for number, length in enumerate(lengths)]
+    features = [torch.randn(1, length, H, dtype=torch.float64) for length in lengths]
+    table = torch.randn(100, H, dtype=torch.float64)
+    alone = [shift(batch_of(own.tolist(), 1, known)) for own, known in zip(ids, features, strict=True) if len(own) > 2]
+    flat = shift(
+        FeatureBatch(
+            input_ids=torch.cat(ids)[None],
+            features=torch.cat(features, dim=1),
+            loss_mask=torch.cat([torch.arange(length) >= 1 for length in lengths])[None],
+            position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+            lengths=tuple(lengths),
+        )
+    )
+    assert flat.documents is not None and flat.documents.lengths == (5, 1, 10, 7)  # one of two tokens leaves nothing
+    for name in ("next_ids", "features", "target_features", "predicted_ids", "loss_mask", "position_ids"):
+        assert torch.equal(getattr(flat, name), torch.cat([getattr(one, name) for one in alone], dim=1)), name
+    passes = head.unroll(table[flat.next_ids], flat.features, num_passes, flat.position_ids, flat.documents)
+    for step, hidden in enumerate(passes):
+        assert torch.equal(flat.mask_of_step(step), torch.cat([one.mask_of_step(step) for one in alone], dim=1))
+        for one, rows in zip(alone, hidden.split(flat.documents.lengths, dim=1), strict=True):
+            expected = head.unroll(table[one.next_ids], one.features, num_passes, one.position_ids)[step]
+            # Rows before the step mean nothing.
+            torch.testing.assert_close(rows[:, step:], expected[:, step:], atol=1e-12, rtol=1e-12)
