@@ -13,8 +13,6 @@ from typing import Literal
 
 from torch import nn
 
-from draftsmith.modules.layers import LlamaConfig
-
 FLOAT32 = 4
 Strategy = Literal["one process", "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 # What a plan compares: a strategy, and whether what it shares out lies in host memory.
@@ -161,24 +159,24 @@ def memory(sizes: Sizes) -> Memory:
     phases = {
         "loading": sizes.base + sizes.loading,
         "loss": stays + before + working + sizes.activations + sizes.loss,
-        "backward, first": stays + before + working + sizes.activations + sizes.widest,
-        "backward, last": stays + own.gradients + working + sizes.widest,
+        "backward": stays + before + working + sizes.activations + sizes.widest,
+        "gradients": stays + own.gradients + working + sizes.widest,
         "update": stays + own.gradients + sizes.batch + own.update,
         # The head is made into bytes beside the gradients of the step before.
         "saving": stays + own.gradients + sizes.batch + whole,
     }
     if sizes.frozen_forward:
-        phases["frozen model"] = stays + before + sizes.batch + own.gathered + sizes.frozen_forward
+        phases["forward"] = stays + before + sizes.batch + own.gathered + sizes.frozen_forward
     phase = max(phases, key=phases.__getitem__)
     parts = {
         "libraries": sizes.base,
-        "frozen model": sizes.frozen,
-        "head weights": own.weights + own.gathered,
+        "frozen": sizes.frozen,
+        "weights": own.weights + own.gathered,
         "gradients": own.gradients + own.buffers,
         "optimizer": own.optimizer,
         "activations": sizes.activations + sizes.inputs,
         "loss": sizes.loss,
-        "frozen forward": sizes.frozen_forward,
+        "forward": sizes.frozen_forward,
         "batch": sizes.batch,
     }
     return Memory(parts, phases, phase, phases[phase], own.host)

@@ -1,355 +1,247 @@
-"""`draftsmith plan`: what a training will take, from its configuration alone; no weights are read.
-
-A plan is made in three steps: the models' sizes (config.json, modules on the meta device), the documents (an artefact's
-index, or an assumption), and what follows from both by train/memory.py, train/footprint.py and modules/flops.py.
-"""
+"""`draftsmith plan`: what a training will take, before it runs; and the short form that every training prints."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import pyarrow.compute as pc
-import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
-from draftsmith.data.manifest import MANIFEST, Manifest
-from draftsmith.data.models import DTYPES, model_directory
-from draftsmith.data.ranks import place
-from draftsmith.data.shards import Rows
-from draftsmith.modules import flops
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
-from draftsmith.modules.layers import LlamaConfig, LlamaModel
-from draftsmith.modules.targets.llama import SUPPORTED, llama_config
+from draftsmith.data.batched import set_threads
+from draftsmith.data.manifest import volatile
+from draftsmith.data.progress import say
 from draftsmith.modules.types import InputError
-from draftsmith.train import footprint
+from draftsmith.train import estimate
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig
-from draftsmith.train.footprint import PartShape
-from draftsmith.train.memory import FLOAT32, LAYOUTS, HeadSizes, Memory, Sizes, Strategy, memory, moments, with_strategy
+from draftsmith.train.estimate import Documents, Plan, check_disk, documents_of, frozen_model, own_memory, planned_dtype
 
-# A file system is never filled to the brim.
-SPARE_BYTES = 64 * 2**20
-# Of parts, only so many steps of an epoch are looked at for the largest.
-STEPS_LOOKED_AT = 2000
+# Column titles of the strategies, short enough for 80 columns side by side.
+SHORT = {
+    ("one process", False): "alone",
+    ("ddp", False): "ddp",
+    ("deepspeed_stage_1", False): "zero-1",
+    ("deepspeed_stage_2", False): "zero-2",
+    ("deepspeed_stage_3", False): "zero-3",
+    ("deepspeed_stage_2", True): "z2-off",
+    ("deepspeed_stage_3", True): "z3-off",
+}
+WIDEST = 100  # longer lines are hard to read
 
 
-@dataclass(frozen=True)
-class FrozenModel:
-    """A frozen model by its config.json.
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What planning asks beside a training's own settings."""
 
-    llama: None for a family that only transformers runs. params: tied weights once. stored, width: bytes of an element
-    in the checkpoint and in memory.
+    data: Path = volatile(Path("runs/data"))
+    output: Path = volatile(Path("runs/heads"))
+    world: int = volatile(0)
+    measure: bool = volatile(False)
+    assume_samples: int = volatile(60_000)
+    assume_length: int = volatile(512)
+    json: Path | None = volatile(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        for name, least in {"world": 0, "assume_samples": 2, "assume_length": 4}.items():
+            if getattr(self, name) < least:
+                raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanEagleConfig(PlanOptions, TrainEagleConfig):
+    """What `train eagle` with these settings will take: memory of a rank by part and strategy, disk, steps, FLOPs.
+
+    Attributes:
+        data: The artefact to train on; where it is not there yet, its size is assumed.
+        output: Where the training would write.
+        world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
+        measure: Time a few real steps here and say how long the whole training takes, with the peak that was measured.
+        assume_samples: Samples, where the artefact is not there yet.
+        assume_length: Tokens of each of these.
+        json: File that receives the numbers.
     """
 
-    path: str
-    llama: LlamaConfig | None
-    hidden_size: int
-    vocab_size: int
-    params: int
-    stored: int
-    width: int
 
+@dataclass(frozen=True, kw_only=True)
+class PlanAcceptanceConfig(PlanOptions, TrainAcceptanceConfig):
+    """What `train acceptance` with these settings will take: memory of a rank by part and strategy, disk, steps, FLOPs.
 
-@dataclass(frozen=True)
-class Documents:
-    """The training samples: tokens of each, the share of tokens that the loss counts, and where that is from.
-
-    kind: of the artefact: features, responses, prompts, acceptance.
+    Attributes:
+        data: The artefact to train on; where it is not there yet, its size is assumed.
+        output: Where the training would write.
+        world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
+        measure: Time a few real steps here and say how long the whole training takes, with the peak that was measured.
+        assume_samples: Samples, where the artefact is not there yet.
+        assume_length: Tokens of each of these.
+        json: File that receives the numbers.
     """
 
-    lengths: Sequence[int]
-    loss_share: float
-    source: str
-    kind: str
-    assumed: bool = False
 
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
+def run(config: PlanEagleConfig | PlanAcceptanceConfig) -> Path | None:
+    """Print the plan; returns the file with its numbers, if one was asked for."""
+    set_threads(config.num_threads)
+    import_training(config)
+    plan = plan_of(config, own_memory(), config.world, config.assume_samples, config.assume_length)
+    screen = Console(highlight=False)
+    console = Console(highlight=False, width=min(screen.width, WIDEST))
+    print_plan(plan, config, console)
+    measured = None
+    if config.measure:
+        from draftsmith.train.plan_measure import measure
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What a training takes. Bytes, elements, tokens and model FLOPs.
-
-    memories: (strategy, offload) -> of one rank. checkpoint_bytes: of one; disk_bytes: most on the disk at a time.
-    feature_bytes: dtype -> on disk; None where there are none. part: the largest that a rank computes at once.
-    """
-
-    job: str
-    model: str
-    trained: int
-    frozen: int
-    documents: Documents
-    world: int
-    steps_per_epoch: int
-    steps: int
-    step_flops: float
-    part: PartShape
-    strategy: tuple[str, bool]
-    memories: dict[tuple[str, bool], Memory]
-    checkpoint_bytes: int
-    disk_bytes: int
-    feature_bytes: dict[str, int] | None
-
-    @property
-    def epochs(self) -> float:
-        return self.steps / self.steps_per_epoch
-
-    @property
-    def own(self) -> Memory:
-        """Of the configured strategy."""
-        return self.memories[self.strategy]
+        measured = measure(config, plan)
+        console.print(measured.text(plan), markup=False)
+    if config.json is None:
+        return None
+    numbers = {**as_numbers(plan), "measured": dataclasses.asdict(measured) if measured else None}
+    config.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    return config.json
 
 
-def frozen_model(path: str, dtype: str) -> FrozenModel:
-    """Sizes from config.json.
+def import_training(config: TrainConfig) -> None:
+    """What a training has imported by the time it reads its models: part of its memory."""
+    import lightning.pytorch  # noqa: F401
 
-    dtype: float32, bfloat16, or auto for the checkpoint's own.
+    from draftsmith.train import fit, lit_acceptance, lit_eagle  # noqa: F401
+
+    if str(config.strategy).startswith("deepspeed"):
+        try:
+            import deepspeed  # noqa: F401
+        except ImportError:
+            say("deepspeed is not installed here: its own memory is not in the plan")
+
+
+def plan_of(config: TrainConfig, base: int, world: int = 0, samples: int = 60_000, length: int = 512) -> Plan:
+    """The plan of a training, by its settings. The rest: `estimate.plan_eagle` and `estimate.documents_of`."""
+    dtype = planned_dtype(config)
+    if isinstance(config, TrainEagleConfig):
+        target = frozen_model(config.target, dtype)
+        documents = documents_of(config, "features", target.context, samples, length)
+        return estimate.plan_eagle(config, target, documents, base, world)
+    assert isinstance(config, TrainAcceptanceConfig)
+    draft = frozen_model(config.draft, dtype)
+    documents = documents_of(config, "acceptance", draft.context, samples, length)
+    return estimate.plan_acceptance(config, draft, documents, base, world)
+
+
+def announce(config: TrainConfig, lengths: list[int], say_once: Any = say) -> None:
+    """The short form, as a training prints it when it begins.
+
+    lengths: tokens of its training samples. say_once: prints on one rank.
 
     Raises:
-        InputError: no such model, or a config that neither we nor transformers can make a model of.
+        InputError: the disk can not hold the checkpoints.
     """
-    raw = json.loads((model_directory(path) / "config.json").read_text())
-    stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-    stored_bytes = DTYPES.get(stored, torch.float32).itemsize
-    width = stored_bytes if dtype == "auto" else DTYPES[dtype].itemsize
-    if raw.get("model_type") in SUPPORTED:
-        config = llama_config(raw)
-        with torch.device("meta"):
-            params = sum(p.numel() for p in LlamaModel(config).parameters())
-        return FrozenModel(path, config, config.hidden_size, config.vocab_size, params, stored_bytes, width)
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        auto = AutoConfig.from_pretrained(str(model_directory(path)))
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(auto)
-    except (ValueError, KeyError, OSError) as error:
-        found = f"{path} ({raw.get('model_type')}: {str(error).splitlines()[0]})"
-        remedy = "Only models that transformers knows by their config.json can be planned."
-        raise InputError("model", found, "a causal language model", remedy) from error
-    text = auto.get_text_config()
-    params = sum(p.numel() for p in model.parameters())
-    return FrozenModel(path, None, text.hidden_size, text.vocab_size, params, stored_bytes, width)
+    plan = plan_of(config, own_memory())
+    documents = dataclasses.replace(plan.documents, lengths=lengths)
+    assert isinstance(documents, Documents)
+    say_once(short(plan))
+    check_disk(plan, config.output)
 
 
-def documents_of(config: TrainConfig, kind: str, samples: int, length: int) -> Documents:
-    """The training samples of the artefact, held-out ones aside.
-
-    kind, samples, length: what is assumed where there is no artefact.
-    """
-    from draftsmith.train.data_module import held_out
-
-    directory = config.data
-    if not (directory / MANIFEST).exists():
-        train = samples if config.val is not None else round(samples * (1 - config.val_share))
-        said = f"assumed: {samples:,} samples of {length} tokens, as {directory} is not there"
-        return Documents([length] * train, 0.5, said, kind, assumed=True)
-    manifest = Manifest.read(directory)
-    column = "length" if manifest.kind == "features" else "input_ids"
-    table = Rows(directory, manifest, [column]).table()
-    values = table[column]
-    lengths = values.to_pylist() if column == "length" else pc.list_value_length(values).to_pylist()
-    if config.val is None:
-        train_rows, _ = held_out(len(lengths), config.val_share)
-        lengths = [lengths[row] for row in train_rows]
-    counts, tokens = manifest.counts, max(1, manifest.counts.get("tokens", sum(lengths)))
-    counted = counts.get("loss_tokens", counts.get("response_tokens", tokens))
-    return Documents(lengths, counted / tokens, str(directory), manifest.kind)
-
-
-def largest_part(order: Any, documents: Documents, shares: int, packed: bool) -> PartShape:
-    """The largest of what a rank computes at once, over the steps of the first epoch.
-
-    shares: ranks times accumulated parts, over which a step's samples are dealt out in turn.
-    """
-    best: list[int] = []
-    for step in range(min(order.steps_per_epoch, STEPS_LOOKED_AT)):
-        _, batch = order.step(step)
-        for slot in range(min(shares, len(batch))):
-            lengths = [documents.lengths[i] for i in batch[slot::shares]]
-            if (sum if packed else padded)(lengths) > (sum if packed else padded)(best):
-                best = lengths
-    slots, real = padded(best), sum(best)
-    tokens = real if packed else slots
-    return PartShape(tokens, slots, max(best), round(real * documents.loss_share), packed)
-
-
-def padded(lengths: Sequence[int]) -> int:
-    """Tokens of a batch of these, padding included."""
-    return max(lengths, default=0) * len(lengths)
-
-
-def planned_world(config: TrainConfig, world: int) -> int:
-    """world: what was asked for; 0 takes what a launcher has set, or the config's devices."""
-    return world or (place().world if place().launched else config.devices)
-
-
-def planned_device(config: TrainConfig) -> str:
-    """cpu or gpu; unlike in a training, a GPU that is planned for need not be here."""
-    if config.accelerator != "auto":
-        return config.accelerator
-    return "gpu" if torch.cuda.is_available() else "cpu"
-
-
-def planned_strategy(config: TrainConfig, world: int) -> tuple[Strategy, bool]:
-    name = str(config.strategy)
-    if name == "auto":
-        return ("ddp" if world > 1 else "one process"), False
-    return cast(Strategy, name.removesuffix("_offload")), name.endswith("_offload")
-
-
-def order_of(config: TrainConfig, lengths: Sequence[int]) -> Any:
-    """The steps as the data module makes them."""
-    from draftsmith.train.data_module import Order
-
-    return Order(len(lengths), config.batch_size, config.seed, lengths if config.group_by_length else None)
-
-
-def plan_eagle(config: TrainEagleConfig, documents: Documents, base: int, world: int = 0) -> Plan:
-    """base: bytes of interpreter and libraries. world: ranks; 0 takes what a launcher has set, or the config's."""
-    model_dtype = planned_dtype(config)
-    target = frozen_model(config.target, model_dtype)
-    if target.llama is None:
-        expected = "a Llama-family target, which the head takes its layer from"
-        raise InputError("target", f"{config.target} of another family", expected, "Choose another target.")
-    llama = target.llama
-    with torch.device("meta"):
-        head = HeadSizes.of(EagleHead(EagleConfig.for_target(llama, config.num_layers)))
-    shape = dataclasses.replace(llama, num_layers=config.num_layers)
-    world = planned_world(config, world)
-    order, packed = order_of(config, documents.lengths), False
-    part = largest_part(order, documents, world * config.accumulate, packed)
-    autocast, online = config.precision == "bf16", documents.kind != "features"
-    frozen, loading = resident(target, planned_device(config))
-    sizes = Sizes(
-        head=head,
-        base=base,
-        frozen=frozen,
-        loading=loading,
-        batch=footprint.batch_bytes(0 if online else llama.hidden_size, part, config.accumulate),
-        inputs=footprint.eagle_inputs(shape, part),
-        activations=footprint.eagle_saved(shape, part, config.unroll, autocast),
-        widest=footprint.widest_backward(shape, part, autocast),
-        loss=footprint.eagle_loss_bytes(shape, part, config.unroll, target.width),
-        frozen_forward=footprint.frozen_forward(llama, part, target.width) if online else 0,
-        optimizer=config.optimizer,
-        accumulates=config.accumulate > 1,
-    )
-    rows = [max(length - 2, 0) for length in documents.lengths]
-    counted = round(documents.tokens * documents.loss_share)
-    epoch_flops = flops.eagle_training(shape, rows, counted, config.unroll)
-    if online:
-        epoch_flops += flops.layers_forward(llama, documents.lengths)
-    features = {
-        dtype: footprint.features_bytes(llama.hidden_size, documents.tokens, dtype) for dtype in ("bf16", "fp8")
-    }
-    return finish("eagle", config, target, documents, order, part, sizes, world, epoch_flops, features)
-
-
-def plan_acceptance(config: TrainAcceptanceConfig, documents: Documents, base: int, world: int = 0) -> Plan:
-    """As `plan_eagle`; the draft runs in every step, as its text changes with the epoch."""
-    draft = frozen_model(config.draft, planned_dtype(config))
-    with torch.device("meta"):
-        settings = AcceptanceHeadConfig(draft.hidden_size, config.num_blocks, tied=config.tied)
-        head = HeadSizes.of(AcceptanceHead(settings))
-    world = planned_world(config, world)
-    order = order_of(config, documents.lengths)
-    part = largest_part(order, documents, world * config.accumulate, False)
-    frozen, loading = resident(draft, planned_device(config))
-    forward = part.tokens * draft.hidden_size * draft.width
-    if draft.llama is not None:
-        forward = footprint.frozen_forward(draft.llama, part, draft.width)
-        read = flops.layers_forward(draft.llama, documents.lengths)
-    else:
-        read = flops.parameters_forward(draft.params, documents.tokens)
-    sizes = Sizes(
-        head=head,
-        base=base,
-        frozen=frozen,
-        loading=loading,
-        batch=footprint.batch_bytes(0, part, config.accumulate),
-        inputs=part.tokens * draft.hidden_size * draft.width,
-        activations=footprint.acceptance_saved(draft.hidden_size, config.num_blocks, part),
-        widest=part.tokens * draft.hidden_size * FLOAT32 * 2,
-        loss=part.loss_tokens * FLOAT32 * 8,
-        frozen_forward=forward,
-        optimizer=config.optimizer,
-        accumulates=config.accumulate > 1,
-    )
-    epoch_flops = read + flops.acceptance_training(draft.hidden_size, config.num_blocks, documents.tokens)
-    return finish("acceptance", config, draft, documents, order, part, sizes, world, epoch_flops, None)
-
-
-def finish(
-    job: str,
-    config: TrainConfig,
-    model: FrozenModel,
-    documents: Documents,
-    order: Any,
-    part: PartShape,
-    sizes: Sizes,
-    world: int,
-    epoch_flops: float,
-    features: dict[str, int] | None,
-) -> Plan:
-    """What both heads have in common."""
-    strategy = planned_strategy(config, world)
-    shown = [(name, offload) for name, offload in LAYOUTS if name != "one process" or world == 1]
-    steps = config.max_steps or config.epochs * order.steps_per_epoch
-    weights = FLOAT32 * sizes.head.params
-    checkpoint = weights + moments(sizes.head, config.optimizer)
-    return Plan(
-        job=job,
-        model=model.path,
-        trained=sizes.head.params,
-        frozen=model.params,
-        documents=documents,
-        world=world,
-        steps_per_epoch=order.steps_per_epoch,
-        steps=steps,
-        step_flops=epoch_flops / order.steps_per_epoch,
-        part=part,
-        strategy=strategy,
-        memories={key: memory(with_strategy(sizes, key[0], world, key[1])) for key in {*shown, strategy}},
-        checkpoint_bytes=checkpoint,
-        # One more than are kept while the newest is written; best/, last/ and the one that replaces either.
-        disk_bytes=(kept(config) + 1) * checkpoint + 3 * weights,
-        feature_bytes=features,
+def short(plan: Plan) -> str:
+    """Two lines."""
+    own = plan.own
+    ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
+    return (
+        f"plan: {count(plan.trained)} trained and {count(plan.frozen).strip()} frozen parameters, about {size(own.peak)} of "
+        f"memory a rank ({ranks}, {SHORT[plan.strategy]}; most in: {own.phase})\n"
+        f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {count(plan.step_flops)}FLOPs each; "
+        f"checkpoints {size(plan.checkpoint_bytes)} each, {size(plan.disk_bytes)} at most"
     )
 
 
-def kept(config: TrainConfig) -> int:
-    return getattr(config, "keep", 1)
+def print_plan(plan: Plan, config: TrainConfig, console: Console) -> None:
+    console.print(f"{plan.job} head for {plan.model}, planned from config.json alone\n", markup=False)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True, style="cyan")
+    facts.add_column()
+    for name, value in fact_rows(plan, config):
+        facts.add_row(name, value)
+    console.print(facts)
+    console.print(f"\nMemory of a rank, {memory_unit(plan)[0]}; * as configured, off: with offload to host memory")
+    console.print(memory_table(plan))
 
 
-def planned_dtype(config: TrainConfig) -> str:
-    """Type of the frozen model's weights, as `strategies.model_dtype` has it."""
-    return "float32" if config.model_dtype == "auto" and planned_device(config) == "cpu" else config.model_dtype
+def fact_rows(plan: Plan, config: TrainConfig) -> list[tuple[str, str]]:
+    documents, per_step = plan.documents, plan.documents.tokens / plan.steps_per_epoch
+    rows = [
+        ("parameters", f"{count(plan.trained).strip()} trained, {count(plan.frozen).strip()} frozen"),
+        ("data", f"{documents.source}: {len(documents.lengths):,} training samples, {documents.tokens:,} tokens"),
+        (
+            "steps",
+            f"{plan.steps:,} of {per_step:,.0f} tokens: {plan.epochs:.3g} epochs of {plan.steps_per_epoch:,} steps; "
+            f"{per_step * plan.steps:,.0f} tokens in all",
+        ),
+        ("compute", f"{count(plan.step_flops)}FLOPs a step, {count(plan.step_flops * plan.steps)}FLOPs in all"),
+        (
+            "largest part",
+            f"{plan.part.tokens:,} tokens on a rank at once ({plan.world} ranks, {config.accumulate} parts)",
+        ),
+        (
+            "checkpoints",
+            f"{size(plan.checkpoint_bytes)} each, float32 weights and averages; {size(plan.disk_bytes)} at most, with "
+            f"best/ and last/",
+        ),
+    ]
+    if plan.feature_bytes:
+        there = "on disk" if documents.kind == "features" and not documents.assumed else "if stored"
+        rows.append((f"features {there}", ", ".join(f"{size(v)} in {k}" for k, v in plan.feature_bytes.items())))
+    return rows
 
 
-def resident(model: FrozenModel, device: str) -> tuple[int, int]:
-    """Bytes of a frozen model as it stays on its device, and most while it is read."""
-    if device == "cpu" and model.llama is not None:
-        return footprint.lean_frozen(model.llama, model.params, model.stored, model.width)
-    size = model.params * model.width
-    return size, size + (model.params * model.stored if device == "cpu" else 0)
+def memory_table(plan: Plan) -> Table:
+    """A row a part, a column a strategy."""
+    keys = [key for key in SHORT if key in plan.memories]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("part")
+    for key in keys:
+        table.add_column(SHORT[key] + ("*" if key == plan.strategy else ""), justify="right")
+    _, divisor, digits = memory_unit(plan)
+    for name in plan.own.parts:
+        values = [plan.memories[key].parts[name] for key in keys]
+        if any(values):
+            table.add_row(name, *(f"{value / divisor:,.{digits}f}" for value in values))
+    table.add_section()
+    table.add_row("most at a time", *(f"{plan.memories[key].peak / divisor:,.{digits}f}" for key in keys), style="bold")
+    table.add_row("which is in", *(plan.memories[key].phase for key in keys))
+    if any(plan.memories[key].host for key in keys):
+        table.add_row("host memory", *(f"{plan.memories[key].host / divisor:,.{digits}f}" for key in keys))
+    return table
 
 
-def check_disk(plan: Plan, output: Path) -> None:
-    """Raises:
-    InputError: the disk can not hold the run's checkpoints."""
-    existing = next(path for path in (output, *output.resolve().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if plan.disk_bytes + SPARE_BYTES > free:
-        found = f"{free:,} bytes free at {existing}"
-        expected = f"{plan.disk_bytes + SPARE_BYTES:,} for checkpoints of {plan.checkpoint_bytes:,} bytes each"
-        raise InputError("output", found, expected, "Free some space, pass a smaller --keep, or use another disk.")
+def memory_unit(plan: Plan) -> tuple[str, float, int]:
+    """Name, bytes and decimals of the unit that suits the table."""
+    return ("GB", 1e9, 2) if plan.own.peak >= 1e10 else ("MB", 1e6, 0)
+
+
+def as_numbers(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values."""
+    numbers = {name: value for name, value in dataclasses.asdict(plan).items() if name not in ("documents", "memories")}
+    documents = plan.documents
+    numbers["documents"] = {"source": documents.source, "samples": len(documents.lengths), "tokens": documents.tokens}
+    numbers["memories"] = {SHORT[key]: dataclasses.asdict(value) for key, value in plan.memories.items()}
+    return numbers
+
+
+def count(number: float) -> str:
+    """1234567 -> `1.23 M`, to be followed by a unit or a noun."""
+    for step, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if number >= step:
+            return f"{number / step:.3g} {letter}"
+    return f"{number:,.0f} "
+
+
+def size(number: float) -> str:
+    """Bytes for people: 1234567 -> `1.23 MB`."""
+    for step, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= step:
+            return f"{number / step:.3g} {unit}"
+    return f"{number:.0f} B"
