@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +19,7 @@ import lightning.pytorch as pl
 from draftsmith.data.progress import bar, say
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.metrics import is_first_process, rank
+from draftsmith.train.telemetry import Telemetry
 
 CHECKPOINT = "last.ckpt"
 # Saves the head under a name (best, last) with its metrics; called on rank 0.
@@ -30,6 +30,7 @@ class BetweenSteps(pl.Callback):
     """Logs every `log_every` steps, validates, and keeps best/, last/ and last.ckpt.
 
     val_every: steps between validations. save_every: steps between saves of the last state; 0 saves with validations.
+    telemetry: what counts the steps' cost, itself a callback of the trainer.
     probe: a costlier measurement of the head, done every `probe_every` steps (0: never); all ranks call it.
     """
 
@@ -43,23 +44,21 @@ class BetweenSteps(pl.Callback):
         save_every: int,
         probe: Callable[[], dict[str, float]] | None = None,
         probe_every: int = 0,
+        telemetry: Telemetry | None = None,
     ):
         self.output, self.save_head = output, save_head
         self.val_every, self.log_every, self.save_every = val_every, log_every, save_every
         self.probe, self.probe_every = probe, probe_every
         self.best: dict[str, float] = {}
         self.latest: dict[str, float] = {}
+        self.telemetry = telemetry or Telemetry()
         self.saved_step = -1
-        self._clock = (0, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "latest": self.latest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.latest = state_dict["best"], state_dict["latest"]
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._clock = (trainer.global_step, time.monotonic())
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -79,13 +78,15 @@ class BetweenSteps(pl.Callback):
             self._save_last(trainer, step)
         if stopping:
             trainer.should_stop = True
+        self.telemetry.go_on()
 
     def _log_losses(self, trainer: pl.Trainer, module: LitHead, step: int) -> None:
         metrics = {f"train/{name}": value for name, value in module.means.take().items()}
         metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
-        last_step, last_time = self._clock
-        self._clock = (step, time.monotonic())
-        metrics["steps_per_s"] = (step - last_step) / max(self._clock[1] - last_time, 1e-9)
+        grad_norm = getattr(module, "grad_norm", None)
+        if grad_norm is not None:
+            metrics["grad_norm"] = float(grad_norm)
+        metrics |= {f"cost/{name}": value for name, value in self.telemetry.take(module.device).items()}
         log(trainer, metrics, step)
 
     def _validate(self, trainer: pl.Trainer, module: LitHead, step: int, final: bool) -> None:

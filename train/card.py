@@ -33,12 +33,23 @@ MEANING = {
     "tau": "emitted tokens per target call, greedy chains on held-out prompts",
 }
 
+STEPS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+
+def meaning(name: str) -> str:
+    """Of a metric, in words; nothing for one that is not known."""
+    stem, _, number = name.rpartition("_")
+    if stem == "agreement" and number.isdigit():
+        step = STEPS[int(number) - 1] if 0 < int(number) <= len(STEPS) else f"{number}th"
+        return f"share of drafts whose {step} token is the target's choice, of those that were right until then"
+    return MEANING.get(name, "")
+
 
 def model_card(job: str, manifest: Mapping[str, Any]) -> str:
     """Markdown from a head's manifest (train/fit.py writes it)."""
     title, what = WHAT[job]
     config = manifest["config"]
-    rows = "\n".join(f"| {n} | {v:.4g} | {MEANING.get(n, '')} |" for n, v in sorted(manifest["metrics"].items()))
+    rows = "\n".join(f"| {n} | {v:.4g} | {meaning(n)} |" for n, v in sorted(manifest["metrics"].items()))
     measured = f"| metric | value | meaning |\n|---|---|---|\n{rows}" if rows else "Not validated yet."
     settings = ("batch_size", "lr", "schedule", "weight_decay", "clip", "precision", "seed")
     trained = ", ".join(f"{name} {config[name]}" for name in settings)

@@ -11,6 +11,7 @@ from draftsmith.modules.types import InputError
 
 # Shorter pieces of a sequence have next to no context.
 MIN_LENGTH = 16
+TRACKERS = ("csv", "wandb", "tensorboard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class TrainConfig:
         val_every: Optimiser steps between validations; 0 validates at the end of each epoch. The last step always does.
         log_every: Optimiser steps between logged losses.
         save_every: Optimiser steps between saves of last/ and last.ckpt; 0 saves with each validation.
+        track: Where numbers go: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
         wandb: Weights & Biases; auto goes online when a key is found and offline without one.
         project: Weights & Biases project.
         trust_remote_code: Let the frozen model's repository run its own code.
@@ -89,11 +91,15 @@ class TrainConfig:
     val_every: int = volatile(0)
     log_every: int = volatile(20)
     save_every: int = volatile(0)
+    track: tuple[str, ...] = volatile(("csv", "wandb"))
     wandb: Literal["auto", "online", "offline", "off"] = volatile("auto")
     project: str = volatile("draftsmith")
     trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
+        unknown = sorted(set(self.track) - set(TRACKERS))
+        if unknown:
+            raise InputError("track", ", ".join(unknown), f"some of {', '.join(TRACKERS)}", "Change it.")
         at_least = {
             "epochs": 1,
             "max_steps": 0,

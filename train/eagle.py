@@ -46,6 +46,8 @@ class TrainEagleConfig(TrainConfig):
             later tokens of a chain good.
         unroll_after: Share of the steps after which this begins.
         unroll_decay: Loss weight of a draft step, relative to the one before.
+        agreement_steps: Draft steps whose agreement with the target is measured at validations, each where the steps
+            before it were right; 0 measures none.
         tau_every: Steps between measurements of tau by real decoding; 0 measures with every validation. It is measured
             at validations, so it counts in multiples of val_every.
         tau_prompts: Held-out prompts to decode for it; 0 switches it off.
@@ -66,6 +68,7 @@ class TrainEagleConfig(TrainConfig):
     unroll: int = 1
     unroll_after: float = 0.0
     unroll_decay: float = 1.0
+    agreement_steps: int = volatile(3)
     tau_every: int = volatile(0)
     tau_prompts: int = volatile(16)
     tau_k: int = volatile(5)
@@ -84,6 +87,7 @@ class TrainEagleConfig(TrainConfig):
             raise InputError("noise", self.noise, "0 or more", "Change it.")
         for name, least in {
             "num_layers": 1,
+            "agreement_steps": 0,
             "tau_every": 0,
             "tau_prompts": 0,
             "tau_k": 1,
@@ -128,6 +132,7 @@ def run(config: TrainEagleConfig) -> Path:
         unroll=config.unroll,
         unroll_after=config.unroll_after,
         unroll_decay=config.unroll_decay,
+        agreement_steps=config.agreement_steps,
     )
     prompts = held_out_prompts(val_samples, config.tau_prompts)
     probe = TauProbe(module, prompts, config.tau_k, config.tau_max_new_tokens) if prompts else None

@@ -38,10 +38,11 @@ from draftsmith.train.card import model_card
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import HeadDataModule, Samples, fitting, held_out
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.loggers import make_loggers
+from draftsmith.train.loggers import HeadArtifact, make_loggers
 from draftsmith.train.metrics import is_first_process
 from draftsmith.train.signals import StopOnSignal
 from draftsmith.train.strategies import trainer_arguments
+from draftsmith.train.telemetry import Telemetry
 
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
 
@@ -124,6 +125,7 @@ def fit(
     if is_first_process():
         _begin(config, provenance)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    telemetry = Telemetry()
     between = BetweenSteps(
         config.output,
         _head_saver(module.head, config, provenance),
@@ -132,6 +134,7 @@ def fit(
         save_every=config.save_every,
         probe=probe,
         probe_every=probe_every,
+        telemetry=telemetry,
     )
     trainer = pl.Trainer(
         **trainer_arguments(config),
@@ -139,8 +142,14 @@ def fit(
         max_epochs=1,
         accumulate_grad_batches=config.accumulate,
         gradient_clip_val=config.clip or None,
-        logger=make_loggers(config, provenance.job, step, say_on_rank_zero),
-        callbacks=[between, StopOnSignal(), ProgressBar(f"train {provenance.job}")],
+        logger=make_loggers(config, provenance.job, step, say_on_rank_zero, _made_from(provenance)),
+        callbacks=[
+            telemetry,
+            between,
+            HeadArtifact(config.output / "best"),
+            StopOnSignal(),
+            ProgressBar(f"train {provenance.job}"),
+        ],
         default_root_dir=config.output,
         limit_val_batches=0,  # BetweenSteps validates
         num_sanity_val_steps=0,
@@ -210,6 +219,13 @@ def _begin(config: TrainConfig, provenance: Provenance) -> None:
     text = yaml.safe_dump(plain, sort_keys=False)
     (config.output / RESOLVED).write_text(f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
     write_json(config.output / STARTED, _state(config, provenance))
+
+
+def _made_from(provenance: Provenance) -> dict[str, Any]:
+    """What a tracker is told of a run beside its config."""
+    made_from = {**dataclasses.asdict(provenance), "packages": package_versions(), "git_commit": git_commit()}
+    del made_from["job"]
+    return made_from
 
 
 def _head_saver(

@@ -22,6 +22,9 @@ from draftsmith.train.lit_head import Frozen, LitHead
 from draftsmith.train.metrics import Means, num_ranks, rank, total
 from draftsmith.train.telemetry import features_flops
 
+# Logits held at once where only the best token is asked for: 256 MB in bf16 for a vocabulary of 128k.
+CHOICE_ROWS = 1024
+
 
 def num_loss_tokens(batch: FeatureBatch) -> int:
     """Positions that count in the loss, after the head's pairing."""
@@ -48,12 +51,14 @@ class LitEagle(LitHead):
         unroll: int = 1,
         unroll_after: float = 0.0,
         unroll_decay: float = 1.0,
+        agreement_steps: int = 0,
     ):
         """noise: features are read with U(-noise, noise) * feature_std added, so that the head learns to draft on its
         own imprecise ones.
 
         unroll: from `unroll_after` of the steps on, each batch is also read as the second, ... and `unroll`-th step of
             a draft; `unroll_decay` is the loss weight of a step relative to the one before (`EagleHead.unroll`).
+        agreement_steps: draft steps whose agreement with the target is measured in validations.
         """
         super().__init__(head, config, total_steps)
         self.target = Frozen(target)
@@ -61,6 +66,7 @@ class LitEagle(LitHead):
         self.noise = noise * feature_std
         self.unroll, self.unroll_decay = unroll, unroll_decay
         self.unroll_from = round(unroll_after * total_steps)
+        self.agreement_steps = agreement_steps
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """The target's logits; the gradient flows to `hidden`."""
@@ -110,14 +116,51 @@ class LitEagle(LitHead):
     @torch.no_grad()
     def validate(self, parts: Iterable[Part]) -> dict[str, float]:
         """loss, feature_loss and token_loss without noise, and top1 and top3: how often the target's argmax is the
-        head's first choice, or among its first three. Teacher-forced, on response tokens."""
+        head's first choice, or among its first three. Teacher-forced, on response tokens. And `agreement`."""
         means = Means()
         for part in parts:
-            means.add(self.loss(move(part, self.device), epoch_noise=False))
+            part = move(part, self.device)
+            means.add(self.loss(part, epoch_noise=False))
+            if self.agreement_steps:
+                means.add(self.agreement(part))
         metrics = means.take()
         if not metrics:
             raise InputError("val", "no response token", "validation samples with a response", "Hold out more samples.")
         return metrics
+
+    @torch.no_grad()
+    def agreement(self, part: Part) -> LossOutput:
+        """agreement_1, agreement_2, ...: how often a draft's first, second, ... token is the target's choice, of the
+        drafts whose tokens before were all right. (The loss means nothing.)
+
+        A draft begins at every response row, and from its second step on it reads the head's own features and tokens.
+        The tokens that it reads are those of the data, so it is followed only as long as it chose them: on text that
+        the target wrote greedily the numbers are those of greedy drafting.
+        """
+        pair = shift(part.data)
+        dtype = self.head.fc.weight.dtype
+        embeds = self.target.model.embed(pair.next_ids).to(dtype)
+        passes = self.head.unroll(embeds, pair.features.to(dtype), self.agreement_steps, pair.position_ids)
+        wanted = self._choices(pair.target_features.to(dtype), pair.loss_mask)
+        # The next row goes on with the same document, and with a response in it.
+        follows = pair.loss_mask[:, 1:] & (pair.position_ids[:, 1:] == pair.position_ids[:, :-1] + 1)
+        drafted = pair.loss_mask.clone()  # rows that step j of a draft, begun j rows before, has reached
+        sums, counts = {}, {}
+        for j, hidden in enumerate(passes, start=1):
+            chosen = self._choices(hidden, drafted)
+            right = drafted & (chosen == wanted)
+            sums[f"agreement_{j}"], counts[f"agreement_{j}"] = right.sum(), drafted.sum()
+            drafted = torch.zeros_like(drafted)
+            drafted[:, 1:] = (right & (chosen == pair.predicted_ids))[:, :-1] & follows
+        return LossOutput(torch.zeros((), device=self.device), sums, counts)
+
+    def _choices(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Token ids [B, T] that `hidden` [B, T, H] gives greedily at `rows` [B, T] (bool), and -1 elsewhere. Logits are
+        made for CHOICE_ROWS rows at a time."""
+        choices = torch.full(rows.shape, -1, device=rows.device)
+        chosen = [self.lm_head(some).argmax(-1) for some in hidden[rows].split(CHOICE_ROWS)]
+        choices[rows] = torch.cat(chosen) if chosen else choices[rows]
+        return choices
 
 
 class TauProbe:

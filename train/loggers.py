@@ -1,21 +1,34 @@
-"""Where numbers go: a CSV file always, Weights & Biases where it can be reached, offline where it can not."""
+"""Where numbers go (`--track csv wandb tensorboard`).
+
+A CSV file always, as a continued run takes its curve from it; Weights & Biases where it can be reached, offline where
+it can not.
+"""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 import os
+import re
+import shlex
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import yaml
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 
-from draftsmith.data.manifest import resolved
+from draftsmith.data.manifest import read_json, resolved
+from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import is_first_process
 
 WANDB_START_TIMEOUT_S = 20
+# (step, metrics) of what a continued run logged before, oldest first.
+Past = Callable[[], Iterable[tuple[int, Mapping[str, float]]]]
 
 
 class CsvLogger(Logger):
@@ -48,6 +61,11 @@ class CsvLogger(Logger):
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """The resolved config lies beside the CSV file, as config.yaml."""
+
+    def kept(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """(step, metrics) of every row there is."""
+        for row in self._rows:
+            yield int(row["step"]), {k: float(v) for k, v in row.items() if k and k != "step" and v}
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         row = {"step": str(step), **{name: f"{value:.8g}" for name, value in metrics.items()}}
@@ -88,9 +106,9 @@ class WandbLogger(Logger):
     """A Weights & Biases run that ends with the training. (Lightning's own leaves it open, so that the next training of
     the same process would go on writing into it.)"""
 
-    def __init__(self, run: Any):
+    def __init__(self, run: Any, say: Callable[[str], None] = lambda text: None):
         super().__init__()
-        self._run = run
+        self._run, self._say, self._open = run, say, True
         run.define_metric("trainer/global_step")
         run.define_metric("*", step_metric="trainer/global_step")
 
@@ -108,16 +126,60 @@ class WandbLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self._run.log({**metrics, "trainer/global_step": step})
 
+    def log_head(self, directory: Path) -> None:
+        """A head directory as the next version of the artifact `JOB-RUN`, with its card as the description.
+
+        Its files are referred to where they lie, not copied: an offline run reads them when it is uploaded.
+        """
+        import wandb
+
+        manifest = read_json(directory / "manifest.json")
+        metadata = {key: manifest.get(key) for key in ("step", "metrics", "inputs", "models", "git_commit")}
+        artifact = wandb.Artifact(
+            re.sub(r"[^A-Za-z0-9_.-]+", "-", self._run.name),
+            type="model",
+            description=(directory / "README.md").read_text("utf-8"),
+            metadata=metadata,
+        )
+        for path in sorted(directory.resolve().iterdir()):
+            artifact.add_file(str(path), policy="immutable", skip_cache=True)
+        self._run.log_artifact(artifact, aliases=["best", f"step-{manifest['step']}"])
+
     def finalize(self, status: str) -> None:
+        if not self._open:
+            return
+        self._open = False
+        files = Path(self._run.dir).resolve()
         self._run.finish(exit_code=0 if status == "success" else 1)
+        if self._run.offline:
+            command = shlex.join(["wandb", "sync", str(files.parent)])
+            self._say(f"Weights & Biases: logged offline. Upload it with: {command}")
 
 
-def wandb_logger(config: TrainConfig, job: str, resumed: bool, say: Callable[[str], None]) -> Logger | None:
+class HeadArtifact(pl.Callback):
+    """Gives Weights & Biases the head in `directory` once the training is complete: one version for a run, not one for
+    every save."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        complete = trainer.global_step == pl_module.total_steps
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger) and complete and self._directory.is_dir():
+                logger.log_head(self._directory)
+
+
+def wandb_logger(
+    config: TrainConfig, job: str, resumed: bool, say: Callable[[str], None], made_from: Mapping[str, Any], past: Past
+) -> Logger | None:
     """Online with a key, else offline; online that does not start falls back to offline. None when switched off.
 
-    The files lie in output/wandb; `wandb sync` uploads an offline run later. A continued training continues its run.
+    The files lie in output/wandb; `wandb sync` uploads an offline run later. A continued training continues its run:
+    the run's id is kept, and where the server does not bring back what was logged before, `past` is logged anew.
+    (Uploading a second offline directory of one run replaces the first, so the last one has to hold everything.)
     """
-    if config.wandb == "off" or os.environ.get("WANDB_MODE") == "disabled":
+    if "wandb" not in config.track or config.wandb == "off" or os.environ.get("WANDB_MODE") == "disabled":
         return None
     import wandb
 
@@ -130,17 +192,24 @@ def wandb_logger(config: TrainConfig, job: str, resumed: bool, say: Callable[[st
         "name": f"{job} {config.output.name}",
         "job_type": job,
         "dir": str(config.output),
-        "config": resolved(config),
+        "config": {**resolved(config), "made_from": dict(made_from)},
         "id": _run_id(config.output / "wandb_id.txt", resumed),
         "resume": "allow" if resumed else None,
     }
+    run = None
     if not offline:
         try:
-            return WandbLogger(wandb.init(**options, mode="online", settings=_settings()))
+            run = wandb.init(**options, mode="online", settings=_settings())
         except Exception as error:  # the client raises a family of its own for network, key and server troubles
             say(f"Weights & Biases: did not start online ({type(error).__name__}), so this run is logged offline")
             wandb.teardown()  # else the next init waits for the failed one
-    return WandbLogger(wandb.init(**options | {"resume": None}, mode="offline", settings=_settings()))
+    if run is None:
+        run = wandb.init(**options | {"resume": None}, mode="offline", settings=_settings())
+    logger = WandbLogger(run, say)
+    if resumed and not run.resumed:
+        for step, metrics in past():
+            logger.log_metrics(metrics, step)
+    return logger
 
 
 def _run_id(path: Path, resumed: bool) -> str:
@@ -150,7 +219,8 @@ def _run_id(path: Path, resumed: bool) -> str:
 
 
 def _settings() -> Any:
-    """Quiet, and nothing but the run's own numbers: no console text, machine load, git state or code."""
+    """Quiet, and nothing but what the run itself gives: no console text, machine load, git state or code, no host name,
+    paths and arguments of the process, no list of installed packages."""
     import wandb
 
     return wandb.Settings(
@@ -158,16 +228,48 @@ def _settings() -> Any:
         silent=True,
         init_timeout=WANDB_START_TIMEOUT_S,
         x_disable_stats=True,
+        x_disable_meta=True,
+        x_disable_machine_info=True,
+        x_save_requirements=False,
+        host="",
         disable_git=True,
         save_code=False,
     )
 
 
-def make_loggers(config: TrainConfig, job: str, resumed_step: int, say: Callable[[str], None]) -> list[Logger]:
-    """CSV first, so that a trouble with Weights & Biases never costs it. Ranks above 0 log nothing."""
+def tensorboard_logger(config: TrainConfig, resumed_step: int, made_from: Mapping[str, Any]) -> Logger:
+    """Events in output/tensorboard. A continued run adds a file there that hides what follows its checkpoint."""
+    purge: Any = resumed_step + 1 if resumed_step else None
+    logger = TensorBoardLogger(config.output, name="", version="tensorboard", default_hp_metric=False, purge_step=purge)
+    text = yaml.safe_dump({**resolved(config), "made_from": dict(made_from)}, sort_keys=False)
+    logger.experiment.add_text("config", "\n".join("    " + line for line in text.splitlines()), resumed_step)
+    return logger
+
+
+def make_loggers(
+    config: TrainConfig,
+    job: str,
+    resumed_step: int,
+    say: Callable[[str], None],
+    made_from: Mapping[str, Any] | None = None,
+) -> list[Logger]:
+    """CSV first, so that a trouble with another never costs it. Ranks above 0 log nothing.
+
+    made_from: what is told beside the config: hashes of inputs and models, packages, git commit.
+
+    Raises:
+        InputError: TensorBoard is asked for and not installed.
+    """
+    made_from = made_from or {}
+    if "tensorboard" in config.track and importlib.util.find_spec("tensorboard") is None:
+        found = "tensorboard, which is not installed"
+        raise InputError("track", found, "installed trackers", "Run: pip install 'draftsmith[tensorboard]'")
     if not is_first_process():
         return []
     config.output.mkdir(parents=True, exist_ok=True)
-    loggers: list[Logger] = [CsvLogger(config.output / "metrics.csv", resumed_step)]
-    wandb = wandb_logger(config, job, bool(resumed_step), say)
+    table = CsvLogger(config.output / "metrics.csv", resumed_step)
+    loggers: list[Logger] = [table]
+    if "tensorboard" in config.track:
+        loggers.append(tensorboard_logger(config, resumed_step, made_from))
+    wandb = wandb_logger(config, job, bool(resumed_step), say, made_from, table.kept)
     return loggers + ([wandb] if wandb is not None else [])

@@ -1,13 +1,56 @@
-"""What a training step costs: tokens and model FLOPs from shapes, time and memory from the host."""
+"""What a training step costs: tokens and model FLOPs from shapes, time and memory from the host.
+
+Nothing here waits for a device. Where a GPU computes behind the host, the time of a window is right all the same: the
+losses are read back when a window ends, and that waits for everything before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
 
 from draftsmith.modules import flops
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.train.data_module import Part
+from draftsmith.train.metrics import gather_rows
+
+# Peak TFLOP/s of dense products by the vendors' data sheets: in bf16, in TF32, in float32. The first name found in the
+# device's counts, so longer names stand before shorter ones.
+PEAK_TFLOPS = {
+    "B200": (2250.0, 1125.0, 75.0),
+    "GH200": (989.5, 494.7, 67.0),
+    "H200": (989.5, 494.7, 67.0),
+    "H100 PCIe": (756.0, 378.0, 51.0),
+    "H100 NVL": (835.5, 417.5, 60.0),
+    "H100": (989.5, 494.7, 67.0),
+    "H20": (148.0, 74.0, 44.0),
+    "A100": (312.0, 156.0, 19.5),
+    "A10G": (70.0, 35.0, 31.2),
+    "A10": (125.0, 62.5, 31.2),
+    "A40": (149.7, 74.8, 37.4),
+    "RTX A6000": (154.8, 77.4, 38.7),
+    "L40S": (362.0, 183.0, 91.6),
+    "L40": (181.0, 90.5, 90.5),
+    "L4": (121.0, 60.0, 30.3),
+    "RTX 6000 Ada": (364.2, 182.1, 91.1),
+    "RTX 5090": (209.5, 104.8, 104.8),
+    "RTX 4090": (165.2, 82.6, 82.6),
+    "RTX 3090": (71.0, 35.6, 35.6),
+}
+# A device that is not in the table is measured; a run of fewer steps is over before that has paid.
+MEASURED_FROM_STEPS = 50
+MEASURED_FOR_S = 0.2
 
 
 def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
@@ -18,3 +61,145 @@ def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
     base = cast(Any, model).model.base_model  # a transformers model of any make (targets/hf.py)
     embeddings = base.get_input_embeddings().weight.numel()
     return flops.parameters_forward(sum(p.numel() for p in base.parameters()) - embeddings, sum(lengths))
+
+
+def listed_peak(name: str, bf16: bool, tf32: bool) -> float | None:
+    """Peak FLOP/s of a GPU by its name; None for one that is not listed, and for a slice (MIG) of one."""
+    if "MIG" in name.split():
+        return None
+    for known, (in_bf16, in_tf32, in_float32) in PEAK_TFLOPS.items():
+        if re.search(rf"\b{re.escape(known)}\b", name):
+            return 1e12 * (in_bf16 if bf16 else in_tf32 if tf32 else in_float32)
+    return None
+
+
+def measured_peak(
+    device: torch.device,
+    dtype: torch.dtype,
+    clock: Callable[[], float] = time.perf_counter,
+    budget_s: float = MEASURED_FOR_S,
+) -> float:
+    """FLOP/s of the best square product that is met within the budget."""
+    begin, size, best = clock(), 128, 0.0
+    while True:
+        left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+        for _ in range(3):
+            start = clock()
+            left @ right
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken = clock() - start
+            best = max(best, flops.linear(size, size, size) / max(taken, 1e-9))
+        # The next size takes eight times as long, three times over.
+        if clock() - begin + 24 * taken > budget_s or size >= 8192:
+            return best
+        size *= 2
+
+
+def peak_flops(device: torch.device, precision: str, measure: bool) -> float | None:
+    """What the device can do in a training of this precision, FLOP/s; None if that is neither listed nor measured."""
+    bf16 = precision == "bf16"
+    if device.type == "cuda":
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        listed = listed_peak(torch.cuda.get_device_name(device), bf16, tf32)
+        if listed is not None:
+            return listed
+    return measured_peak(device, torch.bfloat16 if bf16 else torch.float32) if measure else None
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory so far, 1e9 bytes: what torch has held of a GPU, else what the process has held of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+@dataclass
+class Window:
+    """One rank's work since the last log. slots: tokens of its batches, padding included. waited_s: of worked_s, the
+    time in which there was no batch to work on."""
+
+    steps: int = 0
+    tokens: int = 0
+    slots: int = 0
+    flops: float = 0.0
+    waited_s: float = 0.0
+    worked_s: float = 0.0
+
+
+class Telemetry(pl.Callback):
+    """Counts a rank's work and time. Stands before `BetweenSteps` among the callbacks, so that a step has ended here
+    before what happens between steps begins; validation and saving are no part of a step's time.
+
+    peak: None looks the device up, or measures it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, peak: float | None = None):
+        self._clock, self._peak = clock, peak
+        self._window, self._mark = Window(), 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = cast(Any, pl_module)
+        if self._peak is None:
+            enough = module.total_steps >= MEASURED_FROM_STEPS
+            self._peak = peak_flops(module.device, module.config.precision, enough)
+        self._mark = self._clock()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Part, batch_idx: int
+    ) -> None:
+        self._window.waited_s += self._pass()
+        module = cast(Any, pl_module)
+        self._window.tokens += sum(module.lengths_of(batch))
+        self._window.slots += num_slots(batch)
+        self._window.flops += module.flops(batch)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Part, batch_idx: int
+    ) -> None:
+        self._pass()
+        self._window.steps += batch.last
+
+    def go_on(self) -> None:
+        """What happens between steps is done: from here on time counts again."""
+        self._mark = self._clock()
+
+    def take(self, device: torch.device) -> dict[str, float]:
+        """The numbers of all ranks since the last call; every rank must call it, after reading the losses back.
+
+        steps_per_s, tokens_per_s (without padding, of all ranks together), data_wait (share of the time), real_tokens
+        (share of the batches' places that hold a token), memory_gb (of the rank that held most, since the beginning),
+        and mfu (model FLOPs utilisation: FLOPs over what all ranks' devices could have done).
+        """
+        self._pass()
+        window, self._window = self._window, Window()
+        own = [*dataclasses.astuple(window), peak_memory_gb(device), self._peak or 0.0]
+        rows = gather_rows(torch.tensor([own], dtype=torch.float64, device=device))
+        steps, tokens, slots, total_flops, waited, worked, _, peak = rows.sum(0).tolist()
+        if not worked or not slots:
+            return {}
+        ranks = len(rows)
+        metrics = {
+            "steps_per_s": steps / worked,
+            "tokens_per_s": tokens * ranks / worked,
+            "data_wait": waited / worked,
+            "real_tokens": tokens / slots,
+            "memory_gb": float(rows[:, 6].max()),
+        }
+        if (rows[:, 7] > 0).all():
+            metrics["mfu"] = total_flops * ranks / (worked * peak)
+        return metrics
+
+    def _pass(self) -> float:
+        """Seconds since the last event, counted as work."""
+        now = self._clock()
+        passed, self._mark = now - self._mark, now
+        self._window.worked_s += passed
+        return passed
+
+
+def num_slots(part: Part) -> int:
+    """Places for tokens in a batch: elements of its first tensor, the token ids."""
+    tensors = (getattr(part.data, field.name) for field in dataclasses.fields(part.data))
+    return next(value.numel() for value in tensors if isinstance(value, Tensor))
