@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     "train eagle": Command("train.eagle", "TrainEagleConfig", "EAGLE head: drafts from the target's own features"),
     "plan eagle": Command("train.plan", "PlanEagleConfig", "What `train eagle` will take: memory, disk, steps, time"),
     "plan acceptance": Command("train.plan", "PlanAcceptanceConfig", "The same for `train acceptance`"),
+    "train throughput": Command("train.throughput", "ThroughputConfig", "What a training step costs, beside others"),
     "plan check": Command("train.plan_check", "PlanCheckConfig", "Plans of memory beside measured peaks"),
     "eval bench": Command("eval.bench", "BenchConfig", "Compare methods: speed, tau, equality with the target"),
     "eval lossless": Command("eval.lossless", "LosslessConfig", "Certify that methods leave the output as it is"),
@@ -59,7 +60,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Make training data with the target": ("data prompts", "data responses", "data acceptance", "data features",
                                            "data inspect"),
     "Train heads": ("train acceptance", "train eagle", "plan eagle", "plan acceptance"),
-    "Measure": ("eval bench", "eval lossless", "eval generation", "eval latency", "plan check"),
+    "Measure": ("eval bench", "eval lossless", "eval generation", "eval latency", "train throughput",
+                "plan check"),
     "The shipped models": ("embedded build",),
 }  # fmt: skip
 
