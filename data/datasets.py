@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from draftsmith.data.features import key
+from draftsmith.data import feature_codec
+from draftsmith.data.features import key, open_texts
 from draftsmith.data.manifest import Manifest, open_artefact
 from draftsmith.data.shards import Rows
 from draftsmith.modules.types import FeatureBatch, InputError
@@ -120,7 +121,7 @@ class FeatureDataset(Dataset):
         ids = torch.from_numpy(self._ids[row].astype(np.int64))
         return {
             "input_ids": ids,
-            "features": self._open(self._shards[row]).get_tensor(key(int(self._rows[row]))),
+            "features": feature_codec.read(self._open(self._shards[row]), key(int(self._rows[row]))),
             "loss_mask": torch.from_numpy(self._masks[row].astype(bool)),
             "position_ids": torch.arange(len(ids)),
         }
@@ -141,6 +142,39 @@ class FeatureDataset(Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": {}}  # open files do not travel to a spawned reader
+
+
+class ResponsesDataset(Dataset):
+    """Rows of a `responses` artefact, or of supervised prompts: those of the `features` artefact that would be made of
+    it, without the features."""
+
+    def __init__(self, directory: Path, target: str, identity: Mapping[str, str]):
+        """identity: the target's; responses must be its own, and supervised prompts of its tokenizer."""
+        self.manifest: Manifest = open_texts(directory, target, identity, "data")
+        columns = {spec.name for spec in self.manifest.fields} & {"input_ids", "prompt_length", "loss_mask"}
+        table = Rows(directory, self.manifest, sorted(columns)).table()
+        self._ids = _Lists(table["input_ids"])
+        self._masks = _Lists(table["loss_mask"]) if "loss_mask" in columns else None
+        self._starts = None if self._masks else table["prompt_length"].to_numpy()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return self._ids.lengths.tolist()
+
+    def __len__(self) -> int:
+        return len(self._ids.lengths)
+
+    def __getitem__(self, row: int) -> Item:
+        """Fields of FeatureBatch for one row: input_ids [T], loss_mask [T], position_ids [T]."""
+        ids = torch.from_numpy(self._ids[row].astype(np.int64))
+        positions = torch.arange(len(ids))
+        if self._masks is not None:
+            mask = torch.from_numpy(self._masks[row].astype(bool))
+        else:
+            assert self._starts is not None
+            mask = positions >= int(self._starts[row])
+        return {"input_ids": ids, "loss_mask": mask, "position_ids": positions}
 
 
 class Pieces(Dataset):
@@ -221,13 +255,16 @@ def collate_acceptance(items: Sequence[Item]) -> AcceptanceTokens:
 
 
 def collate_features(items: Sequence[Item]) -> FeatureBatch:
-    """Rows padded at the right with zeros, false in both masks."""
-    return FeatureBatch(**_padded(items), attention_mask=_attention_mask(items, "input_ids"))
+    """Rows padded at the right with zeros, false in both masks. No features unless all rows have them: who computes
+    some for this batch computes all."""
+    fields: dict[str, Any] = {"features": None, **_padded(items)}
+    return FeatureBatch(**fields, attention_mask=_attention_mask(items, "input_ids"))
 
 
 def pack_features(items: Sequence[Item]) -> FeatureBatch:
-    """Rows laid end to end, [1, N]: no padding (modules/packing.py)."""
-    flat = {name: torch.cat([item[name] for item in items])[None] for name in items[0]}
+    """Rows laid end to end, [1, N]: no padding (modules/packing.py). Features as `collate_features` has them."""
+    flat: dict[str, Any] = {name: torch.cat([item[name] for item in items])[None] for name in _common(items)}
+    flat = {"features": None, **flat}
     real = torch.ones_like(flat["loss_mask"])
     return FeatureBatch(**flat, attention_mask=real, lengths=tuple(len(item["input_ids"]) for item in items))
 
@@ -236,7 +273,11 @@ def _padded(items: Sequence[Item]) -> dict[str, Tensor]:
     def pad(name: str) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True)
 
-    return {name: pad(name) for name in items[0]}
+    return {name: pad(name) for name in _common(items)}
+
+
+def _common(items: Sequence[Item]) -> list[str]:
+    return [name for name in items[0] if all(name in item for item in items)]
 
 
 def _attention_mask(items: Sequence[Item], name: str) -> Tensor:

@@ -1,21 +1,25 @@
 """Stage `data features`: the target's hidden states along its responses, which EAGLE heads learn to foresee.
 
 The feature of position t is the hidden state after the final norm once x_t was read (EAGLE-1, section 3); unshifted.
-Stored in bf16, one safetensors file a shard with one key a row ("0000012"), beside a Parquet index.
+Stored in bf16 or fp8 (`feature_codec`), one safetensors file a shard with one key a row ("0000012"), beside a Parquet
+index.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from draftsmith.data import feature_codec
 from draftsmith.data.batched import by_length, pad_right, pick_device, set_threads
 from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.models import load_lm, tokenizer_identity
+from draftsmith.data.parallel import DONE, tell, told
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
@@ -32,9 +36,7 @@ FIELDS = (
     Field("prompt_length", "int32"),
     Field("loss_mask", "list<bool>", ("T",)),
     Field("task", "string"),
-    Field("features", "bfloat16", ("T", "H")),
 )
-BYTES_PER_VALUE = 2
 # Beside the states each token has an id and a mask bit in the index; and a file system is never filled to the brim.
 INDEX_BYTES_PER_TOKEN = 5
 SPARE_BYTES = 64 * 2**20
@@ -52,8 +54,11 @@ class FeaturesConfig:
         limit: Only the first so many rows; 0 takes all.
         batch_size: Rows read together.
         rows_per_shard: Rows in each shard; their features are in memory at once.
-        dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own. Stored is bfloat16.
+        dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
+        feature_dtype: What is stored: bf16, or fp8 with a scale for each token, half the bytes.
         engine: How the model runs: lean for Llama-family weights, hf for any transformers model.
+        target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
+            tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
         device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
         num_threads: CPU threads; 0 is torch's own choice.
         trust_remote_code: Let the model's repository run its own code.
@@ -67,7 +72,9 @@ class FeaturesConfig:
     batch_size: int = 8
     rows_per_shard: int = 128
     dtype: str = "float32"
+    feature_dtype: feature_codec.FeatureDtype = "bf16"
     engine: Literal["auto", "lean", "hf"] = "auto"
+    target_parallel: Literal["none", "device_map", "tensor"] = volatile("none")
     device: str = volatile("auto")
     num_threads: int = volatile(0)
     trust_remote_code: bool = volatile(False)
@@ -80,9 +87,17 @@ class FeaturesConfig:
 def run(config: FeaturesConfig) -> Path:
     """Write the artefact `features`; returns its directory."""
     set_threads(config.num_threads)
-    lm = load_lm(config.target, config.dtype, pick_device(config.device), config.engine, config.trust_remote_code)
-    manifest = open_texts(config.responses, config.target, lm)
+    lm = load_lm(
+        config.target,
+        config.dtype,
+        pick_device(config.device),
+        config.engine,
+        config.trust_remote_code,
+        parallel=config.target_parallel,
+    )
+    manifest = open_texts(config.responses, config.target, lm.info.identity)
     rows = Rows(config.responses, manifest)
+    shared = config.target_parallel == "tensor"  # all processes are one target, and the first one writes
     plan = Plan(
         kind="features",
         stage="data features",
@@ -90,64 +105,81 @@ def run(config: FeaturesConfig) -> Path:
         config=config,
         num_rows=min(len(rows), config.limit) if config.limit else len(rows),
         rows_per_shard=config.rows_per_shard,
-        fields=FIELDS,
+        fields=FIELDS + feature_codec.fields(config.feature_dtype),
         inputs={manifest.kind: manifest.digest},
         identity={**manifest.identity, "target": lm.info.identity},
         sampling=manifest.sampling,
+        alone=shared,
     )
-    check_room(plan, rows, lm.info.hidden_size, config.max_bytes)
+    if shared and place().rank:
+        for number in told(lm.device):
+            read_shard(lm, rows, plan.shards[number], config, lambda count: None)
+        return config.output
+    check_room(plan, rows, feature_codec.token_bytes(lm.info.hidden_size, config.feature_dtype), config.max_bytes)
 
     def make(shard: Shard, advance: Advance) -> ShardContent:
-        return read_shard(lm, rows, shard, config.batch_size, advance)
+        if shared:
+            tell(shard.index, lm.device)
+        return read_shard(lm, rows, shard, config, advance)
 
     run_stage(plan, make)
+    if shared:
+        tell(DONE, lm.device)
     return config.output
 
 
-def open_texts(directory: Path, target: str, lm: CausalLM) -> Manifest:
+def open_texts(
+    directory: Path, target: str, identity: Mapping[str, str], field: str = "responses", check: str = "sha256"
+) -> Manifest:
     """Responses of this target, or supervised prompts of its tokenizer.
+
+    identity: the target's. field: what the user passed the directory as. check: as `open_artefact` has it.
 
     Raises:
         InputError: another artefact, or prompts without answers.
     """
-    tokenizer = tokenizer_identity(target)["tokenizer"]
-    manifest = Manifest.read(directory)
-    identity: dict[str, Any] = {"tokenizer": tokenizer}
-    if manifest.kind == "responses":
-        identity["target"] = lm.info.identity
-    manifest = open_artefact(directory, ("responses", "prompts"), identity)
-    if manifest.kind == "prompts" and "loss_mask" not in {field.name for field in manifest.fields}:
+    expected: dict[str, Any] = {"tokenizer": tokenizer_identity(target)["tokenizer"]}
+    if Manifest.read(directory).kind == "responses":
+        expected["target"] = dict(identity)
+    manifest = open_artefact(directory, ("responses", "prompts"), expected, check)
+    if manifest.kind == "prompts" and "loss_mask" not in {spec.name for spec in manifest.fields}:
         remedy = "Make responses first (data responses), or data prompts --supervised."
-        raise InputError("responses", "prompts without answers", "responses, or supervised prompts", remedy)
+        raise InputError(field, "prompts without answers", "responses, or supervised prompts", remedy)
     return manifest
 
 
-def check_room(plan: Plan, rows: Rows, hidden_size: int, max_bytes: int) -> None:
+def check_room(plan: Plan, rows: Rows, token_bytes: int, max_bytes: int) -> None:
     """Say how much will be written, and stop before the first byte where that is too much.
+
+    token_bytes: of a token's features.
 
     Raises:
         InputError: more than `max_bytes`, or more than the disk has free for the shards that are not there yet.
     """
-    per_token = hidden_size * BYTES_PER_VALUE + INDEX_BYTES_PER_TOKEN
+    per_token = token_bytes + INDEX_BYTES_PER_TOKEN
     lengths = [len(row["input_ids"]) for row in rows.iterate(0, plan.num_rows)]
     total = sum(lengths) * per_token
     left = [shard for shard in plan.shards if read_done(plan.directory, shard) is None]
     needed = sum(sum(lengths[shard.start : shard.stop]) for shard in left) * per_token
     if place().rank == 0:
-        shape = f"{sum(lengths):,} tokens x {hidden_size} x {BYTES_PER_VALUE} bytes and an index"
+        shape = f"{sum(lengths):,} tokens x {token_bytes:,} bytes and an index"
         say(f"features: {plan.num_rows:,} rows, {shape}: {total:,} bytes ({total / 1e9:,.2f} GB), {needed:,} to go")
     if max_bytes and total > max_bytes:
         raise InputError("max_bytes", f"{total:,} bytes to write", f"at most {max_bytes:,}", "Raise it or use --limit.")
-    existing = next(path for path in (plan.directory, *plan.directory.resolve().parents) if path.exists())
+    check_disk(plan.directory, needed, "output", "Free some space, use --limit or another disk.")
+
+
+def check_disk(directory: Path, needed: int, field: str, remedy: str) -> None:
+    """Raises InputError where the disk of `directory`, which need not be there yet, can not hold `needed` bytes."""
+    existing = next(path for path in (directory, *directory.resolve().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if needed and needed + SPARE_BYTES > free:
-        found = f"{free:,} bytes free at {existing}"
-        expected = f"{needed + SPARE_BYTES:,} for what is left to write"
-        raise InputError("output", found, expected, "Free some space, use --limit or another disk.")
+        found, expected = f"{free:,} bytes free at {existing}", f"{needed + SPARE_BYTES:,} for what is left to write"
+        raise InputError(field, found, expected, remedy)
 
 
 @torch.inference_mode()
-def read_shard(lm: CausalLM, source: Rows, shard: Shard, batch_size: int, advance: Advance) -> ShardContent:
+def read_shard(lm: CausalLM, source: Rows, shard: Shard, config: FeaturesConfig, advance: Advance) -> ShardContent:
     """Features of every row of a shard, in batches of like length."""
     rows = source.read(shard.start, shard.stop)
     for offset, row in enumerate(rows):
@@ -155,11 +187,12 @@ def read_shard(lm: CausalLM, source: Rows, shard: Shard, batch_size: int, advanc
             found, expected = f"{len(row['input_ids'])} tokens", f"at most {lm.info.max_position}, the target's context"
             raise InputError(f"row {shard.start + offset}", found, expected, "Make shorter ones, or use --limit.")
     tensors: dict[str, torch.Tensor] = {}
-    for batch in by_length([len(row["input_ids"]) for row in rows], batch_size):
+    for batch in by_length([len(row["input_ids"]) for row in rows], config.batch_size):
         features = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm.device))
-        for i, row_features in zip(batch, features.to(torch.bfloat16).cpu(), strict=True):
+        for i, padded in zip(batch, features, strict=True):
+            stored = feature_codec.encode(padded[: len(rows[i]["input_ids"])], config.feature_dtype)
             # A copy: a view would keep, and safetensors would refuse, the padded batch behind it.
-            tensors[key(shard.start + i)] = row_features[: len(rows[i]["input_ids"])].clone()
+            tensors |= {key(shard.start + i) + suffix: tensor.cpu().clone() for suffix, tensor in stored.items()}
         advance(len(batch))
     made = [index_row(shard.start + i, shard, row) for i, row in enumerate(rows)]
     counts = {"tokens": sum(row["length"] for row in made), "loss_tokens": sum(sum(row["loss_mask"]) for row in made)}
@@ -174,8 +207,7 @@ def key(row: int) -> str:
 def index_row(number: int, shard: Shard, row: dict[str, Any]) -> dict[str, Any]:
     """The index entry of a response, or of a supervised prompt, which has its own mask."""
     ids = row["input_ids"]
-    start = row["prompt_length"] if "prompt_length" in row else len(row["prompt_ids"])
-    mask = row["loss_mask"] if "loss_mask" in row else [position >= start for position in range(len(ids))]
+    start, mask = loss_mask(row)
     return {
         "id": row["id"],
         "row": number,
@@ -186,3 +218,10 @@ def index_row(number: int, shard: Shard, row: dict[str, Any]) -> dict[str, Any]:
         "loss_mask": mask,
         "task": row["task"],
     }
+
+
+def loss_mask(row: dict[str, Any]) -> tuple[int, list[bool]]:
+    """Where the answer of a response, or of a supervised prompt, begins, and which tokens [T] the loss counts."""
+    start = row["prompt_length"] if "prompt_length" in row else len(row["prompt_ids"])
+    mask = row["loss_mask"] if "loss_mask" in row else [position >= start for position in range(len(row["input_ids"]))]
+    return start, mask

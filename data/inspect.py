@@ -196,9 +196,10 @@ def feature_note(directory: Path, row: dict[str, Any]) -> str:
     """Shape and scale of a row's features, and whether all are finite."""
     from safetensors import safe_open
 
+    from draftsmith.data import feature_codec
     from draftsmith.data.features import key
 
     with safe_open(Path(directory) / row["shard"], framework="pt") as file:
-        features = file.get_tensor(key(row["row"])).float()
+        features = feature_codec.read(file, key(row["row"])).float()
     finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
     return f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}"

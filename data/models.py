@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.parallel import check_placed, placement
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.types import InputError
 
@@ -105,6 +106,7 @@ def load_lm(
     engine: str = "auto",
     trust_remote_code: bool = False,
     packed: bool = False,
+    parallel: str = "none",
 ) -> CausalLM:
     """A language model for decoding and teacher forcing, frozen.
 
@@ -112,6 +114,9 @@ def load_lm(
     engine: lean (Llama family), hf (any transformers causal model), or auto: lean where it applies.
     packed: for decoding on a CPU: the lean engine holds its weights in the layout of the CPU's kernels only. Such a
         model can not be differentiated through.
+    parallel: for a model larger than one device, on the hf engine: device_map spreads its layers over the devices of
+        this process; tensor splits every layer over all processes, which then call it together, with the same input
+        (`data/parallel.py`). none is one device.
 
     Raises:
         InputError: unknown path, dtype or engine, or weights that do not fit the config.
@@ -123,6 +128,11 @@ def load_lm(
     directory = model_directory(path)
     raw = _read_json(directory / "config.json")
     resolved = _resolve_dtype(dtype, raw)
+    if parallel != "none":
+        if engine == "lean":
+            found = f"{parallel} on the lean engine"
+            raise InputError("target_parallel", found, "the hf engine", "Pass --engine hf or auto.")
+        return _load_hf(directory, raw, resolved, device, trust_remote_code, parallel)
     if engine == "lean" or (engine == "auto" and raw.get("model_type") in SUPPORTED):
         try:
             return _load_lean(directory, raw, resolved, device, packed)
@@ -130,6 +140,11 @@ def load_lm(
             if engine == "lean" or "--engine hf" not in str(error):
                 raise
     return _load_hf(directory, raw, resolved, device, trust_remote_code)
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """`config.json` of a model, as it is."""
+    return _read_json(model_directory(path) / "config.json")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -164,16 +179,22 @@ def _load_lean(directory: Path, raw: dict[str, Any], dtype: torch.dtype, device:
 
 
 def _load_hf(
-    directory: Path, raw: dict[str, Any], dtype: torch.dtype, device: str, trust_remote_code: bool
+    directory: Path,
+    raw: dict[str, Any],
+    dtype: torch.dtype,
+    device: str,
+    trust_remote_code: bool,
+    parallel: str = "none",
 ) -> CausalLM:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     from draftsmith.modules.targets.hf import HFLM
 
+    spread = placement(parallel, raw)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            directory, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **spread
         )
     except (SafetensorError, OSError, RuntimeError) as error:  # damaged, absent, or tensors of another shape
         found = str(error).strip().splitlines()[0]
@@ -182,7 +203,10 @@ def _load_hf(
     if missing := sorted(loading["missing_keys"]):
         found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"
         raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
-    model = model.to(device)
+    if parallel == "none":
+        model = model.to(device)
+    else:
+        check_placed(model, parallel)
     text = model.config.get_text_config()  # knows each architecture's own names (GPT-2's n_embd)
     for field in LOGIT_CHANGES:
         # These act on the logits after the output embedding, where `CausalLM.lm_head` ends: the law would be wrong.

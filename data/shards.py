@@ -84,6 +84,7 @@ class Plan:
 
     stage: the command, `data responses`. config: its configuration dataclass. fields: of the table; those whose dtype
     is not in ARROW describe tensors. wait_s: how long rank 0 waits for other ranks without any progress, in seconds.
+    alone: this process makes all shards, whatever its rank; the others only help it.
     """
 
     kind: str
@@ -98,6 +99,7 @@ class Plan:
     sampling: dict[str, float] | None = None
     seed: int | None = None
     wait_s: float = 3600.0
+    alone: bool = False
 
     @property
     def shards(self) -> list[Shard]:
@@ -118,7 +120,7 @@ def run_stage(plan: Plan, make_shard: Callable[[Shard, Advance], ShardContent]) 
         InputError: no rows, an output that another configuration began, or ranks that never delivered.
     """
     here = place()
-    rank, world = here.rank, here.world
+    rank, world = (0, 1) if plan.alone else (here.rank, here.world)
     directory = plan.directory
     if plan.num_rows == 0:
         raise InputError(f"{plan.stage}: input", "no rows", "at least one", "Check the input and its filters.")

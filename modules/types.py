@@ -56,7 +56,7 @@ class FeatureBatch:
     """
 
     input_ids: Tensor  # [B, T] int64
-    features: Tensor  # [B, T, L*H]
+    features: Tensor | None  # [B, T, L*H]; None until the target has read the batch
     loss_mask: Tensor  # [B, T] bool, true where x_t is a response token
     position_ids: Tensor  # [B, T] int64, from 0 in every sequence
     attention_mask: Tensor | None = None  # [B, T] bool, false on padding (which is at the right)

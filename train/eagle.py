@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,14 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from draftsmith.data.batched import set_threads
-from draftsmith.data.datasets import FeatureDataset, collate_features, pack_features
-from draftsmith.data.manifest import Manifest, volatile
-from draftsmith.data.models import load_lm
+from draftsmith.data.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
+from draftsmith.data.feature_codec import FeatureDtype, rounded
+from draftsmith.data.manifest import Manifest, open_artefact, volatile
+from draftsmith.data.models import load_lm, read_config
 from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead
+from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_room
 from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
@@ -30,11 +34,18 @@ HASHED_BYTES = 32 * 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class TrainEagleConfig(TrainConfig):
-    """Train an EAGLE head on a features artefact. The defaults are the paper's, for 7B targets; small targets want a
-    higher lr and more weight on tokens (configs/train/eagle-small.yaml).
+    """Train an EAGLE head. `data` is what `data responses` wrote, or `data prompts --supervised`: the target reads it
+    in the training process. Or it is what `data features` wrote, which is only read. The defaults are the paper's, for
+    7B targets; small targets want a higher lr and more weight on tokens (configs/train/eagle-small.yaml).
 
     Attributes:
-        target: The target model, frozen: the one the features were made with. It gives embedding and lm_head.
+        target: The target model, frozen: the one the data was made with. It gives embedding and lm_head, and features.
+        features: Where features of responses come from: the target in every epoch (online), or in the first one, which
+            writes them for the others (cache).
+        feature_cache: Directory of the cache; several runs with one target may share it. Default: output/feature-cache.
+        feature_dtype: What the cache stores: bf16, or fp8 with a scale for each token, half the bytes.
+        target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
+            tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
         num_layers: Decoder layers of the head.
         init: Where the head's last layer starts: at random, or as the target's last one. At random learns faster on the
             embedded target: top-1 of 0.22 after 42 steps where the other has 0.02.
@@ -56,6 +67,10 @@ class TrainEagleConfig(TrainConfig):
     """
 
     target: str
+    features: Literal["online", "cache"] = "online"
+    feature_cache: Path | None = volatile(None)
+    feature_dtype: FeatureDtype = "bf16"
+    target_parallel: Literal["none", "device_map", "tensor"] = volatile("none")
     epochs: int = 10
     lr: float = 3e-5
     betas: tuple[float, float] = (0.9, 0.95)
@@ -102,22 +117,32 @@ def run(config: TrainEagleConfig) -> Path:
     """Train the head; returns its directory, output/best.
 
     Raises:
-        InputError: the features were made with another target, are damaged or empty, or the output is taken.
+        InputError: the data was made with another target, is damaged or empty, the output is taken, or the disk can
+            not hold the cache.
     """
     # Lightning takes seconds to import, and --help needs none of it.
     from draftsmith.train.data_module import HeadDataModule
+    from draftsmith.train.feature_source import FeatureSource
     from draftsmith.train.fit import Provenance, digests, finished, fit, split
     from draftsmith.train.lit_eagle import LitEagle, TauProbe, num_loss_tokens
+    from draftsmith.train.metrics import is_first_process
 
     set_threads(config.num_threads)
     done = finished(config)
     if done is not None:
         return done
-    target = load_lm(config.target, model_dtype(config), local_device(config), config.engine, config.trust_remote_code)
-    identity = {"target": target.info.identity}
-    train = open_features(config.data, identity)
-    val = open_features(config.val, identity) if config.val is not None else None
+    target = load_lm(
+        config.target,
+        model_dtype(config),
+        local_device(config),
+        config.engine,
+        config.trust_remote_code,
+        parallel=config.target_parallel,
+    )
+    train = open_data(config.data, config, target)
+    val = open_data(config.val, config, target) if config.val is not None else None
     train_samples, val_samples = split(config, train, val, target.info.max_position, LOOKAHEAD)
+    cache = open_cache(config, target, (train_samples, val_samples), say_room=is_first_process())
     collate = pack_features if config.tokens_per_batch else collate_features
     data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
     module = LitEagle(
@@ -128,11 +153,12 @@ def run(config: TrainEagleConfig) -> Path:
         feature_weight=config.feature_weight,
         token_weight=config.token_weight,
         noise=config.noise,
-        feature_std=feature_std(train_samples),
+        feature_std=feature_std(train_samples, target, config.feature_dtype if cache is not None else None),
         unroll=config.unroll,
         unroll_after=config.unroll_after,
         unroll_decay=config.unroll_decay,
         agreement_steps=config.agreement_steps,
+        source=FeatureSource(target, cache, shared=config.target_parallel == "tensor"),
     )
     prompts = held_out_prompts(val_samples, config.tau_prompts)
     probe = TauProbe(module, prompts, config.tau_k, config.tau_max_new_tokens) if prompts else None
@@ -141,34 +167,90 @@ def run(config: TrainEagleConfig) -> Path:
     return fit(module, data, config, provenance, probe, probe_every)
 
 
-def open_features(directory: Path, identity: dict[str, Any]) -> FeatureDataset:
-    """Hashed to see that it is intact; from HASHED_BYTES on only its files' sizes are compared."""
-    size = sum(entry.bytes for entry in Manifest.read(directory).files)
-    return FeatureDataset(directory, identity, check="sha256" if size < HASHED_BYTES else "size")
+def open_data(directory: Path, config: TrainEagleConfig, target: CausalLM) -> FeatureDataset | ResponsesDataset:
+    """Features, or texts for the target to read. Features are hashed to see that they are intact; from HASHED_BYTES on
+    only their files' sizes are compared.
+
+    Raises:
+        InputError: another artefact, or one of another target.
+    """
+    identity = {"target": target.info.identity}
+    manifest = Manifest.read(directory)
+    if manifest.kind == "features":
+        if config.features == "cache":
+            remedy = "Leave --features at online: these are read, not computed."
+            raise InputError("features", f"cache, and features in {directory}", "responses to compute them of", remedy)
+        size = sum(entry.bytes for entry in manifest.files)
+        return FeatureDataset(directory, identity, check="sha256" if size < HASHED_BYTES else "size")
+    open_artefact(directory, ("responses", "prompts", "features"), check="size")
+    return ResponsesDataset(directory, config.target, target.info.identity)
+
+
+def open_cache(
+    config: TrainEagleConfig, target: CausalLM, samples: Sequence[Samples], say_room: bool
+) -> FeatureCache | None:
+    """The cache of `--features cache`, from which the samples are read from now on where it has them.
+
+    say_room: say what it will take of the disk, and stop where that is too much; one process does.
+    """
+    if config.features != "cache":
+        return None
+    directory = config.feature_cache or config.output / "feature-cache"
+    cache = FeatureCache(directory, target.info.identity, config.feature_dtype, str(target.dtype))
+    if say_room:
+        check_room(cache, samples, target.info.hidden_size, directory)
+    for part in samples:
+        part.dataset = CachedFeatures(part.dataset, cache)
+    return cache
 
 
 def make_head(config: TrainEagleConfig, target: CausalLM) -> EagleHead:
     """Initial weights depend on the seed (and the target) alone and leave torch's global generator as it was.
 
     Raises:
-        InputError: the target runs on the universal path, whose layers the head can not take its shape from.
+        InputError: the target is of a family whose layers the head can not take its shape from.
     """
-    if not isinstance(target, LlamaLM):
-        found = f"{config.target} on the {config.engine} engine"
-        raise InputError("target", found, "a Llama-family target on the lean engine", "Pass --engine lean.")
+    shape = target.config if isinstance(target, LlamaLM) else target_shape(config.target)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        head = EagleHead(EagleConfig.for_target(target.config, config.num_layers))
+        head = EagleHead(EagleConfig.for_target(shape, config.num_layers))
     if config.init == "target-last-layer":
-        head.init_from_target({k: v.cpu() for k, v in target.model.layers[-1].state_dict().items()})
+        if config.target_parallel == "tensor":
+            remedy = "Pass --init random."
+            raise InputError("init", "target-last-layer of a target in parts", "whole layers", remedy)
+        layers = target.model.layers if isinstance(target, LlamaLM) else target.model.base_model.layers
+        head.init_from_target({k: v.cpu() for k, v in layers[-1].state_dict().items()})
     return head
 
 
-def feature_std(samples: Samples) -> float:
-    """Standard deviation of the features' elements over the first samples: the noise's unit."""
+def target_shape(path: str) -> LlamaConfig:
+    """Sizes of a Llama-family target that runs by transformers.
+
+    Raises:
+        InputError: another family, or a switch that the head's layers do not have.
+    """
+    raw = read_config(path)
+    try:
+        return llama_config(raw)
+    except InputError as error:
+        found = f"{path} ({error.field}: {raw.get(error.field)})"
+        expected = f"a target whose layers are those of {', '.join(SUPPORTED)}: the head is one of them"
+        raise InputError("target", found, expected, "Train a head for another target.") from error
+
+
+def feature_std(samples: Samples, target: CausalLM, stored: FeatureDtype | None = None) -> float:
+    """Standard deviation of the features' elements over the first samples: the noise's unit.
+
+    stored: of texts, what a cache makes of them; what it holds already is not read here, so that nothing depends on it.
+    """
     count, first, second = 0, 0.0, 0.0
     for i in range(min(STD_SAMPLES, len(samples))):
-        features = samples.item(i, 0)["features"].double()
+        item = samples.item(i, 0)
+        features = None if stored else item.get("features")
+        if features is None:
+            features = target.features(item["input_ids"][None].to(target.device))[0]
+            features = rounded(features, stored) if stored else features
+        features = features.double()
         count, first = count + features.numel(), first + float(features.sum())
         second += float(features.square().sum())
     return max(second / count - (first / count) ** 2, 0.0) ** 0.5

@@ -1,8 +1,9 @@
-"""Training of the EAGLE head (EAGLE section 4.2) on stored target features."""
+"""Training of the EAGLE head (EAGLE section 4.2) on the target's features, stored or computed right before it."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,11 +14,13 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.flops import eagle_training
 from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleDrafter, EagleHead, shift
 from draftsmith.modules.losses import unrolled_eagle_loss
+from draftsmith.modules.packing import documents_of
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, SamplingParams
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import Part, move
+from draftsmith.train.feature_source import FeatureSource
 from draftsmith.train.lit_head import Frozen, LitHead
 from draftsmith.train.metrics import Means, num_ranks, rank, total
 from draftsmith.train.telemetry import features_flops
@@ -27,8 +30,8 @@ CHOICE_ROWS = 1024
 
 
 def num_loss_tokens(batch: FeatureBatch) -> int:
-    """Positions that count in the loss, after the head's pairing."""
-    return int(shift(batch).loss_mask.sum())
+    """Positions that count in the loss, after the head's pairing. The features need not be there yet."""
+    return int(shift(dataclasses.replace(batch, features=batch.loss_mask[..., None])).loss_mask.sum())
 
 
 class LitEagle(LitHead):
@@ -52,6 +55,7 @@ class LitEagle(LitHead):
         unroll_after: float = 0.0,
         unroll_decay: float = 1.0,
         agreement_steps: int = 0,
+        source: FeatureSource | None = None,
     ):
         """noise: features are read with U(-noise, noise) * feature_std added, so that the head learns to draft on its
         own imprecise ones.
@@ -59,6 +63,7 @@ class LitEagle(LitHead):
         unroll: from `unroll_after` of the steps on, each batch is also read as the second, ... and `unroll`-th step of
             a draft; `unroll_decay` is the loss weight of a step relative to the one before (`EagleHead.unroll`).
         agreement_steps: draft steps whose agreement with the target is measured in validations.
+        source: of the features of batches that come without; None is the target alone.
         """
         super().__init__(head, config, total_steps)
         self.target = Frozen(target)
@@ -67,13 +72,28 @@ class LitEagle(LitHead):
         self.unroll, self.unroll_decay = unroll, unroll_decay
         self.unroll_from = round(unroll_after * total_steps)
         self.agreement_steps = agreement_steps
+        self.source = source or FeatureSource(target)
+        self._epoch = 0
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """The target's logits; the gradient flows to `hidden`."""
         return self.target.model.lm_head(hidden.to(self.target.model.dtype))
 
+    def features_of(self, data: FeatureBatch) -> FeatureBatch:
+        """The batch with its features: those it came with, or the target's, without gradient and in its own dtype,
+        whatever autocast is around it."""
+        if data.features is not None:
+            self.source.join()
+            return data
+        assert data.attention_mask is not None
+        documents = documents_of(data.lengths, data.input_ids.device)
+        if documents is None:
+            return dataclasses.replace(data, features=self.source(data.input_ids, data.attention_mask.sum(-1).tolist()))
+        features = self.source(documents.side_by_side(data.input_ids), documents.lengths)
+        return dataclasses.replace(data, features=documents.end_to_end(features))
+
     def loss(self, part: Part, epoch_noise: bool) -> LossOutput:
-        pair = shift(part.data)
+        pair = shift(self.features_of(part.data))
         dtype = self.head.fc.weight.dtype
         features = pair.features.to(dtype)
         if epoch_noise and self.noise:
@@ -113,6 +133,16 @@ class LitEagle(LitHead):
             row.uniform_(-self.noise, self.noise, generator=generator)
         return noise
 
+    def on_train_batch_start(self, batch: Part, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if batch.keys[0].epoch != self._epoch:  # what was computed in an epoch is to be read in the next
+            self._epoch = batch.keys[0].epoch
+            self.source.flush()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.source.flush()
+
     @torch.no_grad()
     def validate(self, parts: Iterable[Part]) -> dict[str, float]:
         """loss, feature_loss and token_loss without noise, and top1 and top3: how often the target's argmax is the
@@ -123,6 +153,7 @@ class LitEagle(LitHead):
             means.add(self.loss(part, epoch_noise=False))
             if self.agreement_steps:
                 means.add(self.agreement(part))
+        self.source.finish()
         metrics = means.take()
         if not metrics:
             raise InputError("val", "no response token", "validation samples with a response", "Hold out more samples.")
@@ -137,10 +168,12 @@ class LitEagle(LitHead):
         The tokens that it reads are those of the data, so it is followed only as long as it chose them: on text that
         the target wrote greedily the numbers are those of greedy drafting.
         """
-        pair = shift(part.data)
+        pair = shift(self.features_of(part.data))
         dtype = self.head.fc.weight.dtype
         embeds = self.target.model.embed(pair.next_ids).to(dtype)
-        passes = self.head.unroll(embeds, pair.features.to(dtype), self.agreement_steps, pair.position_ids)
+        passes = self.head.unroll(
+            embeds, pair.features.to(dtype), self.agreement_steps, pair.position_ids, pair.documents
+        )
         wanted = self._choices(pair.target_features.to(dtype), pair.loss_mask)
         # The next row goes on with the same document, and with a response in it.
         follows = pair.loss_mask[:, 1:] & (pair.position_ids[:, 1:] == pair.position_ids[:, :-1] + 1)
@@ -167,7 +200,7 @@ class TauProbe:
     """Real tau: greedy chain decoding of held-out prompts, as `draftsmith decode` does it."""
 
     def __init__(self, module: LitEagle, prompts: Sequence[Sequence[int]], k: int, max_new_tokens: int):
-        """prompts: the same on every rank; each rank decodes its share."""
+        """prompts: the same on every rank; each rank decodes its share, or all where the ranks are one target."""
         self.module, self.prompts, self.k, self.max_new_tokens = module, prompts, k, max_new_tokens
 
     def __call__(self) -> dict[str, float]:
@@ -178,7 +211,8 @@ class TauProbe:
         if head.fc.weight.dtype != target.dtype:
             head = copy.deepcopy(head).to(target.dtype)
         counts = torch.zeros(2, dtype=torch.float64)
-        own = self.prompts[rank() :: num_ranks()]
+        # A target that is spread over the ranks decodes with all of them at once.
+        own = self.prompts if self.module.source.shared else self.prompts[rank() :: num_ranks()]
         with torch.autocast(target.device.type, enabled=False):
             for prompt in own:
                 capacity = len(prompt) + self.max_new_tokens + self.k + 2

@@ -64,6 +64,7 @@ class EagleInputs:
 
 def shift(batch: FeatureBatch) -> EagleInputs:
     """The one place where the pairing is made. Token x_{t+1} sits at position t, as in SafeAILab's code and servers."""
+    assert batch.features is not None, "the target reads the batch first"
     if batch.lengths is not None:
         return _shift_flat(batch, batch.lengths)
     return EagleInputs(
@@ -78,6 +79,7 @@ def shift(batch: FeatureBatch) -> EagleInputs:
 
 def _shift_flat(batch: FeatureBatch, lengths: Sequence[int]) -> EagleInputs:
     """The same for documents laid end to end: no row pairs tokens of two documents."""
+    assert batch.features is not None
     sizes = torch.tensor(list(lengths), dtype=torch.int64, device=batch.input_ids.device)
     left = (
         sizes.repeat_interleave(sizes) - batch.position_ids[0]

@@ -36,8 +36,14 @@ class HFLM:
         return session, session.prefill(prompts)
 
     def features(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        with torch.no_grad():
-            return self.model.base_model(input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        # As decoding computes them, whatever a training around this does with its own weights.
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            return self.read(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+
+    def read(self, **inputs: Any) -> Tensor:
+        """Hidden states after the final norm. Where the layers are on several devices they come from the last one; the
+        caller's are on the first."""
+        return self.model.base_model(**inputs).last_hidden_state.to(self.device)
 
     def tree_attention(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """The additive mask [1, 1, T, S] of a tree, from visible [T, S] (bool) and the positions [T] of its nodes.
@@ -66,7 +72,8 @@ class HFLM:
         return self.model.get_input_embeddings()(input_ids)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(hidden)
+        head = self.model.get_output_embeddings()
+        return head(hidden.to(head.weight.device)).to(self.device)
 
 
 class HFSession:
@@ -89,7 +96,7 @@ class HFSession:
             positions = depths + self.length
             inputs["position_ids"] = positions[None]
             inputs["attention_mask"] = lm.tree_attention(visible, positions)
-        hidden = lm.model.base_model(**inputs, use_cache=True).last_hidden_state[0]
+        hidden = lm.read(**inputs, use_cache=True)[0]
         self.length += count
         return Scores(lm.lm_head(hidden[count - num_logits :]), hidden)
 
@@ -101,8 +108,9 @@ class HFSession:
             if end < cached:
                 self._cache.crop(end - cached)  # transformers 5: minus the number of tokens to drop
         else:
-            index = torch.tensor([*range(length), *slots], device=self._lm.device)
+            kept = torch.tensor([*range(length), *slots], device=self._lm.device)
             for layer in self._cache.layers:
+                index = kept.to(layer.keys.device)
                 layer.keys, layer.values = layer.keys.index_select(2, index), layer.values.index_select(2, index)
         self.length = end
 
@@ -128,10 +136,14 @@ class HFBatchSession:
         return self._forward(tokens[:, None], self._mask.sum(-1, keepdim=True) - 1)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        output = self._lm.model.base_model(
-            ids, attention_mask=self._mask, position_ids=positions, past_key_values=self._cache, use_cache=True
+        hidden = self._lm.read(
+            input_ids=ids,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
         )
-        return self._lm.lm_head(output.last_hidden_state[:, -1])
+        return self._lm.lm_head(hidden[:, -1])
 
     @torch.inference_mode()
     def select(self, rows: Tensor) -> None:

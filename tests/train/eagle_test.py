@@ -212,7 +212,9 @@ def test_the_noise_unit_is_the_features_standard_deviation(artefacts):
     data = FeatureDataset(artefacts.features)
     samples = Samples(data, range(5))
     everything = torch.cat([data[i]["features"].double().flatten() for i in range(5)])
-    assert feature_std(samples) == pytest.approx(float(everything.std(correction=0)), rel=1e-9)
+    assert feature_std(samples, load_lm(str(artefacts.target))) == pytest.approx(
+        float(everything.std(correction=0)), rel=1e-9
+    )
 
 
 def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_path):
@@ -250,11 +252,6 @@ def test_a_damaged_shard_is_named(artefacts, tmp_path):
     shard.write_bytes(content)
     with pytest.raises(InputError, match=f"{shard.name}.*sha256"):
         run(config(artefacts, tmp_path / "run", data=copy))
-
-
-def test_the_universal_engine_is_told_to_be_unfit(artefacts, tmp_path):
-    with pytest.raises(InputError, match="Llama-family target on the lean engine"):
-        run(config(artefacts, tmp_path / "run", engine="hf"))
 
 
 def test_flops_are_those_of_the_real_tokens_and_of_the_draft_steps_trained(artefacts, tmp_path):
@@ -349,3 +346,20 @@ def test_a_draft_ends_with_its_document(artefacts, tmp_path):
     assert output.sums == output.counts
     # 14 rows of the pairing; the second document's first one continues no draft.
     assert [int(count) for count in output.counts.values()] == [14, 12]
+
+
+def test_a_family_whose_layers_the_head_can_not_take_is_refused(artefacts, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300)).save_pretrained(tmp_path / "gpt2")
+    target = load_lm(str(tmp_path / "gpt2"))
+    with pytest.raises(InputError, match="layers are those of llama, mistral, qwen2, qwen3"):
+        make_head(config(artefacts, tmp_path / "run", target=str(tmp_path / "gpt2")), target)
+
+
+@pytest.mark.parametrize("init", ["random", "target-last-layer"])
+def test_a_head_takes_its_shape_and_weights_from_a_target_on_either_engine(artefacts, tmp_path, init):
+    settings = config(artefacts, tmp_path, init=init)
+    lean, universal = (make_head(settings, load_lm(str(artefacts.target), engine=e)) for e in ("lean", "hf"))
+    assert lean.config == universal.config
+    assert all(torch.equal(a, b) for a, b in zip(lean.parameters(), universal.parameters(), strict=True))

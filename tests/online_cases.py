@@ -1,0 +1,38 @@
+"""Short trainings on responses, and their curves."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from draftsmith.data.datasets import ResponsesDataset
+from draftsmith.data.models import load_lm
+from draftsmith.train.eagle import TrainEagleConfig
+
+QUICK = {
+    "lr": 3e-3,
+    "max_steps": 10,
+    "batch_size": 8,
+    "val_share": 0.25,
+    "val_every": 5,
+    "log_every": 1,
+    "token_weight": 1.0,
+    "tau_prompts": 2,
+    "tau_max_new_tokens": 8,
+    "wandb": "off",
+}
+
+
+def config(artefacts, output: Path, **changes) -> TrainEagleConfig:
+    settings = {"data": artefacts.responses, "target": str(artefacts.target), "output": output, **QUICK, **changes}
+    return TrainEagleConfig(**settings)
+
+
+def curve(output: Path, name: str = "train/loss") -> list[float]:
+    with (output / "metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+def texts(artefacts) -> ResponsesDataset:
+    target = load_lm(str(artefacts.target))
+    return ResponsesDataset(artefacts.responses, str(artefacts.target), target.info.identity)

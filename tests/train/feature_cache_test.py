@@ -1,0 +1,216 @@
+"""`--features cache`: what the first epoch writes is read afterwards, and training does not see the difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from online_cases import config, curve, texts
+
+from draftsmith.data import feature_codec
+from draftsmith.data.models import load_lm
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.types import InputError
+from draftsmith.train import feature_cache
+from draftsmith.train.data_module import Samples
+from draftsmith.train.eagle import run
+from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_room
+
+IDENTITY = {"config": "abc", "lm_head": "def", "layers": "final-norm"}
+
+
+def a_cache(directory: Path, dtype: feature_codec.FeatureDtype = "bf16") -> FeatureCache:
+    return FeatureCache(directory, IDENTITY, dtype, "float32")
+
+
+def a_row(seed: int, length: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [T] and features [T, 16]."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 300, (length,), generator=generator)
+    return ids, torch.randn(length, 16, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_row_reads_the_same_before_it_is_written_and_after_and_in_another_process(tmp_path, dtype):
+    cache, rows = a_cache(tmp_path, dtype), [a_row(seed) for seed in range(5)]
+    assert cache.get(rows[0][0]) is None
+    put = [cache.put(ids, features) for ids, features in rows]
+    waiting = [cache.get(ids) for ids, _ in rows]
+    cache.flush()
+    other = pickle.loads(pickle.dumps(cache))
+    for (ids, features), *found in zip(rows, put, waiting, strict=True):
+        expected = feature_codec.rounded(features, dtype)
+        for tensor in (*found, cache.get(ids), a_cache(tmp_path, dtype).get(ids), other.get(ids)):
+            assert tensor is not None and torch.equal(tensor, expected) and tensor.dtype == torch.bfloat16
+
+
+def test_rows_are_told_apart_by_all_of_their_tokens(tmp_path):
+    cache, (ids, features) = a_cache(tmp_path), a_row(0)
+    cache.put(ids, features)
+    assert cache.get(ids[:-1]) is None and cache.get(torch.cat([ids, ids[:1] * 0])) is None
+
+
+def test_a_rank_reads_what_another_wrote_after_it_began(tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_cache, "LOOK_EVERY_S", 0.0)
+    first, second, (ids, features) = a_cache(tmp_path), a_cache(tmp_path), a_row(1)
+    first.put(ids, features)
+    assert second.get(ids) is None
+    first.flush()
+    assert torch.equal(second.get(ids), first.get(ids))
+    second.put(ids, features)
+    second.flush()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1  # what is there is not written again
+
+
+def test_shards_are_written_as_soon_as_they_are_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_cache, "SHARD_BYTES", 3 * 6 * 16 * 2)
+    cache, rows = a_cache(tmp_path), [a_row(seed) for seed in range(7)]
+    for ids, features in rows:
+        cache.put(ids, features)
+    cache.flush()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    assert cache.num_rows == 7 and all(cache.get(ids) is not None for ids, _ in rows)
+
+
+def kill_while_writing(directory: Path) -> None:
+    cache, real = a_cache(directory), os.fsync
+    cache.put(*a_row(1))
+    cache.flush()
+    cache.put(*a_row(2))
+
+    def die(descriptor: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        real(descriptor)
+
+    os.fsync = die
+    cache.flush()
+
+
+def test_a_killed_run_leaves_whole_shards_only(tmp_path, monkeypatch):
+    process = multiprocessing.get_context("fork").Process(target=kill_while_writing, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list(tmp_path.glob("*.tmp"))) == 1  # it was killed in the middle of it
+    cache = a_cache(tmp_path)
+    assert cache.get(a_row(1)[0]) is not None and cache.get(a_row(2)[0]) is None
+    cache.put(*a_row(2))
+    cache.flush()
+    assert a_cache(tmp_path).get(a_row(2)[0]) is not None
+    monkeypatch.setattr(feature_cache, "LEFTOVER_S", -1.0)
+    a_cache(tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_cache_of_another_target_or_dtype_is_refused_and_so_is_another_directory(tmp_path):
+    a_cache(tmp_path / "cache")
+    for other in (
+        lambda: FeatureCache(tmp_path / "cache", {**IDENTITY, "lm_head": "xyz"}, "bf16", "float32"),
+        lambda: FeatureCache(tmp_path / "cache", IDENTITY, "fp8", "float32"),
+        lambda: FeatureCache(tmp_path / "cache", IDENTITY, "bf16", "bfloat16"),
+    ):
+        with pytest.raises(InputError, match=r"feature_cache: found .* with another \w+.*now"):
+            other()
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="holds something else"):
+        a_cache(tmp_path / "strange")
+
+
+def test_a_damaged_shard_is_named(tmp_path):
+    cache = a_cache(tmp_path)
+    cache.put(*a_row(1))
+    cache.flush()
+    shard = next(tmp_path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(InputError, match=f"{shard.name}.*unreadable.*Delete it"):
+        a_cache(tmp_path)
+
+
+def test_a_disk_that_fills_up_ends_the_caching_and_not_the_training(tmp_path, monkeypatch, capsys):
+    import safetensors.torch
+
+    def full(tensors, path):
+        raise OSError(28, "No space left on device")
+
+    cache, (ids, features) = a_cache(tmp_path), a_row(1)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    for seed in (1, 2):
+        cache.put(*a_row(seed))
+        cache.flush()
+    assert capsys.readouterr().out.count("No space left on device") == 1
+    assert torch.equal(cache.put(ids, features), feature_codec.rounded(features, "bf16"))
+    assert not list(tmp_path.glob("*.safetensors*"))
+
+
+def test_the_disk_is_looked_at_before_the_first_step(artefacts, tmp_path, monkeypatch, capsys):
+    data = texts(artefacts)
+    cache = a_cache(tmp_path / "cache", "fp8")
+    cache.put(data[0]["input_ids"], torch.zeros(data.lengths[0], 32))
+    cache.flush()
+    unique = {tuple(data[i]["input_ids"].tolist()) for i in range(len(data))}
+    tokens = sum(map(len, unique)) - data.lengths[0]
+    whole = Samples(data, range(len(data)))
+    check_room(cache, [whole, whole], 32, tmp_path / "cache")
+    assert f"{tokens * (32 + 2):,} bytes" in capsys.readouterr().out  # a value is a byte, a token's scale two
+    real = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1000))
+    with pytest.raises(InputError, match="feature_cache: found 1,000 bytes free"):
+        run(config(artefacts, tmp_path / "run", features="cache"))
+    assert not (tmp_path / "run" / "started.json").exists()
+
+
+@dataclasses.dataclass
+class Counted:
+    """How many tokens the target has read for features since `reset`."""
+
+    tokens: int = 0
+
+
+@pytest.fixture
+def counted(monkeypatch) -> Counted:
+    counter, real = Counted(), LlamaLM.features
+
+    def features(self, input_ids, position_ids=None):
+        counter.tokens += input_ids.numel()
+        return real(self, input_ids, position_ids)
+
+    monkeypatch.setattr(LlamaLM, "features", features)
+    return counter
+
+
+@pytest.mark.parametrize("batches", [{"feature_dtype": "fp8"}, {"tokens_per_batch": 400, "max_length": 36}])
+def test_later_epochs_and_runs_read_and_learn_the_same(artefacts, tmp_path, counted, batches):
+    settings = {"max_steps": 15, "features": "cache", **batches}  # about three epochs of five steps
+    run(config(artefacts, tmp_path / "first", **settings))
+    first, counted.tokens = counted.tokens, 0
+    cache = tmp_path / "first" / "feature-cache"
+    run(config(artefacts, tmp_path / "again", **settings, feature_cache=cache))
+    data = texts(artefacts)
+    measured = counted.tokens  # the second run reads all but what it measures the noise's unit by
+    assert measured < sum(data.lengths)
+    # Every row once, with its padding (much of it beside short pieces), and not once in each of the three epochs.
+    assert sum(data.lengths) <= first - measured < 2 * sum(data.lengths)
+    # Nothing that is logged differs in any digit, whether it was computed or read.
+    for name in ("train/loss", "val/loss", "val/tau"):
+        assert curve(tmp_path / "again", name) == curve(tmp_path / "first", name), name
+
+
+def test_reader_processes_read_what_is_there(artefacts, tmp_path):
+    target, data = load_lm(str(artefacts.target)), texts(artefacts)
+    cache = FeatureCache(tmp_path, target.info.identity, "bf16", "float32")
+    for i in range(0, 10, 2):
+        cache.put(data[i]["input_ids"], target.features(data[i]["input_ids"][None])[0])
+    cache.flush()
+    cached = CachedFeatures(data, cache)
+    loader = torch.utils.data.DataLoader(cached, batch_size=None, sampler=range(10), num_workers=1)
+    held = {tuple(data[i]["input_ids"].tolist()) for i in range(0, 10, 2)}
+    for item in loader:
+        assert ("features" in item) == (tuple(item["input_ids"].tolist()) in held)

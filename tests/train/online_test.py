@@ -1,0 +1,148 @@
+"""`train eagle` on responses: the target reads them in the training process, and the head learns the same."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from online_cases import config, curve, texts
+from transformers import AutoModelForCausalLM
+
+from draftsmith.data import feature_codec, prompts
+from draftsmith.data.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
+from draftsmith.data.manifest import Manifest
+from draftsmith.data.models import load_lm
+from draftsmith.data.shards import Rows
+from draftsmith.modules.types import FeatureBatch, InputError
+from draftsmith.train.data_module import Key, Part, Samples
+from draftsmith.train.eagle import feature_std, make_head, run
+from draftsmith.train.feature_source import FeatureSource
+from draftsmith.train.lit_eagle import LitEagle, num_loss_tokens
+
+
+def a_module(artefacts, tmp_path, **changes) -> LitEagle:
+    settings, target = config(artefacts, tmp_path), load_lm(str(artefacts.target))
+    return LitEagle(
+        make_head(settings, target), target, settings, 10, feature_weight=1.0, token_weight=1.0, noise=0.0,
+        feature_std=1.0, **changes,
+    )  # fmt: skip
+
+
+def part_of(batch: FeatureBatch) -> Part:
+    tokens = num_loss_tokens(batch)
+    return Part(batch, tuple(Key(0, i) for i in range(len(batch.input_ids))), tokens, tokens, True, True)
+
+
+def test_a_text_is_the_features_artefacts_row_without_features(artefacts):
+    online, stored = texts(artefacts), FeatureDataset(artefacts.features)
+    assert online.lengths == stored.lengths and len(online) == len(stored)
+    for text, row in zip((online[i] for i in range(len(online))), stored, strict=True):
+        assert set(text) == set(row) - {"features"}
+        for name, value in text.items():
+            assert torch.equal(value, row[name]), name
+
+
+def test_supervised_prompts_are_texts_with_masks_of_their_own(artefacts, tmp_path):
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"prompt": "def add(first, second):", "answer": "return first + second"}\n' * 3)
+    made = prompts.PromptsConfig(str(source), str(artefacts.target), tmp_path / "prompts", supervised=True)
+    directory = prompts.run(made)
+    data = ResponsesDataset(directory, str(artefacts.target), {})
+    expected = Rows(directory, Manifest.read(directory)).read(0, 3)
+    assert [data[i]["loss_mask"].tolist() for i in range(len(data))] == [row["loss_mask"] for row in expected]
+    assert [data[i]["input_ids"].tolist() for i in range(len(data))] == [row["input_ids"] for row in expected]
+
+
+def test_features_are_transformers_states_without_gradient_and_outside_of_autocast(artefacts, tmp_path):
+    oracle = AutoModelForCausalLM.from_pretrained(artefacts.target, dtype=torch.float32).eval()
+    data, module = texts(artefacts), a_module(artefacts, tmp_path)
+    batch = collate_features([data[i] for i in (0, 5, 6)])
+    with torch.autocast("cpu", torch.bfloat16):
+        features = module.features_of(batch).features
+    assert features.dtype == torch.float32 and not features.requires_grad
+    for row, i in enumerate((0, 5, 6)):
+        with torch.no_grad():
+            expected = oracle.model(data[i]["input_ids"][None]).last_hidden_state[0]
+        # float32 sums in another order, through two layers with states of about 1.
+        torch.testing.assert_close(features[row, : len(expected)], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_are_packed_have_the_features_that_each_has_alone(artefacts, tmp_path):
+    data, module = texts(artefacts), a_module(artefacts, tmp_path)
+    batch = collate_features([data[i] for i in (3, 0, 6)])
+    flat = pack_features([data[i] for i in (3, 0, 6)])
+    features = module.features_of(flat).features
+    assert features.shape[:2] == flat.input_ids.shape == (1, sum(flat.lengths))
+    expected = module.features_of(batch).features[batch.attention_mask]
+    torch.testing.assert_close(features[0], expected, rtol=1e-5, atol=1e-5)  # sums in another order
+
+
+def test_the_loss_is_exactly_that_of_a_batch_that_brings_the_same_features(artefacts, tmp_path):
+    data, module = texts(artefacts), a_module(artefacts, tmp_path)
+    batch = collate_features([data[i] for i in range(4)])
+    brought = dataclasses.replace(batch, features=module.target.model.features(batch.input_ids))
+    online, stored = (module.loss(part_of(b), epoch_noise=False) for b in (batch, brought))
+    assert online.loss == stored.loss and online.sums == stored.sums
+    online.loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.head.parameters())
+
+
+def test_training_online_is_training_on_a_features_artefact_but_for_its_rounding(artefacts, tmp_path):
+    run(config(artefacts, tmp_path / "online"))
+    run(config(artefacts, tmp_path / "stored", data=artefacts.features))
+    # bf16 keeps 8 bits of the features' mantissas: losses differ by far less than 2^-8 of theirs, as rounding averages.
+    assert curve(tmp_path / "online") == pytest.approx(curve(tmp_path / "stored"), rel=4e-3)
+    assert curve(tmp_path / "online") != curve(tmp_path / "stored")
+    for name in ("val/loss", "val/top1", "val/tau"):
+        # top1 and tau are counts over few tokens: a near tie that falls the other way is one of them.
+        online, stored = curve(tmp_path / "online", name), curve(tmp_path / "stored", name)
+        assert len(online) == len(stored) and online == pytest.approx(stored, rel=0.05), name
+
+
+def test_the_noise_unit_is_that_of_the_stored_features(artefacts):
+    target = load_lm(str(artefacts.target))
+    samples = Samples(texts(artefacts), range(6))
+    stored = feature_std(Samples(FeatureDataset(artefacts.features), range(6)), target)
+    assert feature_std(samples, target) == pytest.approx(stored, rel=1e-3)  # bf16
+    # Alone or in a batch, the sums differ in their order only, and so, rarely, what they round to.
+    assert feature_std(samples, target, "bf16") == pytest.approx(stored, rel=1e-5)
+    assert feature_std(samples, target, "fp8") == pytest.approx(stored, rel=1e-2)
+
+
+def test_a_row_that_was_computed_is_what_reading_the_cache_gives(artefacts, tmp_path):
+    from draftsmith.train.feature_cache import FeatureCache
+
+    target, data = load_lm(str(artefacts.target)), texts(artefacts)
+    batch = collate_features([data[i] for i in (0, 6)])
+    cache = FeatureCache(tmp_path / "cache", target.info.identity, "fp8", "float32")
+    computed = FeatureSource(target, cache)(batch.input_ids, [data.lengths[i] for i in (0, 6)])
+    plain = target.features(batch.input_ids)
+    for row, i in enumerate((0, 6)):
+        length = data.lengths[i]
+        assert torch.equal(computed[row, :length], feature_codec.rounded(plain[row, :length], "fp8"))
+        assert torch.equal(cache.get(data[i]["input_ids"]), computed[row, :length])
+
+
+def test_another_targets_responses_are_refused(artefacts, tmp_path):
+    with pytest.raises(InputError, match=r"made with another target\.config"):
+        run(config(artefacts, tmp_path / "run", target=str(artefacts.draft)))
+
+
+def test_data_that_no_head_can_be_trained_on_is_named(artefacts, tmp_path):
+    with pytest.raises(InputError, match="expected kind responses or prompts or features"):
+        run(config(artefacts, tmp_path / "run", data=artefacts.acceptance))
+    with pytest.raises(InputError, match="expected responses to compute them of"):
+        run(config(artefacts, tmp_path / "run", data=artefacts.features, features="cache"))
+    unanswered = artefacts.responses.parent / "prompts"
+    with pytest.raises(InputError, match="data: found prompts without answers"):
+        run(config(artefacts, tmp_path / "run", data=unanswered))
+
+
+def test_the_universal_engine_trains_the_same_head(artefacts, tmp_path):
+    short = {"max_steps": 4, "val_every": 4}
+    run(config(artefacts, tmp_path / "lean", **short))
+    run(config(artefacts, tmp_path / "hf", engine="hf", **short))
+    for name in ("train/loss", "val/loss", "val/tau"):
+        # Two implementations of one float32 forward.
+        assert curve(tmp_path / "hf", name) == pytest.approx(curve(tmp_path / "lean", name), rel=1e-4), name

@@ -1,0 +1,231 @@
+"""`train eagle --features cache`: features are written as they are first computed, and read from then on.
+
+A row's name is a hash of its token ids: features depend on nothing else but the target, so the order of samples, the
+number of ranks, how samples are cut or packed, and which data set they come from do not matter. Ranks and runs may
+share a directory. What training sees is the same whether it was computed or read: computed features are rounded as the
+stored ones are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from draftsmith.data import feature_codec
+from draftsmith.data.datasets import Item
+from draftsmith.data.feature_codec import FeatureDtype
+from draftsmith.data.features import check_disk
+from draftsmith.data.manifest import differences, flatten, publish, read_json, write_json
+from draftsmith.data.progress import say
+from draftsmith.modules.types import InputError
+
+if TYPE_CHECKING:
+    from draftsmith.train.data_module import Samples
+
+ABOUT = "cache.json"
+# In memory twice at most, while one shard is written and the next gathered; what a killed run computes again.
+SHARD_BYTES = 256 * 2**20
+# Rows that other ranks wrote are found by listing the directory, which is not worth it for each that is missing.
+LOOK_EVERY_S = 1.0
+LEFTOVER_S = 3600.0
+
+
+def row_name(input_ids: Tensor) -> str:
+    """Of the row with these token ids [T]."""
+    return hashlib.blake2b(input_ids.to(torch.int32).numpy().tobytes(), digest_size=16).hexdigest()
+
+
+class FeatureCache:
+    """A directory of safetensors shards that only grows. A shard is there whole or not at all."""
+
+    def __init__(self, directory: Path, identity: Mapping[str, Any], dtype: FeatureDtype, model_dtype: str):
+        """identity: the target's. model_dtype: what it computes in.
+
+        Raises:
+            InputError: the directory holds features of another target or dtype, or is something else.
+        """
+        self._directory, self.dtype = Path(directory), dtype
+        self._begin({"kind": "feature-cache", "target": dict(identity), "dtype": dtype, "model_dtype": model_dtype})
+        self._shards: set[str] = set()
+        self._where: dict[str, str] = {}
+        self._files: dict[tuple[int, str], Any] = {}
+        self._pending: dict[str, dict[str, Tensor]] = {}  # encoded, not yet handed to the writer
+        self._pending_bytes = 0
+        self._writing: dict[str, dict[str, Tensor]] = {}
+        self._writer: ThreadPoolExecutor | None = None
+        self._written: Future[str] | None = None
+        self._full = False
+        self._looked = -LOOK_EVERY_S
+        self._look()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are there, as far as this process has seen."""
+        return len(self._where) + len(self._pending) + len(self._writing)
+
+    def get(self, input_ids: Tensor) -> Tensor | None:
+        """The features [T, H] (bf16) of a row with token ids [T], if they are there."""
+        name = row_name(input_ids)
+        for waiting in (self._pending, self._writing):
+            if name in waiting:
+                return feature_codec.decode(waiting[name])
+        if name not in self._where:
+            self._look()
+        shard = self._where.get(name)
+        return None if shard is None else feature_codec.read(self._open(shard), name)
+
+    def put(self, input_ids: Tensor, features: Tensor) -> Tensor:
+        """Keep the features [T, H] of a row with token ids [T] (on the CPU); they are returned as `get` gives them."""
+        encoded = feature_codec.encode(features, self.dtype)
+        name = row_name(input_ids)
+        if not self._full and name not in self._where and name not in self._pending and name not in self._writing:
+            # Copies: the batch that they are slices of would stay in memory.
+            self._pending[name] = {suffix: tensor.to("cpu", copy=True) for suffix, tensor in encoded.items()}
+            self._pending_bytes += sum(tensor.nbytes for tensor in encoded.values())
+            if self._pending_bytes >= SHARD_BYTES:
+                self.flush(wait=False)
+        return feature_codec.decode(encoded)
+
+    def flush(self, wait: bool = True) -> None:
+        """Write what has been put. wait: return when it is on the disk."""
+        self._collect()
+        if self._pending and not self._full:
+            self._writing, self._pending, self._pending_bytes = self._pending, {}, 0
+            self._writer = self._writer or ThreadPoolExecutor(1)
+            tensors = {name + suffix: t for name, row in self._writing.items() for suffix, t in row.items()}
+            self._written = self._writer.submit(self._write, tensors)
+        if wait:
+            self._collect()
+
+    def missing_tokens(self, rows: Iterable[Tensor]) -> int:
+        """Tokens of the rows, each given by its ids, that are not there; a row that occurs twice counts once."""
+        lengths = {row_name(ids): len(ids) for ids in rows}
+        return sum(length for name, length in lengths.items() if name not in self._where)
+
+    def _collect(self) -> None:
+        """Wait for the shard that is being written, if any. A disk that is full ends the writing, not the training."""
+        if self._written is None:
+            return
+        try:
+            shard = self._written.result()
+        except OSError as error:
+            self._full = True
+            self._pending = {}
+            say(f"feature cache: {self._directory}: {error}. Nothing more is cached; training goes on without.")
+        else:
+            self._shards.add(shard)
+            self._where |= dict.fromkeys(self._writing, shard)
+        self._writing, self._written = {}, None
+
+    def _write(self, tensors: dict[str, Tensor]) -> str:
+        """The shard's name, once it is on the disk. Names are drawn: runs that share the directory agree on none."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        name = f"{uuid.uuid4().hex}.safetensors"
+        temporary = self._directory / f"{name}.tmp"
+        try:
+            save_file(tensors, temporary)
+            descriptor = os.open(temporary, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            publish(temporary, self._directory / name)
+        except SafetensorError as error:  # how it reports a full disk
+            raise OSError(str(error)) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        return name
+
+    def _begin(self, about: dict[str, Any]) -> None:
+        directory, path = self._directory, self._directory / ABOUT
+        directory.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            differing = differences(flatten(about), flatten(read_json(path)))
+            if differing:
+                found = f"{directory} with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
+                remedy = "Delete it, or pass another --feature-cache."
+                raise InputError("feature_cache", found, "features of this target and dtype", remedy)
+        elif any(entry.suffix != ".tmp" and f"{ABOUT}.tmp-" not in entry.name for entry in directory.iterdir()):
+            # Another rank may have written it since.
+            if not path.exists():
+                remedy = "Choose a new one."
+                raise InputError("feature_cache", f"{directory}, which holds something else", "a cache", remedy)
+        else:
+            write_json(path, about)
+        for leftover in directory.glob("*.tmp"):  # of killed runs; a live one's is younger
+            if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
+                leftover.unlink(missing_ok=True)
+
+    def _look(self) -> None:
+        """Take in the shards that came since, whoever wrote them."""
+        if time.monotonic() - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = time.monotonic()
+        for path in self._directory.glob("*.safetensors"):
+            if path.name not in self._shards:
+                names = [name for name in self._open(path.name).keys() if "." not in name]  # noqa: SIM118
+                self._where |= dict.fromkeys(names, path.name)
+                self._shards.add(path.name)
+
+    def _open(self, name: str) -> Any:
+        """The shard, opened once in each process."""
+        from safetensors import SafetensorError, safe_open
+
+        place = (os.getpid(), name)
+        if place not in self._files:
+            path = self._directory / name
+            try:
+                self._files[place] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                remedy = "Delete it: its rows are computed again."
+                raise InputError(str(path), f"unreadable ({error})", "a safetensors shard", remedy) from error
+        return self._files[place]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a reader process: it reads what is on the disk."""
+        return {**self.__dict__, "_files": {}, "_pending": {}, "_writing": {}, "_writer": None, "_written": None}
+
+
+class CachedFeatures(Dataset):
+    """Texts (a `ResponsesDataset`, or pieces of it) whose items have features where the cache holds them."""
+
+    def __init__(self, texts: Any, cache: FeatureCache):
+        self.texts, self.cache, self.manifest = texts, cache, texts.manifest
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each item."""
+        return self.texts.lengths
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Item:
+        """Fields of FeatureBatch for one sequence; features [T, H] bf16 only if they are there."""
+        item = self.texts[index]
+        features = self.cache.get(item["input_ids"])
+        return item if features is None else {**item, "features": features}
+
+
+def check_room(cache: FeatureCache, samples: Sequence[Samples], hidden_size: int, directory: Path) -> None:
+    """Say how much the cache will hold more, and stop before the first step where the disk can not.
+
+    Raises:
+        InputError: says how many bytes are needed.
+    """
+    tokens = cache.missing_tokens(part.item(i, 0)["input_ids"] for part in samples for i in range(len(part)))
+    needed = tokens * feature_codec.token_bytes(hidden_size, cache.dtype)
+    say(f"feature cache: {cache.num_rows:,} rows in {directory}; {needed:,} bytes ({needed / 1e9:,.2f} GB) to go")
+    check_disk(directory, needed, "feature_cache", "Pass --feature-cache on another disk, or --feature-dtype fp8.")
