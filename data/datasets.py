@@ -56,6 +56,7 @@ class AcceptanceDataset(Dataset):
         self.mix, self.seed = mix, seed
         columns = ["input_ids", "prompt_length", "draft_ids", "accept_prob", "log_q", "overlap"]
         self._table = Rows(directory, self.manifest, columns).table()
+        self._names = Rows(directory, self.manifest, ["id"])
         self._lists = {name: _Lists(self._table[name]) for name in columns if name != "prompt_length"}
         self._prompt_lengths = self._table["prompt_length"].to_numpy()
         # Shared memory, so that reader processes that live on into the next epoch see it change.
@@ -65,6 +66,10 @@ class AcceptanceDataset(Dataset):
     def lengths(self) -> list[int]:
         """Tokens of each row."""
         return self._lists["input_ids"].lengths.tolist()
+
+    def name(self, row: int) -> str:
+        """The row's id."""
+        return self._names.read(row, row + 1)[0]["id"]
 
     def set_epoch(self, epoch: int) -> None:
         """Redraw which tokens are mixed in."""
@@ -104,6 +109,7 @@ class FeatureDataset(Dataset):
         self.manifest: Manifest = open_artefact(directory, "features", identity, check)
         self._directory = Path(directory)
         self._table = Rows(directory, self.manifest, ["row", "shard", "length", "input_ids", "loss_mask"]).table()
+        self._names = Rows(directory, self.manifest, ["id"])
         self._rows, self._shards = self._table["row"].to_numpy(), self._table["shard"].to_pylist()
         self._ids, self._masks = _Lists(self._table["input_ids"]), _Lists(self._table["loss_mask"])
         self._files: dict[tuple[int, str], Any] = {}
@@ -112,6 +118,10 @@ class FeatureDataset(Dataset):
     def lengths(self) -> list[int]:
         """Tokens of each row."""
         return self._table["length"].to_pylist()
+
+    def name(self, row: int) -> str:
+        """The row's id."""
+        return self._names.read(row, row + 1)[0]["id"]
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from draftsmith.launch.errors import UsageError, did_you_mean, user_message
@@ -77,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in before
     args = [arg for arg in before if arg != "--debug"] + after
     try:
-        code = dispatch(args)
+        code = recorded(dispatch)(args)
         sys.stdout.flush()  # here, where a closed pipe is caught, and not while Python shuts down
-        return code
+        return code or 0
     except KeyboardInterrupt:
         print("draftsmith: interrupted", file=sys.stderr)
         return 130
@@ -97,6 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"draftsmith: error: {message}", file=sys.stderr)
         return 2
+
+
+def recorded(run: Callable[[list[str]], int]) -> Callable[[list[str]], int | None]:
+    """Under torchrun, what a rank fails with is written where torchrun's report looks for it."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return run
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(run)
 
 
 def dispatch(args: list[str]) -> int:

@@ -7,7 +7,6 @@ nothing and skips nothing.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,19 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from safetensors import SafetensorError
+from torch import nn
 
 from draftsmith.data.progress import bar, say
+from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
+from draftsmith.train.deepspeed import whole_head
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.metrics import is_first_process, rank
 from draftsmith.train.telemetry import Telemetry
 
-CHECKPOINT = "last.ckpt"
-# Saves the head under a name (best, last) with its metrics; called on rank 0.
-SaveHead = Callable[[str, int, dict[str, float]], None]
+# Saves a head under a name (best, last) with its step and metrics; called on rank 0.
+SaveHead = Callable[[nn.Module, str, int, dict[str, float]], None]
 
 
 class BetweenSteps(pl.Callback):
-    """Logs every `log_every` steps, validates, and keeps best/, last/ and last.ckpt.
+    """Logs every `log_every` steps, validates, and keeps best/, last/ and checkpoints/.
+
+    A disk that takes no more does not end the run: what was saved before stays, and is told. saved_step: of the newest
+    checkpoint. unsaved: which of best/ and last/ could not be saved when it last should have been, and why.
 
     val_every: steps between validations. save_every: steps between saves of the last state; 0 saves with validations.
     telemetry: what counts the steps' cost, itself a callback of the trainer.
@@ -38,6 +43,7 @@ class BetweenSteps(pl.Callback):
         self,
         output: Path,
         save_head: SaveHead,
+        checkpoints: Checkpoints,
         *,
         val_every: int,
         log_every: int,
@@ -46,19 +52,23 @@ class BetweenSteps(pl.Callback):
         probe_every: int = 0,
         telemetry: Telemetry | None = None,
     ):
-        self.output, self.save_head = output, save_head
+        self.output, self.save_head, self.checkpoints = output, save_head, checkpoints
         self.val_every, self.log_every, self.save_every = val_every, log_every, save_every
         self.probe, self.probe_every = probe, probe_every
         self.best: dict[str, float] = {}
         self.latest: dict[str, float] = {}
         self.telemetry = telemetry or Telemetry()
-        self.saved_step = -1
+        self.saved_step = 0
+        self.unsaved: dict[str, str] = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "latest": self.latest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.latest = state_dict["best"], state_dict["latest"]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.saved_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -75,13 +85,14 @@ class BetweenSteps(pl.Callback):
             self._validate(trainer, pl_module, step, final)
         saves = step % self.save_every == 0 if self.save_every else validated
         if saves or final or stopping:
-            self._save_last(trainer, step)
+            self._save_last(trainer, pl_module, step)
         if stopping:
             trainer.should_stop = True
         self.telemetry.go_on()
 
     def _log_losses(self, trainer: pl.Trainer, module: LitHead, step: int) -> None:
         metrics = {f"train/{name}": value for name, value in module.means.take().items()}
+        metrics["bad_steps"] = module.bad_steps.count
         metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
         grad_norm = getattr(module, "grad_norm", None)
         if grad_norm is not None:
@@ -90,13 +101,17 @@ class BetweenSteps(pl.Callback):
         log(trainer, metrics, step)
 
     def _validate(self, trainer: pl.Trainer, module: LitHead, step: int, final: bool) -> None:
-        module.head.eval()
+        with whole_head(trainer, module) as head:
+            self._judge(trainer, module, head, step, final)
+
+    def _judge(self, trainer: pl.Trainer, module: LitHead, head: nn.Module, step: int, final: bool) -> None:
+        head.eval()
         parts = trainer.datamodule.val_batches(trainer.global_rank, trainer.world_size)  # type: ignore[attr-defined]
-        with trainer.precision_plugin.forward_context():
+        with module.autocast():
             metrics = module.validate(parts)
         if self.probe is not None and self.probe_every and (final or step % self.probe_every == 0):
             metrics |= self.probe()
-        module.head.train()
+        head.train()
         self.latest = metrics
         log(trainer, {f"val/{name}": value for name, value in metrics.items()}, step)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
@@ -106,26 +121,48 @@ class BetweenSteps(pl.Callback):
         monitor, larger_is_better = ("tau", True) if probed else (module.monitor, module.larger_is_better)
         sign = 1 if larger_is_better else -1
         if monitor in metrics and (not self.best or sign * metrics[monitor] > sign * self.best[monitor]):
-            self.best = {**metrics, "step": float(step)}
-            if rank() == 0:
-                self.save_head("best", step, metrics)
+            best = {**metrics, "step": float(step)}
+            if not self._save_head(trainer, head, "best", step, metrics):
+                self.best = best
 
-    def _save_last(self, trainer: pl.Trainer, step: int) -> None:
-        """last/ and last.ckpt, each whole or not at all."""
+    def _save_head(self, trainer: pl.Trainer, head: nn.Module, name: str, step: int, metrics: dict[str, float]) -> str:
+        """Save it from rank 0. What went wrong, or nothing; the same on every rank."""
+        failure = ""
         if rank() == 0:
-            self.save_head("last", step, self.latest)
-        partial = self.output / f"{CHECKPOINT}.tmp"
-        trainer.save_checkpoint(partial)
-        if rank() == 0:
-            os.replace(partial, self.output / CHECKPOINT)
-        trainer.strategy.barrier("checkpoint")
-        self.saved_step = step
+            try:
+                self.save_head(head, name, step, metrics)
+            except (OSError, SafetensorError) as error:
+                failure = str(error)
+        failure = self._told(trainer, f"{name}/ of step {step}", failure)
+        self.unsaved.pop(name, None)
+        if failure:
+            self.unsaved[name] = failure
+        return failure
+
+    def _save_last(self, trainer: pl.Trainer, module: LitHead, step: int) -> None:
+        """last/ and a checkpoint, each whole or not at all."""
+        with whole_head(trainer, module) as head:
+            self._save_head(trainer, head, "last", step, self.latest)
+        trainer.save_checkpoint(path_of(self.output / FOLDER, step))
+        if not self._told(trainer, f"the checkpoint of step {step}", self.checkpoints.failure):
+            self.saved_step = step
+
+    def _told(self, trainer: pl.Trainer, what: str, failure: str) -> str:
+        """Rank 0's failure, on every rank, after telling the user of it."""
+        failure = trainer.strategy.broadcast(failure)
+        if failure:
+            kept = f"step {self.saved_step} is saved" if self.saved_step else "nothing is saved yet"
+            say_on_rank_zero(f"warning: could not save {what} ({failure}); {kept}")
+        return failure
 
 
 def log(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
-    """To every logger, without Lightning's per-step bookkeeping of `self.log`."""
+    """To every logger, without Lightning's per-step bookkeeping of `self.log`. A full disk does not end the run."""
     for logger in trainer.loggers:
-        logger.log_metrics(metrics, step)
+        try:
+            logger.log_metrics(metrics, step)
+        except OSError as error:
+            say_on_rank_zero(f"warning: could not write the metrics of step {step} ({error})")
 
 
 class ProgressBar(pl.Callback):

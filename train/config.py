@@ -12,6 +12,15 @@ from draftsmith.modules.types import InputError
 # Shorter pieces of a sequence have next to no context.
 MIN_LENGTH = 16
 TRACKERS = ("csv", "wandb", "tensorboard")
+Strategy = Literal[
+    "auto",
+    "ddp",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_3",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3_offload",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +29,10 @@ class TrainConfig:
 
     Attributes:
         data: The artefact to train on, a directory.
-        output: Directory that receives best/, last/, last.ckpt, metrics.csv and config.yaml.
+        output: Directory that receives best/, last/, checkpoints/, metrics.csv and config.yaml.
         val: Another artefact to validate on; without it a share of `data` is held out.
         val_share: Share of the samples of `data` that is held out, chosen by a hash of the sample's number.
-        resume: Go on from output/last.ckpt where there is one; a finished training is returned as it is.
+        resume: Go on from the newest intact checkpoint where there is one; a finished training is returned as it is.
         epochs: Passes over the data; not used when max_steps is given.
         max_steps: Optimiser steps in all; 0 leaves it to epochs.
         batch_size: Sequences in one optimiser step, over all devices and accumulated parts together.
@@ -46,14 +55,18 @@ class TrainConfig:
         seed: Of initial weights, order of samples and noise.
         devices: Devices of this machine to use; under torchrun it is what torchrun started.
         accelerator: Kind of device.
-        strategy: How several devices work together; auto takes ddp when there are several.
+        strategy: How several devices work together; auto takes ddp when there are several. The DeepSpeed stages share
+            out the optimiser's state, then the gradients, then the weights; with offload what is shared out lies in
+            host memory.
         num_threads: CPU threads; 0 is torch's own choice.
         num_workers: Processes that read data; 0 reads in the training process.
         group_by_length: Put sequences of like length into a batch, which saves padding.
         val_every: Optimiser steps between validations; 0 validates at the end of each epoch. The last step always does.
         log_every: Optimiser steps between logged losses.
-        save_every: Optimiser steps between saves of last/ and last.ckpt; 0 saves with each validation.
         track: Where numbers go: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
+        save_every: Optimiser steps between checkpoints, which --resume goes on from; 0 saves with each validation.
+        keep: Checkpoints to keep, the newest ones.
+        max_bad_steps: Steps with a loss or gradient that is not finite that are left out before the run ends.
         wandb: Weights & Biases; auto goes online when a key is found and offline without one.
         project: Weights & Biases project.
         trust_remote_code: Let the frozen model's repository run its own code.
@@ -69,7 +82,7 @@ class TrainConfig:
     batch_size: int = 32
     tokens_per_batch: int = 0
     max_length: int = 0
-    accumulate: int = 1
+    accumulate: int = volatile(1)
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 5e-5
     schedule: Literal["cosine", "linear", "hold", "constant"] = "cosine"
@@ -84,7 +97,7 @@ class TrainConfig:
     seed: int = 0
     devices: int = volatile(1)
     accelerator: Literal["auto", "cpu", "gpu"] = volatile("auto")
-    strategy: Literal["auto", "ddp"] = volatile("auto")
+    strategy: Strategy = volatile("auto")
     num_threads: int = volatile(0)
     num_workers: int = volatile(0)
     group_by_length: bool = True
@@ -92,6 +105,8 @@ class TrainConfig:
     log_every: int = volatile(20)
     save_every: int = volatile(0)
     track: tuple[str, ...] = volatile(("csv", "wandb"))
+    keep: int = volatile(2)
+    max_bad_steps: int = volatile(10)
     wandb: Literal["auto", "online", "offline", "off"] = volatile("auto")
     project: str = volatile("draftsmith")
     trust_remote_code: bool = volatile(False)
@@ -112,6 +127,7 @@ class TrainConfig:
             "num_threads": 0,
         }
         at_least |= {"val_every": 0, "log_every": 1, "save_every": 0, "clip": 0, "weight_decay": 0}
+        at_least |= {"keep": 1, "max_bad_steps": 0}
         for name, least in at_least.items():
             if not getattr(self, name) >= least:
                 raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")

@@ -175,6 +175,11 @@ class Samples:
     def item(self, index: int, epoch: int) -> dict[str, Tensor]:
         return item_of(self.dataset, self.indices[index], epoch)
 
+    def name(self, index: int) -> str:
+        """What a user knows a sample by: its id, or else its row."""
+        row = self.indices[index]
+        return self.dataset.name(row) if hasattr(self.dataset, "name") else f"row {row}"
+
 
 class Keyed(Dataset):
     """Samples by `Key`. The epoch comes with the key, so that reader processes that are ahead of each other, in

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import yaml
 from torch import nn
 
@@ -33,15 +32,16 @@ from draftsmith.data.manifest import (
     write_json,
 )
 from draftsmith.modules.types import InputError
-from draftsmith.train.callbacks import CHECKPOINT, BetweenSteps, ProgressBar, say_on_rank_zero
+from draftsmith.train.callbacks import BetweenSteps, ProgressBar, SaveHead, say_on_rank_zero
 from draftsmith.train.card import model_card
+from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import HeadDataModule, Samples, fitting, held_out
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.loggers import HeadArtifact, make_loggers
 from draftsmith.train.metrics import is_first_process
 from draftsmith.train.signals import StopOnSignal
-from draftsmith.train.strategies import trainer_arguments
+from draftsmith.train.strategies import trainer_arguments, world_size
 from draftsmith.train.telemetry import Telemetry
 
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
@@ -71,10 +71,9 @@ def finished(config: TrainConfig) -> Path | None:
     done = config.output / FINISHED
     if config.resume:
         return config.output / "best" if done.exists() else None
-    for name in (FINISHED, CHECKPOINT):
-        if (config.output / name).exists():
-            found = f"{config.output}, which holds {'a finished' if name == FINISHED else 'an interrupted'} training"
-            raise InputError("output", found, "a new directory", "Pass --resume to go on, or choose another.")
+    if done.exists() or all_in(config.output / FOLDER):
+        found = f"{config.output}, which holds {'a finished' if done.exists() else 'an interrupted'} training"
+        raise InputError("output", found, "a new directory", "Pass --resume to go on, or choose another.")
     return None
 
 
@@ -121,14 +120,17 @@ def fit(
         SystemExit: 130 after Ctrl-C and 143 after SIGTERM, as a shell reports them; everything is saved by then.
     """
     checkpoint = _checkpoint(config, provenance)
-    step = _step_of(checkpoint)
+    step = step_of(checkpoint)
     if is_first_process():
         _begin(config, provenance)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     telemetry = Telemetry()
+    about = {"world_size": world_size(config), "strategy": config.strategy}
+    checkpoints = Checkpoints(config.keep, about, config.accumulate)
     between = BetweenSteps(
         config.output,
-        _head_saver(module.head, config, provenance),
+        _head_saver(config, provenance),
+        checkpoints,
         val_every=config.val_every or data.order.steps_per_epoch,
         log_every=config.log_every,
         save_every=config.save_every,
@@ -136,12 +138,13 @@ def fit(
         probe_every=probe_every,
         telemetry=telemetry,
     )
+    arguments = trainer_arguments(config)
+    arguments["plugins"].append(checkpoints)
     trainer = pl.Trainer(
-        **trainer_arguments(config),
+        **arguments,
         max_steps=module.total_steps,
         max_epochs=1,
         accumulate_grad_batches=config.accumulate,
-        gradient_clip_val=config.clip or None,
         logger=make_loggers(config, provenance.job, step, say_on_rank_zero, _made_from(provenance)),
         callbacks=[
             telemetry,
@@ -163,12 +166,17 @@ def fit(
         say_on_rank_zero(f"going on from step {step} of {module.total_steps}")
     # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")  # about torch's pytrees
+        # About torch's pytrees, and about collectives that DeepSpeed calls by their old names.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.|torch\.distributed\.")
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     interrupted = module.signal_agreed or module.signal_received
     if trainer.global_step < module.total_steps:
         assert interrupted, f"stopped at step {trainer.global_step} of {module.total_steps} without a signal"
         _leave(interrupted, between.saved_step, config, provenance)
+    if between.unsaved:
+        found = f"no room for the trained head ({between.unsaved})"
+        remedy = f"Free some space, then pass --resume: step {between.saved_step} is saved."
+        raise InputError("output", found, "room for best/, last/ and a checkpoint", remedy)
     if is_first_process():
         result = {"steps": module.total_steps, "best": between.best, "last": between.latest}
         write_json(config.output / FINISHED, result)
@@ -187,7 +195,8 @@ def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
     """What to go on from; None begins anew.
 
     Raises:
-        InputError: lists every setting and input that differs from those the run was begun with.
+        InputError: lists every setting and input that differs from those the run was begun with; or every checkpoint is
+            damaged.
     """
     if not config.resume:
         return None
@@ -198,17 +207,7 @@ def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
             found = "another " + "; ".join(f"{key}: {now}, begun with {was}" for key, now, was in differing)
             remedy = f"Restore it (see {config.output / RESOLVED}), or choose another output."
             raise InputError("resume", found, "the settings and data that the run was begun with", remedy)
-    path = config.output / CHECKPOINT
-    return path if path.exists() else None
-
-
-def _step_of(checkpoint: Path | None) -> int:
-    if checkpoint is None:
-        return 0
-    try:
-        return int(torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["global_step"])
-    except (RuntimeError, KeyError, EOFError, ValueError, OSError) as error:
-        raise InputError(str(checkpoint), f"damaged ({error})", "a checkpoint", "Delete it to start anew.") from error
+    return newest_intact(config.output / FOLDER, say_on_rank_zero)
 
 
 def _begin(config: TrainConfig, provenance: Provenance) -> None:
@@ -228,13 +227,11 @@ def _made_from(provenance: Provenance) -> dict[str, Any]:
     return made_from
 
 
-def _head_saver(
-    head: nn.Module, config: TrainConfig, provenance: Provenance
-) -> Callable[[str, int, dict[str, float]], None]:
-    """Saves the head as it is now under output/NAME, with its manifest and model card."""
+def _head_saver(config: TrainConfig, provenance: Provenance) -> SaveHead:
+    """Saves a head under output/NAME, with its manifest and model card."""
     made_with = {"packages": package_versions(), "git_commit": git_commit()}
 
-    def save(name: str, step: int, metrics: Mapping[str, float]) -> None:
+    def save(head: nn.Module, name: str, step: int, metrics: Mapping[str, float]) -> None:
         manifest = {
             "target": provenance.read_model,
             "models": provenance.models,
@@ -254,5 +251,6 @@ def _head_saver(
 
 def _leave(number: int, step: int, config: TrainConfig, provenance: Provenance) -> None:
     command = ["draftsmith", "train", provenance.job, "--config", str(config.output / RESOLVED), "--resume"]
-    say_on_rank_zero(f"{signal.Signals(number).name}: saved step {step}. Go on with: {shlex.join(command)}")
+    saved = f"saved step {step}" if step else "nothing was saved"
+    say_on_rank_zero(f"{signal.Signals(number).name}: {saved}. Go on with: {shlex.join(command)}")
     raise SystemExit(128 + number)

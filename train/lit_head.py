@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.types import LossOutput
+from draftsmith.train.bad_steps import BadSteps, finite
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import Part
 from draftsmith.train.metrics import Means, num_ranks, rank, total
@@ -45,10 +47,19 @@ class LitHead(pl.LightningModule):
         super().__init__()
         self.head, self.config, self.total_steps = head, config, total_steps
         self.means = Means()
+        self.bad_steps = BadSteps(config.max_bad_steps)
+        # The running step is left out on all ranks: something in it was not finite.
+        self.skips_step = False
         # Set by this rank's signal handler; then agreed on by all ranks, so that all stop after the same step.
         self.signal_received = 0
         self.signal_agreed = 0
         self._step_tokens = 1.0
+        self._last_part = True
+        self._grad_norm = 0.0
+
+    def autocast(self) -> AbstractContextManager:
+        """bf16 where the config says so, under every strategy alike; weights and optimizer stay float32."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def loss(self, part: Part, epoch_noise: bool) -> LossOutput:
         """Mean loss over the part's tokens. epoch_noise: with training's noise, if it has any."""
@@ -68,16 +79,23 @@ class LitHead(pl.LightningModule):
         lengths = self.trainer.datamodule.train.lengths  # type: ignore[attr-defined]
         return [lengths[key.index] for key in part.keys if not key.filler]
 
+    def on_train_start(self) -> None:
+        self.bad_steps.watch(self.head)
+
     def training_step(self, part: Part, batch_idx: int) -> Tensor:
         if part.first:
             self._begin_step(part.step_tokens)
-        output = self.loss(part, epoch_noise=True)
-        self.means.add(output)
+        with self.autocast():
+            output = self.loss(part, epoch_noise=True)
+        self.bad_steps.add(output.loss, [key.index for key in part.keys if not key.filler])
+        self.means.add(finite(output))
+        self._last_part = part.last
         # DDP takes the mean over ranks and Lightning divides by the accumulated parts: undo both, for a sum.
         return output.loss * (part.tokens * num_ranks() * self.config.accumulate / self._step_tokens)
 
     def _begin_step(self, own_tokens: int) -> None:
         """Agree with the other ranks on how many tokens the step counts, and on whether to stop after it."""
+        self.bad_steps.begin()
         if num_ranks() == 1:
             tokens, self.signal_agreed = float(own_tokens), self.signal_received
         else:
@@ -86,13 +104,38 @@ class LitHead(pl.LightningModule):
             self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
         self._step_tokens = max(tokens, 1.0)
 
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip, or leave the step out."""
+        if not self._last_part:  # DeepSpeed counts the parts itself: Lightning takes each for a step
+            return
+        name = self.trainer.datamodule.train.name  # type: ignore[attr-defined]
+        if self.trainer.strategy.handles_gradient_accumulation:  # DeepSpeed clips inside its step
+            self.skips_step, _ = self.bad_steps.agree(None, name)
+            return
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        self.skips_step, self._grad_norm = self.bad_steps.agree(norm, name)
+        if self.skips_step:
+            for param in params:
+                param.grad = None
+        elif self.config.clip:
+            torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)
+
+    @property
+    def grad_norm(self) -> float:
+        """L2 norm of the last step's gradient over all ranks, before clipping; the same under every strategy."""
+        engine = getattr(self.trainer.strategy, "deepspeed_engine", None)
+        return self._grad_norm if engine is None else float(engine.get_global_grad_norm())
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """With what is yet to be logged, so that a continued run logs the same numbers."""
         checkpoint["means"] = self.means.state()
+        checkpoint["bad_steps"] = self.bad_steps.state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if rank() == 0:  # the state is that of all ranks together
             self.means.load(checkpoint["means"])
+        self.bad_steps.load(checkpoint["bad_steps"])
 
     def configure_optimizers(self) -> Any:
         config = self.config
@@ -106,6 +149,7 @@ class LitHead(pl.LightningModule):
                 {"params": matrices, "weight_decay": config.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
             ]
+            groups = [group for group in groups if group["params"]]
             optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
         share = lr_schedule(config.schedule, self.total_steps, config.warmup_share, config.min_lr_share)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)

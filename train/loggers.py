@@ -71,13 +71,16 @@ class CsvLogger(Logger):
         row = {"step": str(step), **{name: f"{value:.8g}" for name, value in metrics.items()}}
         new = [name for name in row if name not in self._columns]
         self._rows.append(row)
+        self._columns += new
         if new or not self._started:
-            self._columns += new
+            self._started = False  # until the whole file is there: a full disk may cut it short
             self._rewrite()
             self._started = True
             return
+        self._started = False
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, self._columns, restval="").writerow(row)
+        self._started = True
 
     def _rewrite(self) -> None:
         partial = self.path.with_name(self.path.name + ".tmp")

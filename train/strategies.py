@@ -1,4 +1,4 @@
-"""How many devices work together: the one place that knows. Another way (DeepSpeed, a cluster) is added here."""
+"""How many devices work together, and how: the one place that knows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.ranks import Place, place
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 
@@ -20,28 +21,36 @@ def accelerator(config: TrainConfig) -> str:
     available = torch.cuda.device_count()
     if config.accelerator == "cpu" or (config.accelerator == "auto" and not available):
         return "cpu"
-    if available < _local_world_size(config):
-        raise InputError(
-            "devices", f"{available} CUDA devices", str(_local_world_size(config)), "Pass --accelerator cpu."
-        )
+    wanted, _ = _devices(config)
+    if available < wanted:
+        raise InputError("devices", f"{available} CUDA devices", str(wanted), "Pass --accelerator cpu.")
     return "gpu"
 
 
-def _local_world_size(config: TrainConfig) -> int:
-    """Processes on this machine: what torchrun started, else what the config asks for."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", config.devices))
+def _devices(config: TrainConfig) -> tuple[int, int]:
+    """Processes on this machine, and machines: what a launcher has started, else what the config asks for.
+
+    Raises:
+        InputError: the launcher started unequal numbers of processes on its machines.
+    """
+    found = place()
+    if not found.launched:
+        return config.devices, 1
+    if found.world % found.local_world:
+        expected = "as many on every machine"
+        raise InputError("WORLD_SIZE", f"{found.local_world} of {found.world} processes here", expected, "Start so.")
+    return found.local_world, found.world // found.local_world
 
 
-def _num_nodes(config: TrainConfig) -> int:
-    world = int(os.environ.get("WORLD_SIZE", 0)) if "LOCAL_WORLD_SIZE" in os.environ else 0
-    return max(1, world // _local_world_size(config))
+def world_size(config: TrainConfig) -> int:
+    """Processes that train together."""
+    devices, nodes = _devices(config)
+    return devices * nodes
 
 
 def local_device(config: TrainConfig) -> str:
     """The device of this process, before Lightning has set anything up: frozen models are loaded straight to it."""
-    if accelerator(config) == "cpu":
-        return "cpu"
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
+    return "cpu" if accelerator(config) == "cpu" else f"cuda:{place().local_rank}"
 
 
 def model_dtype(config: TrainConfig) -> str:
@@ -52,17 +61,47 @@ def model_dtype(config: TrainConfig) -> str:
 
 
 def trainer_arguments(config: TrainConfig) -> dict[str, Any]:
-    """The arguments of Lightning's Trainer that say where it runs."""
-    from lightning.pytorch.strategies import DDPStrategy
+    """The arguments of Lightning's Trainer that say where and how it runs. Precision is not among them: weights are
+    float32 everywhere, and the training step switches autocast on.
 
-    kind, devices, nodes = accelerator(config), _local_world_size(config), _num_nodes(config)
-    strategy: Any = "auto"
-    if config.strategy == "ddp" or devices * nodes > 1:
-        strategy = DDPStrategy(process_group_backend="gloo" if kind == "cpu" else "nccl")
+    Raises:
+        InputError: a strategy that does not fit the optimiser, or whose package is not installed.
+    """
+    kind, (devices, nodes) = accelerator(config), _devices(config)
+    plugins: list[Any] = []
+    if place().launched:
+        plugins.append(_environment(place()))
     return {
         "accelerator": kind,
         "devices": devices,
         "num_nodes": nodes,
-        "strategy": strategy,
-        "precision": {"32": "32-true", "bf16": "bf16-mixed"}[config.precision],
+        "strategy": _strategy(config, kind, devices * nodes),
+        "plugins": plugins,
     }
+
+
+def _strategy(config: TrainConfig, kind: str, world: int) -> Any:
+    name = config.strategy
+    if name.startswith("deepspeed"):
+        if config.optimizer == "muon":
+            remedy = "Pass --optimizer adamw, or --strategy ddp."
+            raise InputError("optimizer", f"muon with {name}", "adamw: Muon needs whole matrices", remedy)
+        from draftsmith.train.deepspeed import ZeroStrategy
+
+        stage = int(name.removeprefix("deepspeed_stage_")[0])
+        return ZeroStrategy(stage, name.endswith("offload"), config.clip, kind)
+    if name == "ddp" or world > 1:
+        from lightning.pytorch.strategies import DDPStrategy
+
+        return DDPStrategy(process_group_backend="gloo" if kind == "cpu" else "nccl")
+    return "auto"
+
+
+def _environment(found: Place) -> Any:
+    """What tells Lightning the ranks, whichever launcher has set them: they are given torchrun's names."""
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    names = {"RANK": found.rank, "WORLD_SIZE": found.world}
+    names |= {"LOCAL_RANK": found.local_rank, "LOCAL_WORLD_SIZE": found.local_world}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    return TorchElasticEnvironment()

@@ -6,18 +6,21 @@ import csv
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
+from trained_runs import newest_state
 
 from draftsmith.data.datasets import AcceptanceDataset, collate_acceptance
 from draftsmith.data.heads import load_head
 from draftsmith.data.models import load_lm
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, run
+from draftsmith.train.checkpoints import FOLDER
 from draftsmith.train.data_module import Key, Part
 from draftsmith.train.lit_acceptance import LitAcceptance
 
@@ -102,13 +105,13 @@ def test_the_draft_is_no_part_of_module_or_checkpoint(artefacts, tmp_path, train
     module = a_module(artefacts, tmp_path)
     ours = {f"head.{name}" for name in module.head.state_dict()}
     assert set(module.state_dict()) == ours == {name for name, _ in module.named_parameters()}
-    checkpoint = torch.load(trained / "last.ckpt", weights_only=True)
+    checkpoint = newest_state(trained)
     assert set(checkpoint["state_dict"]) == ours
 
 
 def test_what_is_saved_is_what_was_trained(trained):
     saved = load_file(trained / "last" / "model.safetensors")
-    checkpoint = torch.load(trained / "last.ckpt", weights_only=True)["state_dict"]
+    checkpoint = newest_state(trained)["state_dict"]
     assert all(torch.equal(saved[name], checkpoint[f"head.{name}"]) for name in saved)
 
 
@@ -139,8 +142,8 @@ def test_a_finished_run_is_returned_and_not_overwritten(artefacts, trained):
 
 def test_another_run_is_not_continued(artefacts, trained, tmp_path):
     (tmp_path / "run").mkdir()
-    for name in ("started.json", "last.ckpt"):
-        (tmp_path / "run" / name).write_bytes((trained / name).read_bytes())
+    shutil.copy(trained / "started.json", tmp_path / "run")
+    shutil.copytree(trained / FOLDER, tmp_path / "run" / FOLDER)
     with pytest.raises(InputError, match=r"config.lr: 0.1, begun with 0.005.*config.seed: 7, begun with 0"):
         run(config(artefacts, tmp_path / "run", resume=True, lr=0.1, seed=7))
 

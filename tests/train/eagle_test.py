@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
+from trained_runs import newest_state
 
 from draftsmith.data.datasets import FeatureDataset, collate_features, pack_features
 from draftsmith.data.heads import load_head
@@ -112,7 +113,7 @@ def test_the_target_is_no_part_of_module_or_checkpoint(artefacts, tmp_path, trai
     module = a_module(artefacts, tmp_path)
     ours = {f"head.{name}" for name in module.head.state_dict()}
     assert set(module.state_dict()) == ours == {name for name, _ in module.named_parameters()}
-    assert set(torch.load(trained / "last.ckpt", weights_only=True)["state_dict"]) == ours
+    assert set(newest_state(trained)["state_dict"]) == ours
 
 
 def test_a_head_can_start_from_the_targets_last_layer(artefacts, tmp_path):

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith.train.acceptance import TrainAcceptanceConfig, run
+from draftsmith.train.checkpoints import FOLDER, all_in, step_of
 
 STEPS = 250
 # The share of rows in which the time shows is not compared.
@@ -59,8 +60,7 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
 
 def start_and_wait_for_a_checkpoint(options: dict[str, str]) -> subprocess.Popen:
     process = subprocess.Popen(command(options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    checkpoint = Path(options["output"]) / "last.ckpt"
-    while not checkpoint.exists():
+    while not all_in(Path(options["output"]) / FOLDER):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.005)
     return process
@@ -95,8 +95,7 @@ def test_a_signal_saves_and_says_how_to_go_on(artefacts, tmp_path, unbroken, num
     assert f"draftsmith train acceptance --config {tmp_path}/run/config.yaml --resume" in said
     # Any step, not only one that a checkpoint was due at.
     step = int(said.split("saved step ")[1].split(".")[0])
-    checkpoint = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
-    assert checkpoint["global_step"] == step < STEPS
+    assert step_of(all_in(tmp_path / "run" / FOLDER)[-1]) == step < STEPS
     in_process(options)
     assert_same_run(tmp_path / "run", unbroken)
 

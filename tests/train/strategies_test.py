@@ -33,8 +33,8 @@ def test_several_cpu_processes_talk_through_gloo(tmp_path):
 
 
 def test_torchrun_decides_how_many_there_are(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    for name, value in {"RANK": 5, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4, "WORLD_SIZE": 8}.items():
+        monkeypatch.setenv(name, str(value))
     arguments = trainer_arguments(config(tmp_path, devices=1))
     assert (arguments["devices"], arguments["num_nodes"]) == (4, 2)
 

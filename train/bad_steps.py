@@ -1,0 +1,101 @@
+"""Losses and gradients that are not finite: seen on any rank, the step is left out on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from draftsmith.modules.types import InputError, LossOutput
+from draftsmith.train.metrics import num_ranks, total
+
+# Samples that an error names.
+NAMED = 20
+
+
+class BadSteps:
+    """Watches the parts of each step and counts the steps that were left out.
+
+    limit: the run ends when more steps than this were bad. count: bad steps so far, in this run and those it continues.
+    samples: names of what was in their bad parts, on all ranks, in order of first appearance.
+    """
+
+    def __init__(self, limit: int):
+        self.limit, self.count = limit, 0
+        self.samples: list[str] = []
+        self._parts: list[tuple[list[int], Tensor]] = []
+
+    def watch(self, module: nn.Module) -> None:
+        """Look at every gradient as this rank computes it, before it is summed with other ranks' and other parts'."""
+        for param in module.parameters():
+            if param.requires_grad:
+                param.register_hook(self._see)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._parts = []
+
+    def add(self, loss: Tensor, samples: list[int]) -> None:
+        """A part's loss, and the numbers of its samples; its gradients follow."""
+        # 0 where everything is finite, else NaN: one number on the device, which nothing waits for. (A sum of finite
+        # gradients that overflows float32 counts as bad, too.)
+        self._parts.append((samples, loss.detach().float() * 0))
+
+    def _see(self, gradient: Tensor) -> None:
+        if self._parts:
+            samples, mark = self._parts[-1]
+            self._parts[-1] = (samples, mark + gradient.sum().float() * 0)
+
+    def agree(self, norm: Tensor | None, name: Callable[[int], str]) -> tuple[bool, float]:
+        """Whether any rank saw a bad part, and the norm as a number. All ranks call it and get the same answer.
+
+        norm: of the step's whole gradient, where it is known by now; it is the same on every rank. name: what users
+            know a sample by.
+
+        Raises:
+            InputError: too many steps were bad.
+        """
+        marks = torch.stack([mark for _, mark in self._parts])
+        bad = total(marks.isnan().any().double())
+        known = torch.zeros_like(bad) if norm is None else norm.double()
+        number, size = torch.stack([bad, known.to(bad.device)]).tolist()  # the one wait for the device
+        if not number and size - size == 0:
+            return False, size
+        # Where no single part was bad, their sum is.
+        own = [name(i) for samples, mark in self._parts if not number or bool(mark.isnan()) for i in samples]
+        self.samples += [sample for sample in dict.fromkeys(_gathered(own)) if sample not in self.samples]
+        self.count += 1
+        if self.count > self.limit:
+            more = f" and {len(self.samples) - NAMED} more" if len(self.samples) > NAMED else ""
+            found = f"not finite in {self.count} steps, with samples {', '.join(self.samples[:NAMED])}{more}"
+            remedy = "Look at these samples, lower --lr, or raise --max-bad-steps."
+            raise InputError("loss or gradient", found, f"{self.limit} such steps at most", remedy)
+        return True, size
+
+    def state(self) -> dict[str, Any]:
+        return {"count": self.count, "samples": list(self.samples)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.count, self.samples = state["count"], list(state["samples"])
+
+
+def _gathered(names: list[str]) -> list[str]:
+    """Those of all ranks, in order of ranks."""
+    if num_ranks() == 1:
+        return names
+    parts: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(parts, names)
+    return [name for part in parts for name in part]
+
+
+def finite(output: LossOutput) -> LossOutput:
+    """With nothing in its sums and counts where the loss is not finite: it would make every mean so."""
+    keep = output.loss.detach().isfinite()
+
+    def kept(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.where(keep.to(value.device), value, 0) for name, value in values.items()}
+
+    return LossOutput(output.loss, kept(output.sums), kept(output.counts))

@@ -1,0 +1,248 @@
+"""ZeRO by DeepSpeed, through Lightning, on GPUs and on CPU ranks; its checkpoints are those of every other strategy.
+
+Rajbhandari et al. 2020, "ZeRO", section 5: stage 1 shares out the optimizer's state over the ranks, stage 2 the
+gradients too, stage 3 the weights too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from torch import Tensor, nn
+
+from draftsmith.modules.types import InputError
+
+# Elements that are reduced or gathered at once; a buffer of this size is allocated. Heads are small: DeepSpeed's own
+# default would take 2 GB for it.
+BUCKET = 50_000_000
+# Stage 3 keeps smaller tensors whole on every rank: gathering them costs more than it saves (DeepSpeed's default).
+KEPT_WHOLE = 100_000
+
+
+class ZeroPrecision(DeepSpeedPrecision):
+    """float32 weights, gradients and optimizer; bf16 is autocast inside the training step, as under DDP."""
+
+    def __init__(self) -> None:
+        super().__init__("32-true")
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Lightning has divided the loss by the accumulated parts; DeepSpeed would do so once more."""
+        model.trainer.model.backward(tensor, scale_wrt_gas=False)
+
+
+class ZeroStrategy(DeepSpeedStrategy):
+    """Lightning's strategy with three differences: it also runs on CPU ranks, over gloo; it steps torch's own
+    optimizer, so that nothing is compiled; and what it saves and loads are whole tensors by parameter.
+
+    stage: 1, 2 or 3. offload: optimizer state (and at stage 3 weights) stay in host memory. clip: largest gradient
+    norm, 0 for none. kind: cpu or gpu.
+    """
+
+    def __init__(self, stage: int, offload: bool, clip: float, kind: str):
+        self.kind, self.stage = kind, stage
+        if kind == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"  # else a GPU that is not to be used would be found
+        _require_deepspeed()
+        super().__init__(
+            stage=stage,
+            offload_optimizer=offload,
+            offload_parameters=offload and stage == 3,
+            reduce_bucket_size=BUCKET,
+            allgather_bucket_size=BUCKET,
+            process_group_backend="gloo" if kind == "cpu" else "nccl",
+            precision_plugin=ZeroPrecision(),
+            logging_level=logging.ERROR,
+        )
+        assert isinstance(self.config, dict)
+        self.config |= {"zero_force_ds_cpu_optimizer": False, "gradient_clipping": clip}
+        self.config |= {"steps_per_print": sys.maxsize, "train_micro_batch_size_per_gpu": 1}
+        if stage == 3:
+            self.config["zero_optimization"]["stage3_param_persistence_threshold"] = KEPT_WHOLE
+        self._groups: list[list[nn.Parameter]] = []
+
+    @property
+    def root_device(self) -> torch.device:
+        # The engine compares the index, which a plain CPU device does not have.
+        return torch.device("cpu", 0) if self.kind == "cpu" else super().root_device
+
+    def setup_environment(self) -> None:
+        if self.kind == "cpu":
+            Strategy.setup_environment(self)
+            self.setup_distributed()
+        else:
+            super().setup_environment()
+
+    def setup_distributed(self) -> None:
+        if self.kind != "cpu":
+            super().setup_distributed()
+            return
+        # A faster all-reduce on one machine, which takes a compiler. (`import deepspeed.comm.torch` would give torch.)
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    # What restores a checkpoint: weights go into the module before it is partitioned, the optimizer's state into the
+    # partitions afterwards.
+    restore_checkpoint_after_setup = False
+    lightning_restore_optimizer = True
+
+    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        # DeepSpeed replaces the parameters in the optimizer's groups by flat partitions.
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        engine, zero = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        for flat in self._flat_parts(zero):
+            zero.optimizer.state[flat] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(flat),
+                "exp_avg_sq": torch.zeros_like(flat),
+            }
+        if self.stage < 3:
+            zero._lazy_init_hp_params_optimizer_state()
+        _leave_out_bad_steps(zero.optimizer, lambda: self.lightning_module.skips_step)  # type: ignore[union-attr]
+        return engine, zero
+
+    def _flat_parts(self, zero: Any) -> list[Tensor]:
+        """This rank's partitions: what the optimizer steps."""
+        return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+
+    @property
+    def _zero(self) -> Any:
+        return self.deepspeed_engine.optimizer
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The module's state dict with whole tensors. All ranks must call it."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        assert self.lightning_module is not None
+        state = self.lightning_module.state_dict(keep_vars=True)
+        return {
+            name: safe_get_full_fp32_param(value) if hasattr(value, "ds_id") else value.detach()
+            for name, value in state.items()
+        }
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.whole_state()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """What torch's `Optimizer.state_dict` gives on one device; empty on ranks other than 0. All ranks call it."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        base = self._zero.optimizer
+        step = next(iter(base.state.values()))["step"]
+        state: dict[int, dict[str, Tensor]] = {}
+        groups = []
+        for params, group in zip(self._groups, base.param_groups, strict=True):
+            first = len(state)
+            for param in params:
+                entry = {name: safe_get_full_optimizer_state(param, name) for name in ("exp_avg", "exp_avg_sq")}
+                state[len(state)] = {"step": step.clone()}
+                if self.is_global_zero:
+                    state[len(state) - 1] |= {name: value.cpu() for name, value in entry.items()}
+            plain = {name: value for name, value in group.items() if name != "params"}
+            groups.append({**plain, "params": list(range(first, len(state)))})
+        return {"state": state, "param_groups": groups} if self.is_global_zero else {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        Strategy.load_model_state_dict(self, checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Each rank takes its part of whole tensors."""
+        (saved,) = checkpoint["optimizer_states"]
+        base = self._zero.optimizer
+        for params, group, theirs in zip(self._groups, base.param_groups, saved["param_groups"], strict=True):
+            group |= {name: value for name, value in theirs.items() if name != "params"}
+            for param, index in zip(params, theirs["params"], strict=True):
+                entry = saved["state"].get(index, {})
+                for name in entry.keys() - {"step"}:
+                    self._set_state(param, name, entry[name])
+        for flat in self._flat_parts(self._zero):
+            base.state[flat]["step"].fill_(float(saved["state"].get(0, {}).get("step", 0)))
+
+    def _set_state(self, param: nn.Parameter, name: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if self.stage < 3:
+            safe_set_full_optimizer_state(param, value, name)
+            return
+        # The setter of whole tensors fails where the last rank's part is padded.
+        size = param.ds_tensor.numel()  # type: ignore[attr-defined]
+        own = value.flatten()[size * self.global_rank : size * (self.global_rank + 1)]
+        safe_set_local_optimizer_state(param, nn.functional.pad(own, (0, size - len(own))), name)
+
+
+@contextmanager
+def whole_head(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[nn.Module]:
+    """Within, `module.head` has all of its weights on every rank, so that ranks may call it as often as each needs. All
+    ranks must enter it together.
+
+    At stage 3 it is a copy, whose settings (a calibration fitted meanwhile) are taken over.
+    """
+    strategy, head = trainer.strategy, module.head
+    assert isinstance(head, nn.Module)
+    if not (isinstance(strategy, ZeroStrategy) and strategy.stage == 3):
+        yield head
+        return
+    devices = [strategy.root_device] if strategy.root_device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), strategy.root_device:
+        whole = type(head)(head.config)
+    state = strategy.whole_state()
+    whole.load_state_dict({name.removeprefix("head."): value for name, value in state.items()})
+    whole.train(head.training)
+    module.head = whole
+    try:
+        yield whole
+    finally:
+        module.head = head
+        head.config = whole.config
+
+
+def _leave_out_bad_steps(optimizer: torch.optim.Optimizer, skips: Callable[[], bool]) -> None:
+    """The optimizer changes nothing in a step that is to be skipped. Without gradients it has nothing to do, and
+    DeepSpeed finds its buffers as it left them."""
+    held: list[tuple[Tensor, Tensor | None]] = []
+
+    def before(*_: Any) -> None:
+        if skips():
+            for group in optimizer.param_groups:
+                held.extend((param, param.grad) for param in group["params"])
+            for param, _grad in held:
+                param.grad = None
+
+    def after(*_: Any) -> None:
+        for param, grad in held:
+            param.grad = grad
+        held.clear()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+def _require_deepspeed() -> None:
+    """Raises:
+    InputError: DeepSpeed is not installed."""
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError as error:
+        remedy = 'Run `pip install "draftsmith[deepspeed]"`, or pass --strategy ddp.'
+        raise InputError("strategy", f"no DeepSpeed ({error})", "the extra `deepspeed`", remedy) from error
