@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,10 @@ from typing import Any, cast
 import pyarrow.compute as pc
 import torch
 
+from draftsmith.data import feature_codec
 from draftsmith.data.datasets import in_pieces
+from draftsmith.data.feature_codec import FeatureDtype
+from draftsmith.data.features import INDEX_BYTES_PER_TOKEN, check_disk
 from draftsmith.data.manifest import MANIFEST, Manifest
 from draftsmith.data.models import DTYPES, model_directory
 from draftsmith.data.ranks import place
@@ -32,12 +34,10 @@ from draftsmith.modules.types import InputError
 from draftsmith.train import footprint
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.eagle import TrainEagleConfig
+from draftsmith.train.eagle import TrainEagleConfig, target_shape
 from draftsmith.train.footprint import PartShape
 from draftsmith.train.memory import FLOAT32, LAYOUTS, HeadSizes, Memory, Sizes, Strategy, memory, moments, with_strategy
 
-# A file system is never filled to the brim.
-SPARE_BYTES = 64 * 2**20
 # Of parts, only so many steps of an epoch are looked at for the largest.
 STEPS_LOOKED_AT = 2000
 # Of the tokens of documents that are not there yet.
@@ -171,12 +171,18 @@ def documents_of(config: TrainConfig, kind: str, context: int, samples: int, len
         lengths, share, kind, said = *_texts(directory, manifest), manifest.kind, str(directory)
     limit = min(config.max_length or context, context)
     pieces = in_pieces(_Texts(lengths), limit, LOOKAHEAD if kind != "acceptance" else 0)
-    lengths, rows = pieces.lengths, getattr(pieces, "rows", range(len(lengths)))
+    rows = getattr(pieces, "rows", range(len(lengths)))
+    lengths = pieces.lengths
     if config.val is None:
         train, _ = held_out(len(set(rows)), config.val_share)
         kept = set(train)
         lengths = [length for length, row in zip(lengths, rows, strict=True) if row in kept]
     return Documents(lengths, share, said, kind, assumed)
+
+
+def has_texts(directory: Path) -> bool:
+    """True for a complete artefact whose rows have tokens and answers: what a training reads."""
+    return (directory / MANIFEST).exists() and "input_ids" in {field.name for field in Manifest.read(directory).fields}
 
 
 def _texts(directory: Path, manifest: Manifest) -> tuple[list[int], float]:
@@ -243,10 +249,7 @@ def plan_eagle(config: TrainEagleConfig, target: FrozenModel, documents: Documen
     Raises:
         InputError: a target of a family that the head can not take its layer from.
     """
-    if target.llama is None:
-        expected = "a Llama-family target, which the head takes its layer from"
-        raise InputError("target", f"{config.target} of another family", expected, "Choose another target.")
-    llama = target.llama
+    llama = target.llama or target_shape(config.target)
     with torch.device("meta"):
         head = HeadSizes.of(EagleHead(EagleConfig.for_target(llama, config.num_layers)))
     shape = dataclasses.replace(llama, num_layers=config.num_layers)
@@ -254,18 +257,21 @@ def plan_eagle(config: TrainEagleConfig, target: FrozenModel, documents: Documen
     order = order_of(config, documents.lengths)
     part = largest_part(order, documents, world * config.accumulate, packed=bool(config.tokens_per_batch))
     autocast, online = config.precision == "bf16", documents.kind != "features"
-    frozen, loading = resident(target, planned_device(config))
+    frozen, loading = resident(target, config)
+    if config.target_parallel == "tensor":
+        frozen, loading = frozen // world, loading // world
+    read = dataclasses.replace(part, tokens=part.slots)  # by the target: documents side by side
     sizes = Sizes(
         head=head,
         base=base,
         frozen=frozen,
         loading=loading,
         batch=footprint.batch_bytes(0 if online else llama.hidden_size, part, config.accumulate),
-        inputs=footprint.eagle_inputs(shape, part),
+        inputs=footprint.eagle_inputs(shape, part, target.width if online else 0),
         activations=footprint.eagle_saved(shape, part, config.unroll, autocast),
         widest=footprint.widest_backward(shape, part, autocast),
         loss=footprint.eagle_loss_bytes(shape, part, config.unroll, target.width),
-        frozen_forward=footprint.frozen_forward(llama, part, target.width) if online else 0,
+        frozen_forward=footprint.frozen_forward(llama, read, target.width) if online else 0,
         optimizer=config.optimizer,
         accumulates=config.accumulate > 1,
     )
@@ -273,10 +279,11 @@ def plan_eagle(config: TrainEagleConfig, target: FrozenModel, documents: Documen
     counted = round(documents.tokens * documents.loss_share)
     epoch_flops = flops.eagle_training(shape, rows, counted, config.unroll)
     if online:
-        epoch_flops += flops.layers_forward(llama, documents.lengths)
-    features = {
-        dtype: footprint.features_bytes(llama.hidden_size, documents.tokens, dtype) for dtype in ("bf16", "fp8")
-    }
+        # A cache is filled in the first epoch and read in the others.
+        again = min(1.0, order.steps_per_epoch / total_steps(config, order)) if config.features == "cache" else 1.0
+        epoch_flops += again * flops.layers_forward(llama, documents.lengths)
+    dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8")
+    features = {dtype: feature_bytes(llama.hidden_size, documents.tokens, dtype) for dtype in dtypes}
     return finish("eagle", config, target, documents, order, part, sizes, world, epoch_flops, features)
 
 
@@ -290,7 +297,7 @@ def plan_acceptance(
     world = planned_world(config, world)
     order = order_of(config, documents.lengths)
     part = largest_part(order, documents, world * config.accumulate, False)
-    frozen, loading = resident(draft, planned_device(config))
+    frozen, loading = resident(draft, config)
     forward = part.tokens * draft.hidden_size * draft.width
     if draft.llama is not None:
         forward = footprint.frozen_forward(draft.llama, part, draft.width)
@@ -330,7 +337,6 @@ def finish(
     """What both heads have in common."""
     strategy = planned_strategy(config, world)
     shown = [(name, offload) for name, offload in LAYOUTS if name != "one process" or world == 1]
-    steps = config.max_steps or config.epochs * order.steps_per_epoch
     weights = FLOAT32 * sizes.head.params
     checkpoint = weights + moments(sizes.head, config.optimizer)
     return Plan(
@@ -341,20 +347,25 @@ def finish(
         documents=documents,
         world=world,
         steps_per_epoch=order.steps_per_epoch,
-        steps=steps,
+        steps=total_steps(config, order),
         step_flops=epoch_flops / order.steps_per_epoch,
         part=part,
         strategy=strategy,
         memories={key: memory(with_strategy(sizes, key[0], world, key[1])) for key in {*shown, strategy}},
         checkpoint_bytes=checkpoint,
         # One more than are kept while the newest is written; best/, last/ and the one that replaces either.
-        disk_bytes=(kept(config) + 1) * checkpoint + 3 * weights,
+        disk_bytes=(config.keep + 1) * checkpoint + 3 * weights,
         feature_bytes=features,
     )
 
 
-def kept(config: TrainConfig) -> int:
-    return getattr(config, "keep", 1)
+def total_steps(config: TrainConfig, order: Any) -> int:
+    return config.max_steps or config.epochs * order.steps_per_epoch
+
+
+def feature_bytes(hidden_size: int, tokens: int, dtype: FeatureDtype) -> int:
+    """On disk, with their index."""
+    return tokens * (feature_codec.token_bytes(hidden_size, dtype) + INDEX_BYTES_PER_TOKEN)
 
 
 def planned_dtype(config: TrainConfig) -> str:
@@ -362,12 +373,13 @@ def planned_dtype(config: TrainConfig) -> str:
     return "float32" if config.model_dtype == "auto" and planned_device(config) == "cpu" else config.model_dtype
 
 
-def resident(model: FrozenModel, device: str) -> tuple[int, int]:
+def resident(model: FrozenModel, config: TrainConfig) -> tuple[int, int]:
     """Bytes of a frozen model as it stays on its device, and most while it is read."""
-    if device == "cpu" and model.llama is not None:
+    on_cpu = planned_device(config) == "cpu"
+    if on_cpu and model.llama is not None and config.engine != "hf":
         return footprint.lean_frozen(model.llama, model.params, model.stored, model.width)
     size = model.params * model.width
-    return size, size + (model.params * model.stored if device == "cpu" else 0)
+    return size, size + (model.params * model.stored if on_cpu else 0)
 
 
 def own_memory() -> int:
@@ -376,12 +388,8 @@ def own_memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def check_disk(plan: Plan, output: Path) -> None:
+def check_room(plan: Plan, output: Path) -> None:
     """Raises:
     InputError: the disk can not hold the run's checkpoints."""
-    existing = next(path for path in (output, *output.resolve().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if plan.disk_bytes + SPARE_BYTES > free:
-        found = f"{free:,} bytes free at {existing}"
-        expected = f"{plan.disk_bytes + SPARE_BYTES:,} for checkpoints of {plan.checkpoint_bytes:,} bytes each"
-        raise InputError("output", found, expected, "Free some space, pass a smaller --keep, or use another disk.")
+    remedy = f"Free some space, pass a smaller --keep ({plan.checkpoint_bytes:,} bytes each), or use another disk."
+    check_disk(output, plan.disk_bytes, "output", remedy)

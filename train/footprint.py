@@ -70,9 +70,13 @@ def eagle_matrices(config: LlamaConfig) -> int:
     return 2 * size * size + config.num_layers * layer
 
 
-def eagle_inputs(config: LlamaConfig, part: PartShape) -> int:
-    """What `LitEagle.loss` holds beside it: both sides of the pairing, features with their noise, embeddings."""
-    return part.tokens * config.hidden_size * (2 * BFLOAT16 + 3 * FLOAT32)
+def eagle_inputs(config: LlamaConfig, part: PartShape, computed: int = 0) -> int:
+    """What `LitEagle.loss` holds beside it: both sides of the pairing, features with their noise, embeddings.
+
+    computed: bytes of an element of features that the target has made for this batch; 0 where they come with it.
+    """
+    pair = 2 * (computed or BFLOAT16) + computed
+    return part.tokens * config.hidden_size * (pair + 3 * FLOAT32)
 
 
 def widest_backward(config: LlamaConfig, part: PartShape, autocast: bool = False) -> int:
@@ -108,12 +112,6 @@ def frozen_forward(config: LlamaConfig, part: PartShape, width: int) -> int:
     queries, keys = heads_of(config)
     per_token = 2 * config.hidden_size + 3 * config.intermediate_size + 2 * queries + 2 * keys
     return part.tokens * per_token * width
-
-
-def features_bytes(config_hidden: int, tokens: int, dtype: str = "bf16", index: int = 5) -> int:
-    """Of features on disk: bf16, or fp8 with a float32 scale a token; and of their index (`data.features`)."""
-    per_token = config_hidden * BFLOAT16 if dtype == "bf16" else config_hidden + FLOAT32
-    return tokens * (per_token + index)
 
 
 def batch_bytes(hidden_size: int, part: PartShape, parts: int = 1) -> int:

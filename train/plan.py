@@ -20,7 +20,7 @@ from draftsmith.train import estimate
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig
-from draftsmith.train.estimate import Documents, Plan, check_disk, documents_of, frozen_model, own_memory, planned_dtype
+from draftsmith.train.estimate import Plan, check_room, documents_of, frozen_model, own_memory, planned_dtype
 
 # Column titles of the strategies, short enough for 80 columns side by side.
 SHORT = {
@@ -123,7 +123,7 @@ def plan_of(config: TrainConfig, base: int, world: int = 0, samples: int = 60_00
     dtype = planned_dtype(config)
     if isinstance(config, TrainEagleConfig):
         target = frozen_model(config.target, dtype)
-        documents = documents_of(config, "features", target.context, samples, length)
+        documents = documents_of(config, "responses", target.context, samples, length)
         return estimate.plan_eagle(config, target, documents, base, world)
     assert isinstance(config, TrainAcceptanceConfig)
     draft = frozen_model(config.draft, dtype)
@@ -131,19 +131,22 @@ def plan_of(config: TrainConfig, base: int, world: int = 0, samples: int = 60_00
     return estimate.plan_acceptance(config, draft, documents, base, world)
 
 
-def announce(config: TrainConfig, lengths: list[int], say_once: Any = say) -> None:
-    """The short form, as a training prints it when it begins.
+def announce(config: TrainConfig) -> None:
+    """The short form, as a training prints it when it begins, before any weights are read.
 
-    lengths: tokens of its training samples. say_once: prints on one rank.
+    Data that is not there, or not what a training reads, is left for the training to tell.
 
     Raises:
         InputError: the disk can not hold the checkpoints.
     """
+    from draftsmith.train.metrics import is_first_process
+
+    if not estimate.has_texts(config.data):
+        return
     plan = plan_of(config, own_memory())
-    documents = dataclasses.replace(plan.documents, lengths=lengths)
-    assert isinstance(documents, Documents)
-    say_once(short(plan))
-    check_disk(plan, config.output)
+    if is_first_process():
+        say(short(plan))
+    check_room(plan, config.output)
 
 
 def short(plan: Plan) -> str:
@@ -151,8 +154,8 @@ def short(plan: Plan) -> str:
     own = plan.own
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
     return (
-        f"plan: {count(plan.trained)} trained and {count(plan.frozen).strip()} frozen parameters, about {size(own.peak)} of "
-        f"memory a rank ({ranks}, {SHORT[plan.strategy]}; most in: {own.phase})\n"
+        f"plan: {count(plan.trained).strip()} trained and {count(plan.frozen).strip()} frozen parameters, about "
+        f"{size(own.peak)} of memory a rank ({ranks}, {SHORT[plan.strategy]}; most in: {own.phase})\n"
         f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {count(plan.step_flops)}FLOPs each; "
         f"checkpoints {size(plan.checkpoint_bytes)} each, {size(plan.disk_bytes)} at most"
     )

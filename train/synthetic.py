@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.datasets import Item
+from draftsmith.data.models import model_directory, tokenizer_identity
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM, llama_config
@@ -74,10 +76,12 @@ def random_target(raw: dict[str, Any], dtype: torch.dtype = torch.float32, seed:
 
 
 def write_target(directory: Path, raw: dict[str, Any], seed: int = 0) -> Path:
-    """A transformers directory of random bf16 weights, without a tokenizer."""
+    """A transformers directory of random bf16 weights, with the embedded target's tokenizer."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True)
+    for file in model_directory("embedded:target").glob("*token*"):
+        shutil.copy(file, directory)
     (directory / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
     save_file(random_state(llama_config(raw), torch.bfloat16, seed), directory / "model.safetensors")
     return directory
@@ -119,6 +123,7 @@ def write_features(
     directory: Path, identity: dict[str, str], lengths: Sequence[int], hidden: int, vocab: int, seed: int = 0
 ) -> Path:
     """A real `features` artefact of random documents, for the target with this identity."""
+    from draftsmith.data import feature_codec
     from draftsmith.data.features import FIELDS, FeaturesConfig, index_row, key
     from draftsmith.data.shards import Plan, Shard, ShardContent, run_stage
 
@@ -130,7 +135,7 @@ def write_features(
         config=FeaturesConfig(responses=Path("synthetic"), target="synthetic", output=directory),
         num_rows=len(lengths),
         rows_per_shard=max(1, len(lengths) // 4),
-        fields=FIELDS,
+        fields=FIELDS + feature_codec.fields("bf16"),
         inputs={},
         identity={"target": identity},
         seed=seed,
@@ -146,6 +151,44 @@ def write_features(
             tensors[key(number)] = item["features"]
         counts = {"tokens": sum(row["length"] for row in rows), "loss_tokens": sum(sum(r["loss_mask"]) for r in rows)}
         return ShardContent(rows, counts, tensors)
+
+    run_stage(plan, make)
+    return directory
+
+
+def write_responses(directory: Path, target: str, lengths: Sequence[int], vocab: int, seed: int = 0) -> Path:
+    """A real `responses` artefact of random tokens, which any target of this tokenizer may be trained on."""
+    from draftsmith.data.responses import FIELDS, ResponsesConfig, count
+    from draftsmith.data.shards import Plan, Shard, ShardContent, run_stage
+
+    generator = torch.Generator().manual_seed(seed)
+    documents = [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
+    plan = Plan(
+        kind="responses",
+        stage="data responses",
+        directory=directory,
+        config=ResponsesConfig(prompts=Path("synthetic"), target=target, output=directory),
+        num_rows=len(lengths),
+        rows_per_shard=256,
+        fields=FIELDS,
+        inputs={},
+        identity={"tokenizer": tokenizer_identity(target)["tokenizer"], "target": {}},
+        seed=seed,
+    )
+
+    def make(shard: Shard, advance: Any) -> ShardContent:
+        rows = [
+            {
+                "id": str(number),
+                "input_ids": documents[number],
+                "prompt_length": int(len(documents[number]) * PROMPT_SHARE),
+                "ended": True,
+                "retokenised": False,
+                "task": "synthetic",
+            }
+            for number in range(shard.start, shard.stop)
+        ]
+        return ShardContent(rows, count(rows))
 
     run_stage(plan, make)
     return directory
