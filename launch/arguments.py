@@ -56,6 +56,8 @@ def parse_words(prog: str, config_class: type, words: list[str], options: dict[s
 
     parser = ArgumentParser(prog=prog, exit_on_error=False, add_help=False)
     parser.add_argument("--config", action="config")
+    # It looks the names of types up in the class' own module, where those of inherited fields need not be.
+    config_class.__init__.__annotations__.update(get_type_hints(config_class))  # type: ignore[misc]
     parser.add_class_arguments(config_class)
     try:
         found = parser.parse_args(words)
@@ -171,7 +173,8 @@ def config_file(prog: str, name: str) -> Path:
     file = Path(name)
     if file.is_file():
         return file
-    folder = Path(__file__).parents[1] / "configs" / (prog.split()[1] if len(prog.split()) > 1 else "")
+    group = prog.split()[1] if len(prog.split()) > 1 else ""
+    folder = Path(__file__).parents[1] / "configs" / ("train" if group == "plan" else group)
     shipped = folder / f"{name.removesuffix('.yaml')}.yaml"
     if shipped.is_file():
         return shipped

@@ -58,14 +58,27 @@ def run(config: TrainAcceptanceConfig) -> Path:
         InputError: the artefact was made with another draft, is damaged or empty, or the output is taken.
     """
     # Lightning takes seconds to import, and --help needs none of it.
-    from draftsmith.train.data_module import HeadDataModule
-    from draftsmith.train.fit import Provenance, digests, finished, fit, split
-    from draftsmith.train.lit_acceptance import LitAcceptance
+    from draftsmith.train.fit import finished, fit
+    from draftsmith.train.plan import announce
 
     set_threads(config.num_threads)
     done = finished(config)
     if done is not None:
         return done
+    announce(config)
+    return fit(*prepare(config))
+
+
+def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
+    """What `fit` is given: the models and data of a training that has not begun.
+
+    Raises:
+        InputError: as `run`.
+    """
+    from draftsmith.train.data_module import HeadDataModule
+    from draftsmith.train.fit import Provenance, digests, split
+    from draftsmith.train.lit_acceptance import LitAcceptance
+
     draft = load_lm(config.draft, model_dtype(config), local_device(config), config.engine, config.trust_remote_code)
     identity = {"draft": draft.info.identity}
     train = AcceptanceDataset(config.data, config.mix, config.seed, identity)
@@ -82,7 +95,7 @@ def run(config: TrainAcceptanceConfig) -> Path:
     provenance = Provenance(
         "acceptance", digests(train, val), draft.info.identity, manifest.identity, manifest.sampling
     )
-    return fit(module, data, config, provenance)
+    return module, data, config, provenance
 
 
 def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead:

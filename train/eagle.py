@@ -125,16 +125,29 @@ def run(config: TrainEagleConfig) -> Path:
             not hold the cache.
     """
     # Lightning takes seconds to import, and --help needs none of it.
-    from draftsmith.train.data_module import HeadDataModule
-    from draftsmith.train.feature_source import FeatureSource
-    from draftsmith.train.fit import Provenance, digests, finished, fit, split
-    from draftsmith.train.lit_eagle import LitEagle, TauProbe, num_loss_tokens
-    from draftsmith.train.metrics import is_first_process
+    from draftsmith.train.fit import finished, fit
+    from draftsmith.train.plan import announce
 
     set_threads(config.num_threads)
     done = finished(config)
     if done is not None:
         return done
+    announce(config)
+    return fit(*prepare(config))
+
+
+def prepare(config: TrainEagleConfig) -> tuple[Any, ...]:
+    """What `fit` is given: the models and data of a training that has not begun.
+
+    Raises:
+        InputError: as `run`.
+    """
+    from draftsmith.train.data_module import HeadDataModule
+    from draftsmith.train.feature_source import FeatureSource
+    from draftsmith.train.fit import Provenance, digests, split
+    from draftsmith.train.lit_eagle import LitEagle, TauProbe, num_loss_tokens
+    from draftsmith.train.metrics import is_first_process
+
     target = load_lm(
         config.target,
         model_dtype(config),
@@ -168,7 +181,7 @@ def run(config: TrainEagleConfig) -> Path:
     probe = TauProbe(module, prompts, config.tau_k, config.tau_max_new_tokens) if prompts else None
     provenance = Provenance("eagle", digests(train, val), target.info.identity, train.manifest.identity)
     probe_every = config.tau_every or config.val_every or data.order.steps_per_epoch
-    return fit(module, data, config, provenance, probe, probe_every)
+    return module, data, config, provenance, probe, probe_every
 
 
 def open_data(directory: Path, config: TrainEagleConfig, target: CausalLM) -> FeatureDataset | ResponsesDataset:

@@ -172,7 +172,7 @@ class LitEagle(LitHead):
         The tokens that it reads are those of the data, so it is followed only as long as it chose them: on text that
         the target wrote greedily the numbers are those of greedy drafting.
         """
-        pair = shift(part.data)
+        pair = shift(self.features_of(part.data))
         dtype = self.head.fc.weight.dtype
         embeds = self.target.model.embed(pair.next_ids).to(dtype)
         passes = self.head.unroll(

@@ -1,0 +1,250 @@
+"""`draftsmith plan`: what a training will take, before it runs; and the short form that every training prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.data.batched import set_threads
+from draftsmith.data.manifest import volatile
+from draftsmith.data.progress import say
+from draftsmith.modules.types import InputError
+from draftsmith.train import estimate
+from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.eagle import TrainEagleConfig
+from draftsmith.train.estimate import Plan, check_room, documents_of, frozen_model, own_memory, planned_dtype
+
+# Column titles of the strategies, short enough for 80 columns side by side.
+SHORT = {
+    ("one process", False): "alone",
+    ("ddp", False): "ddp",
+    ("deepspeed_stage_1", False): "zero-1",
+    ("deepspeed_stage_2", False): "zero-2",
+    ("deepspeed_stage_3", False): "zero-3",
+    ("deepspeed_stage_2", True): "z2-off",
+    ("deepspeed_stage_3", True): "z3-off",
+}
+WIDEST = 100  # longer lines are hard to read
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What planning asks beside a training's own settings."""
+
+    data: Path = volatile(Path("runs/data"))
+    output: Path = volatile(Path("runs/heads"))
+    world: int = volatile(0)
+    measure: bool = volatile(False)
+    assume_samples: int = volatile(60_000)
+    assume_length: int = volatile(512)
+    json: Path | None = volatile(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        for name, least in {"world": 0, "assume_samples": 2, "assume_length": 4}.items():
+            if getattr(self, name) < least:
+                raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanEagleConfig(PlanOptions, TrainEagleConfig):
+    """What `train eagle` with these settings will take: memory of a rank by part and strategy, disk, steps, FLOPs.
+
+    Attributes:
+        data: The artefact to train on; where it is not there yet, its size is assumed.
+        output: Where the training would write.
+        world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
+        measure: Time a few real steps here and say how long the whole training takes, with the peak that was measured.
+        assume_samples: Samples, where the artefact is not there yet.
+        assume_length: Tokens of each of these.
+        json: File that receives the numbers.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanAcceptanceConfig(PlanOptions, TrainAcceptanceConfig):
+    """What `train acceptance` with these settings will take: memory of a rank by part and strategy, disk, steps, FLOPs.
+
+    Attributes:
+        data: The artefact to train on; where it is not there yet, its size is assumed.
+        output: Where the training would write.
+        world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
+        measure: Time a few real steps here and say how long the whole training takes, with the peak that was measured.
+        assume_samples: Samples, where the artefact is not there yet.
+        assume_length: Tokens of each of these.
+        json: File that receives the numbers.
+    """
+
+
+def run(config: PlanEagleConfig | PlanAcceptanceConfig) -> Path | None:
+    """Print the plan; returns the file with its numbers, if one was asked for."""
+    set_threads(config.num_threads)
+    import_training(config)
+    plan = plan_of(config, own_memory(), config.world, config.assume_samples, config.assume_length)
+    screen = Console(highlight=False)
+    console = Console(highlight=False, width=min(screen.width, WIDEST))
+    print_plan(plan, config, console)
+    measured = None
+    if config.measure:
+        from draftsmith.train.plan_measure import measure
+
+        measured = measure(config, plan)
+        console.print(measured.text(plan), markup=False)
+    if config.json is None:
+        return None
+    numbers = {**as_numbers(plan), "measured": dataclasses.asdict(measured) if measured else None}
+    config.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    return config.json
+
+
+def import_training(config: TrainConfig) -> None:
+    """What a training has imported by the time it reads its models: part of its memory."""
+    import lightning.pytorch  # noqa: F401
+
+    from draftsmith.train import fit, lit_acceptance, lit_eagle  # noqa: F401
+
+    if str(config.strategy).startswith("deepspeed"):
+        try:
+            import deepspeed  # noqa: F401
+        except ImportError:
+            say("deepspeed is not installed here: its own memory is not in the plan")
+
+
+def plan_of(config: TrainConfig, base: int, world: int = 0, samples: int = 60_000, length: int = 512) -> Plan:
+    """The plan of a training, by its settings. The rest: `estimate.plan_eagle` and `estimate.documents_of`."""
+    dtype = planned_dtype(config)
+    if isinstance(config, TrainEagleConfig):
+        target = frozen_model(config.target, dtype)
+        documents = documents_of(config, "responses", target.context, samples, length)
+        return estimate.plan_eagle(config, target, documents, base, world)
+    assert isinstance(config, TrainAcceptanceConfig)
+    draft = frozen_model(config.draft, dtype)
+    documents = documents_of(config, "acceptance", draft.context, samples, length)
+    return estimate.plan_acceptance(config, draft, documents, base, world)
+
+
+def announce(config: TrainConfig) -> None:
+    """The short form, as a training prints it when it begins, before any weights are read.
+
+    Data that is not there, or not what a training reads, is left for the training to tell.
+
+    Raises:
+        InputError: the disk can not hold the checkpoints.
+    """
+    from draftsmith.train.metrics import is_first_process
+
+    if not estimate.has_texts(config.data):
+        return
+    plan = plan_of(config, own_memory())
+    if is_first_process():
+        say(short(plan))
+    check_room(plan, config.output)
+
+
+def short(plan: Plan) -> str:
+    """Two lines."""
+    own = plan.own
+    ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
+    return (
+        f"plan: {count(plan.trained).strip()} trained and {count(plan.frozen).strip()} frozen parameters, about "
+        f"{size(own.peak)} of memory a rank ({ranks}, {SHORT[plan.strategy]}; most in: {own.phase})\n"
+        f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {count(plan.step_flops)}FLOPs each; "
+        f"checkpoints {size(plan.checkpoint_bytes)} each, {size(plan.disk_bytes)} at most"
+    )
+
+
+def print_plan(plan: Plan, config: TrainConfig, console: Console) -> None:
+    console.print(f"{plan.job} head for {plan.model}, planned from config.json alone\n", markup=False)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True, style="cyan")
+    facts.add_column()
+    for name, value in fact_rows(plan, config):
+        facts.add_row(name, value)
+    console.print(facts)
+    console.print(f"\nMemory of a rank, {memory_unit(plan)[0]}; * as configured, off: with offload to host memory")
+    console.print(memory_table(plan))
+
+
+def fact_rows(plan: Plan, config: TrainConfig) -> list[tuple[str, str]]:
+    documents, per_step = plan.documents, plan.documents.tokens / plan.steps_per_epoch
+    rows = [
+        ("parameters", f"{count(plan.trained).strip()} trained, {count(plan.frozen).strip()} frozen"),
+        ("data", f"{documents.source}: {len(documents.lengths):,} training samples, {documents.tokens:,} tokens"),
+        (
+            "steps",
+            f"{plan.steps:,} of {per_step:,.0f} tokens: {plan.epochs:.3g} epochs of {plan.steps_per_epoch:,} steps; "
+            f"{per_step * plan.steps:,.0f} tokens in all",
+        ),
+        ("compute", f"{count(plan.step_flops)}FLOPs a step, {count(plan.step_flops * plan.steps)}FLOPs in all"),
+        (
+            "largest part",
+            f"{plan.part.tokens:,} tokens on a rank at once ({plan.world} ranks, {config.accumulate} parts)",
+        ),
+        (
+            "checkpoints",
+            f"{size(plan.checkpoint_bytes)} each, float32 weights and averages; {size(plan.disk_bytes)} at most, with "
+            f"best/ and last/",
+        ),
+    ]
+    if plan.feature_bytes:
+        there = "on disk" if documents.kind == "features" and not documents.assumed else "if stored"
+        rows.append((f"features {there}", ", ".join(f"{size(v)} in {k}" for k, v in plan.feature_bytes.items())))
+    return rows
+
+
+def memory_table(plan: Plan) -> Table:
+    """A row a part, a column a strategy."""
+    keys = [key for key in SHORT if key in plan.memories]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("part")
+    for key in keys:
+        table.add_column(SHORT[key] + ("*" if key == plan.strategy else ""), justify="right")
+    _, divisor, digits = memory_unit(plan)
+    for name in plan.own.parts:
+        values = [plan.memories[key].parts[name] for key in keys]
+        if any(values):
+            table.add_row(name, *(f"{value / divisor:,.{digits}f}" for value in values))
+    table.add_section()
+    table.add_row("most at a time", *(f"{plan.memories[key].peak / divisor:,.{digits}f}" for key in keys), style="bold")
+    table.add_row("which is in", *(plan.memories[key].phase for key in keys))
+    if any(plan.memories[key].host for key in keys):
+        table.add_row("host memory", *(f"{plan.memories[key].host / divisor:,.{digits}f}" for key in keys))
+    return table
+
+
+def memory_unit(plan: Plan) -> tuple[str, float, int]:
+    """Name, bytes and decimals of the unit that suits the table."""
+    return ("GB", 1e9, 2) if plan.own.peak >= 1e10 else ("MB", 1e6, 0)
+
+
+def as_numbers(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values."""
+    numbers = {name: value for name, value in dataclasses.asdict(plan).items() if name not in ("documents", "memories")}
+    documents = plan.documents
+    numbers["documents"] = {"source": documents.source, "samples": len(documents.lengths), "tokens": documents.tokens}
+    numbers["memories"] = {SHORT[key]: dataclasses.asdict(value) for key, value in plan.memories.items()}
+    return numbers
+
+
+def count(number: float) -> str:
+    """1234567 -> `1.23 M`, to be followed by a unit or a noun."""
+    for step, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if number >= step:
+            return f"{number / step:.3g} {letter}"
+    return f"{number:,.0f} "
+
+
+def size(number: float) -> str:
+    """Bytes for people: 1234567 -> `1.23 MB`."""
+    for step, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= step:
+            return f"{number / step:.3g} {unit}"
+    return f"{number:.0f} B"
