@@ -151,6 +151,8 @@ def fit(
     if step:
         say_on_rank_zero(f"going on from step {step} of {module.total_steps}")
     with warnings.catch_warnings():
+        # On any machine that has SLURM: to use srun.
+        warnings.filterwarnings("ignore", message="The `srun` command is available")
         # About torch's pytrees, and about collectives that DeepSpeed calls by their old names.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.|torch\.distributed\.")
         trainer = pl.Trainer(

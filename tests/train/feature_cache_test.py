@@ -162,7 +162,7 @@ def test_the_disk_is_looked_at_before_the_first_step(artefacts, tmp_path, monkey
     assert f"{tokens * (32 + 2):,} bytes" in capsys.readouterr().out  # a value is a byte, a token's scale two
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1000))
-    with pytest.raises(InputError, match="feature_cache: found 1,000 bytes free"):
+    with pytest.raises(InputError, match="found 1,000 bytes free"):
         run(config(artefacts, tmp_path / "run", features="cache"))
     assert not (tmp_path / "run" / "started.json").exists()
 

@@ -54,7 +54,8 @@ def test_frozen_models_are_float32_on_a_cpu(tmp_path):
 
 
 def test_sruns_ranks_reach_lightning_under_torchruns_names(tmp_path, monkeypatch):
-    slurm = {"SLURM_STEP_ID": 0, "SLURM_PROCID": 5, "SLURM_NTASKS": 6, "SLURM_LOCALID": 2, "SLURM_STEP_NUM_NODES": 2}
+    slurm = {"SLURM_STEP_ID": 0, "SLURM_PROCID": 5, "SLURM_NTASKS": 6, "SLURM_LOCALID": 2}
+    slurm |= {"SLURM_NODEID": 1, "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}
     for name, value in slurm.items():
         monkeypatch.setenv(name, str(value))
     arguments = trainer_arguments(config(tmp_path))
