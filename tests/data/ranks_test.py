@@ -1,0 +1,61 @@
+"""Who a process is: the variables as recorded inside real launches, and those that do not fit together."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftsmith.data.ranks import Place, place
+from draftsmith.modules.types import InputError
+
+# What each launcher set in one of its processes; only names that look like ranks and sizes are kept.
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+DEEPSPEED = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
+# sbatch --nodes=2 --ntasks-per-node=1; SLURM 22.05.
+BATCH = {"SLURM_JOB_ID": "1", "SLURM_LOCALID": "0", "SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_NTASKS": "2"}
+BATCH |= {"SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "1(x2)"}
+SRUN = {**BATCH, "SLURM_NODEID": "1", "SLURM_PROCID": "1", "SLURM_STEPID": "0", "SLURM_STEP_ID": "0"}
+SRUN |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+# srun -N 1 -n 2 in the same job.
+SMALLER_STEP = {**SRUN, "SLURM_NODEID": "0", "SLURM_LOCALID": "1", "SLURM_NNODES": "1", "SLURM_STEP_ID": "1"}
+SMALLER_STEP |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "2"}
+UNEVEN = {**SRUN, "SLURM_NODEID": "3", "SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "7"}
+UNEVEN |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        pytest.param({}, Place(), id="alone"),
+        pytest.param(TORCHRUN, Place(3, 4, 1, 2, True), id="torchrun"),
+        pytest.param(DEEPSPEED, Place(3, 4, 1, 2, True), id="deepspeed"),
+        pytest.param(BATCH, Place(), id="the batch script itself"),
+        pytest.param({**BATCH, "SLURM_STEP_ID": str(2**32 - 5)}, Place(), id="a batch step with an id"),
+        pytest.param({**BATCH, "SLURM_STEP_ID": str(2**32 - 6)}, Place(), id="an interactive step"),
+        pytest.param(SRUN, Place(1, 2, 0, 1, True), id="srun"),
+        pytest.param(SMALLER_STEP, Place(1, 2, 1, 2, True), id="a step smaller than its job"),
+        pytest.param(UNEVEN, Place(6, 7, 0, 1, True), id="nodes with different numbers of tasks"),
+        pytest.param({**SRUN, **TORCHRUN}, Place(3, 4, 1, 2, True), id="torchrun in srun"),
+        pytest.param({"LOCAL_RANK": "1", "NODE_RANK": "0"}, Place(local_rank=1), id="a subprocess of Lightning"),
+    ],
+)
+def test_a_process_knows_its_place(environment, expected):
+    assert place(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({**TORCHRUN, "RANK": "four"}, "four"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK: found 4"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK: found -1"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK: found 2"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE = 8 <= WORLD_SIZE = 4"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "many"}, "SLURM_STEP_TASKS_PER_NODE=many"),
+        ({**SRUN, "SLURM_NODEID": "2"}, "what a launcher sets"),
+        ({name: value for name, value in SRUN.items() if name != "SLURM_LOCALID"}, "SLURM_LOCALID"),
+    ],
+)
+def test_variables_that_do_not_fit_together_are_the_users_error(environment, named):
+    with pytest.raises(InputError, match="Launch with") as caught:
+        place(environment)
+    assert named in str(caught.value)
