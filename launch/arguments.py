@@ -88,6 +88,7 @@ def normalise(prog: str, args: Sequence[str], options: dict[str, Any], positiona
     words: list[str] = []
     lists: dict[str, list[str]] = {}
     free: list[str] = []
+    literal: list[str] = []  # what follows `--`: words of another command are never split at commas
     queue = list(args)
 
     def value_follows() -> bool:
@@ -96,7 +97,7 @@ def normalise(prog: str, args: Sequence[str], options: dict[str, Any], positiona
     while queue:
         word = queue.pop(0)
         if word == "--":
-            free += queue
+            literal = queue
             break
         if not word.startswith("--"):
             free.append(word)
@@ -120,18 +121,28 @@ def normalise(prog: str, args: Sequence[str], options: dict[str, Any], positiona
             words.append(f"--{name}={value if equals else queue.pop(0)}")
         else:
             raise UsageError(f"--{dashed(name)}: found nothing, expected a value ({type_name(kind)}). Write it after.")
-    words += place_positionals(prog, free, options, positional, lists)
+    words += place_positionals(prog, free, literal, options, positional, lists)
     return words + [f"--{name}={join(values)}" for name, values in lists.items()]
 
 
 def place_positionals(
-    prog: str, free: list[str], options: dict[str, Any], positional: tuple[str, ...], lists: dict[str, list[str]]
+    prog: str,
+    free: list[str],
+    literal: list[str],
+    options: dict[str, Any],
+    positional: tuple[str, ...],
+    lists: dict[str, list[str]],
 ) -> list[str]:
-    """Words without a name go to the settings that allow it, in order; a list takes all that remain."""
-    words, rest = [], list(free)
+    """Words without a name go to the settings that allow it, in order; a list takes all that remain, and those of
+    `literal` (behind the others) as they are."""
+    words, rest = [], [*free, *literal]
     for name in positional:
         if rest and is_list(options[name]):
-            lists.setdefault(name, []).extend(rest)
+            num_literal = min(len(rest), len(literal))
+            given = lists.setdefault(name, [])
+            given += rest[: len(rest) - num_literal]
+            if num_literal:
+                lists[name] = [json.dumps([*json.loads(join(given)), *rest[-num_literal:]])]
             rest = []
         elif rest:
             words.append(f"--{name}={rest.pop(0)}")

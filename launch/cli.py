@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from draftsmith.launch.errors import UsageError, did_you_mean, user_message
 
@@ -47,6 +49,13 @@ COMMANDS: dict[str, Command] = {
         "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
     ),
     "eval latency": Command("eval.latency", "LatencyConfig", "What the decoder adds to its models' forwards"),
+    "launch torchrun": Command(
+        "launch.torchrun", "TorchrunConfig", "Processes on this machine, or one group per machine", ("command",)
+    ),
+    "launch slurm": Command("launch.slurm", "SlurmConfig", "A SLURM job: submitted, followed, requeued", ("command",)),
+    "launch deepspeed": Command(
+        "launch.deepspeed", "DeepspeedConfig", "Machines of a hostfile, through ssh", ("command",)
+    ),
     "embedded build": Command("launch.embedded", "BuildConfig", "Train the shipped models again, from their corpus"),
 }  # fmt: skip
 
@@ -57,6 +66,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
                                            "data inspect"),
     "Train heads": ("train acceptance", "train eagle"),
     "Measure": ("eval bench", "eval lossless", "eval generation", "eval latency"),
+    "Run data and train commands on many devices": ("launch torchrun", "launch slurm", "launch deepspeed"),
     "The shipped models": ("embedded build",),
 }  # fmt: skip
 
@@ -108,19 +118,35 @@ def dispatch(args: list[str]) -> int:
     if args and args[0] in {"--version", "-V"}:
         print(f"draftsmith {version()}")
         return 0
-    words = [arg for arg in args[:2] if not arg.startswith("-")]
-    name = " ".join(words) if " ".join(words) in COMMANDS else "".join(words[:1])
-    if name in COMMANDS:
+    name = command_name(args)
+    if name is not None:
         return run_command(name, args[len(name.split()) :])
+    words = leading_words(args)
     groups = {command.split()[0] for command in COMMANDS}
     if (not words or words[0] in groups) and not unknown_rest(args, words):
         from draftsmith.launch.help import print_overview
 
         print_overview(version(), COMMANDS, SECTIONS, group=words[0] if words else None)
         return 0
+    raise unknown_command(args)
+
+
+def leading_words(args: Sequence[str]) -> list[str]:
+    return [arg for arg in args[:2] if not arg.startswith("-")]
+
+
+def command_name(args: Sequence[str]) -> str | None:
+    """The command at the beginning of `args`: two words, or one."""
+    words = leading_words(args)
+    return next((name for name in (" ".join(words), "".join(words[:1])) if name in COMMANDS), None)
+
+
+def unknown_command(args: Sequence[str]) -> UsageError:
+    """The error that names the nearest commands."""
+    words = leading_words(args)
     typed = " ".join(words) or args[0]
-    known = [c for c in COMMANDS if c.split()[0] == words[0]] if words and words[0] in groups else list(COMMANDS)
-    raise UsageError(
+    known = [c for c in COMMANDS if words and c.split()[0] == words[0]] or list(COMMANDS)
+    return UsageError(
         f"found command {typed!r}, expected one of: {', '.join(known)}.{did_you_mean(typed, known)} "
         "Run `draftsmith --help`."
     )
@@ -133,18 +159,27 @@ def unknown_rest(args: list[str], words: list[str]) -> bool:
 
 def run_command(name: str, args: list[str]) -> int:
     """Parse the settings of one command and run it. A command that judges returns its exit code, others a path."""
-    command = COMMANDS[name]
     # The libraries below report every load of a tiny model; their warnings are still shown.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    module, config = configure(name, args)
+    result = module.run(config) if config is not None else 0
+    return result if isinstance(result, int) else 0
+
+
+def configure(name: str, args: list[str]) -> tuple[ModuleType, Any | None]:
+    """The command's module and the settings that `args` describe; None when help was printed instead."""
+    command = COMMANDS[name]
+    if name.startswith("launch "):
+        from draftsmith.launch.inner import check_dashes
+
+        check_dashes(name, args)
     module = importlib.import_module(f"draftsmith.{command.module}")
-    config_class = getattr(module, command.config)
 
     from draftsmith.launch.arguments import parse
 
-    config = parse(f"draftsmith {name}", config_class, args, command.positional, command.help)
-    result = module.run(config) if config is not None else 0
-    return result if isinstance(result, int) else 0
+    config_class = getattr(module, command.config)
+    return module, parse(f"draftsmith {name}", config_class, args, command.positional, command.help)
 
 
 def version() -> str:

@@ -60,8 +60,10 @@ def print_overview(
 def print_options(prog: str, config_class: type, positional: tuple[str, ...], about: str) -> None:
     """Every setting with its type, meaning and default."""
     out = console()
-    free = "".join(f" [{name.upper()}]" for name in positional)
-    out.print(Text.assemble(("Usage: ", TITLE_STYLE), f"{prog}{free} [--config FILE] [--name value ...]\n"))
+    launches = positional == ("command",)  # another command, behind `--`
+    free = "" if launches else "".join(f" [{name.upper()}]" for name in positional)
+    rest = " -- COMMAND ..." if launches else ""
+    out.print(Text.assemble(("Usage: ", TITLE_STYLE), f"{prog}{free} [--config FILE] [--name value ...]{rest}\n"))
     out.print(Text(first_paragraph(config_class) or about + "."))
     groups: dict[str, list[tuple[Text, Text]]] = {"Required": [], "Settings": []}
     for name, kind, default, meaning in settings(config_class):

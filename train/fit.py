@@ -40,7 +40,7 @@ from draftsmith.train.data_module import HeadDataModule, Samples, fitting, held_
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.loggers import make_loggers
 from draftsmith.train.metrics import is_first_process
-from draftsmith.train.signals import StopOnSignal
+from draftsmith.train.signals import StopOnSignal, exit_code
 from draftsmith.train.strategies import trainer_arguments, world_size
 
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
@@ -116,7 +116,8 @@ def fit(
 
     Raises:
         InputError: the run to be continued was begun with other settings or data.
-        SystemExit: 130 after Ctrl-C and 143 after SIGTERM, as a shell reports them; everything is saved by then.
+        SystemExit: 130 after Ctrl-C and 143 after SIGTERM, as a shell reports them; everything is saved by then. After
+            SIGUSR1 0 when SLURM starts the job again (train/signals.py), else 138.
     """
     checkpoint = _checkpoint(config, provenance)
     step = step_of(checkpoint)
@@ -175,7 +176,7 @@ def fit(
         write_json(config.output / FINISHED, result)
     trainer.strategy.barrier("finished")
     say_on_rank_zero(f"{provenance.job} head: {config.output / 'best'} (step {between.best.get('step', 0):.0f})")
-    if interrupted:  # during the last step: the run is complete, but what comes after it was not wanted
+    if interrupted in {signal.SIGINT, signal.SIGTERM}:  # in the last step: complete, but nothing more was wanted
         raise SystemExit(128 + interrupted)
     return config.output / "best"
 
@@ -239,4 +240,4 @@ def _leave(number: int, step: int, config: TrainConfig, provenance: Provenance) 
     command = ["draftsmith", "train", provenance.job, "--config", str(config.output / RESOLVED), "--resume"]
     saved = f"saved step {step}" if step else "nothing was saved"
     say_on_rank_zero(f"{signal.Signals(number).name}: {saved}. Go on with: {shlex.join(command)}")
-    raise SystemExit(128 + number)
+    raise SystemExit(exit_code(number, config.resume))

@@ -19,8 +19,9 @@ from draftsmith.train.metrics import Means, num_ranks, rank, total
 from draftsmith.train.muon import MuonAdamW
 from draftsmith.train.schedules import lr_schedule
 
-# What ends a run between steps; the first that any rank has received counts.
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# What ends a run between steps; the first that any rank has received counts. SIGUSR1 is SLURM's warning before the time
+# limit (train/signals.py).
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Frozen:

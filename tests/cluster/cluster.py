@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -122,10 +122,11 @@ def _end_jobs(environment: dict[str, str]) -> None:
         time.sleep(0.5)
 
 
-def _wait(there, state: Path, what: str) -> None:
+def _wait(there: Callable[[], bool], state: Path, what: str) -> None:
     deadline = time.monotonic() + START_S
     while not there():
         if time.monotonic() > deadline:
-            logs = "\n".join(f"--- {p.name}\n{p.read_text()[-2000:]}" for p in state.glob("*") if p.suffix in {".log", ".out"})
+            files = [file for file in state.iterdir() if file.suffix in {".log", ".out"}]
+            logs = "\n".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in files)
             raise AssertionError(f"no {what} after {START_S:.0f} s\n{logs}")
         time.sleep(0.1)

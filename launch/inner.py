@@ -1,0 +1,60 @@
+"""The command that a launcher starts in every process: known, well written, and one that can be shared out.
+
+All of it is checked where the launcher is called, so that a typing error costs one line and no place in a queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draftsmith.launch import cli
+from draftsmith.launch.errors import UsageError
+
+# Groups whose commands share their work out by rank. `data inspect` shows rows to one reader.
+SHARED, ALONE = ("data", "train"), ("data inspect",)
+
+
+def check_dashes(launcher: str, args: Sequence[str]) -> None:
+    """See that a command is set off by `--`; without it, its settings would be taken for the launcher's.
+
+    Raises:
+        UsageError: a command's name is there and `--` is not.
+    """
+    if "--" in args:
+        return
+    for start, word in enumerate(args):
+        if not word.startswith("-") and cli.command_name(args[start:]) is not None:
+            before, after = " ".join(args[:start]), " ".join(args[start:])
+            shown = " ".join(part for part in (f"draftsmith {launcher}", before, "--", after) if part)
+            raise UsageError(f"command: found {word!r} without `--` before it. Write `{shown}`.")
+
+
+def check_command(launcher: str, command: Sequence[str], num_processes: int | None) -> bool:
+    """See that `command` would start; False when it only printed help.
+
+    num_processes: how many will run it; None where the launcher does not know yet, which counts as several.
+
+    Raises:
+        UsageError: there is none, it is unknown, badly written, or it can not be shared out.
+        InputError: its settings contradict each other.
+    """
+    if not command:
+        example = f"draftsmith {launcher} -- train eagle --config FILE"
+        raise UsageError(f"command: found nothing, expected a data or train command behind `--`: `{example}`.")
+    name = cli.command_name(command)
+    if name is None:
+        raise cli.unknown_command(command)
+    if name.startswith("launch "):
+        raise UsageError(f"command: found {name!r}, expected a data or train command. Launch once.")
+    if num_processes != 1 and (name.split()[0] not in SHARED or name in ALONE):
+        remedy = f"Run `draftsmith {name}` by itself."
+        raise UsageError(f"command: found {name!r} for several processes, expected a data or train command. {remedy}")
+    words = [word for word in command[len(name.split()) :] if word != "--debug"]
+    return cli.configure(name, words)[1] is not None
+
+
+def with_resume(command: Sequence[str]) -> list[str]:
+    """The command as it must be to be started again: a training goes on from its checkpoint, and begins where there is
+    none. Data stages always go on; a `--resume` or `--no-resume` of the user's stays."""
+    written = any(word.partition("=")[0] in {"--resume", "--no-resume", "--no_resume"} for word in command)
+    return [*command] if written or command[0] != "train" else [*command, "--resume"]
