@@ -11,11 +11,12 @@ PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
 TYPES := .typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test lint format types wheel clean
+.PHONY: help setup setup-dev demo test test-cluster lint format types wheel clean
 
 help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
+	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
 	@echo "make lint     ruff        make format   ruff's fixes and formatter"
 	@echo "make types    mypy        make wheel    build the wheel and check what is in it"
 	@echo "make setup, make setup-dev, make clean"
@@ -40,6 +41,11 @@ demo: setup
 
 test: setup-dev
 	$(PYTEST) $(PYTEST_ARGS)
+
+# Daemons run below a temporary directory and end with the tests.
+test-cluster: setup-dev
+	tests/cluster/install.sh
+	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -84,7 +84,7 @@ def test_a_killed_training_goes_on_as_if_nothing_had_happened(artefacts, tmp_pat
     assert_same_run(tmp_path / "run", unbroken)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_saves_and_says_how_to_go_on(artefacts, tmp_path, unbroken, number):
     options = settings(artefacts, tmp_path / "run")
     process = start_and_wait_for_a_checkpoint(options)
@@ -105,7 +105,7 @@ def test_two_ranks_train_the_same_head_as_one(artefacts, tmp_path):
     few = {"max_steps": 12, "val_every": 6, "save_every": 0, "batch_size": 7}
     one, two = (settings(artefacts, tmp_path / name, **few) for name in ("one", "two"))
     in_process(one)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "draftsmith")
+    launcher = ("-m", "draftsmith", "launch", "torchrun", "--nproc-per-node", "2", "--")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command(two, *launcher), capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr

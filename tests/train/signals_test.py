@@ -1,0 +1,55 @@
+"""How a process ends after a signal; tests/cluster sees the same in a real SLURM job."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from lightning.pytorch.utilities import rank_zero_only
+
+from draftsmith.train.signals import exit_code
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A program in the place of SLURM's; returns what it was called with. STUB_CODE: what it ends with."""
+    program, record = tmp_path / "scontrol", tmp_path / "calls"
+    program.write_text(f'#!/bin/sh\necho "$@" >>{record}\necho "scontrol: not allowed" >&2\nexit "$STUB_CODE"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("STUB_CODE", "0")
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    return lambda: record.read_text().splitlines() if record.exists() else []
+
+
+def test_the_warning_before_the_time_limit_requeues_the_job_once(scontrol, monkeypatch, capsys):
+    assert exit_code(signal.SIGUSR1, goes_on=True) == 0
+    assert scontrol() == ["requeue 42"] and "job 42 is requeued" in capsys.readouterr().out
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    assert exit_code(signal.SIGUSR1, goes_on=True) == 0
+    assert len(scontrol()) == 1
+
+
+def test_a_job_that_can_not_be_requeued_fails_and_says_why(scontrol, monkeypatch, capsys):
+    monkeypatch.setenv("STUB_CODE", "1")
+    assert exit_code(signal.SIGUSR1, goes_on=True) == 128 + signal.SIGUSR1
+    assert "job 42 can not be requeued: scontrol: not allowed" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert exit_code(signal.SIGUSR1, goes_on=True) == 128 + signal.SIGUSR1
+    assert "scontrol" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("number", "goes_on"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGUSR1, False)]
+)
+def test_other_signals_and_runs_that_would_not_go_on_are_not_requeued(scontrol, number, goes_on):
+    assert exit_code(number, goes_on) == 128 + number
+    assert scontrol() == []
+
+
+def test_outside_of_slurm_nothing_is_requeued(scontrol, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert exit_code(signal.SIGUSR1, goes_on=True) == 128 + signal.SIGUSR1
+    assert scontrol() == []
