@@ -7,7 +7,6 @@ the command travels as one word of letters and digits, which this module, starte
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import os
 import re
@@ -16,10 +15,11 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
+from draftsmith.launch.errors import wrong
 from draftsmith.launch.inner import check_command
-from draftsmith.modules.types import InputError
 
 LOCAL = ("localhost", "127.0.0.1")
 HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -48,13 +48,13 @@ class DeepspeedConfig:
     def __post_init__(self) -> None:
         for name in ("num_nodes", "num_gpus"):
             if getattr(self, name) < 0:
-                raise InputError(name, getattr(self, name), "0 or more", "Change it.")
+                raise wrong(name, getattr(self, name), "0 or more", "Change it.")
         if self.include and (self.num_nodes or self.num_gpus):
-            raise InputError("include", repr(self.include), "nothing beside num_nodes and num_gpus", "Pass one kind.")
+            raise wrong("include", repr(self.include), "nothing beside num_nodes and num_gpus", "Pass one kind.")
         if not re.fullmatch(r"[\w.@:,-]*", self.include, re.ASCII):
-            raise InputError("include", repr(self.include), "something like worker-0@worker-1:0,2", "Correct it.")
+            raise wrong("include", repr(self.include), "something like worker-0@worker-1:0,2", "Correct it.")
         if not 0 < self.master_port < 2**16:
-            raise InputError("master_port", self.master_port, "a port, 1 to 65535", "Change it.")
+            raise wrong("master_port", self.master_port, "a port, 1 to 65535", "Change it.")
 
 
 def run(config: DeepspeedConfig) -> int:
@@ -65,9 +65,9 @@ def run(config: DeepspeedConfig) -> int:
     """
     if not check_command("launch deepspeed", config.command, None):
         return 0
-    if importlib.util.find_spec("deepspeed") is None:
+    if find_spec("deepspeed") is None:
         remedy = 'Run `pip install "draftsmith[deepspeed]"`, or use draftsmith launch torchrun.'
-        raise InputError("deepspeed", "no such package", "DeepSpeed, which is an extra", remedy)
+        raise wrong("deepspeed", "no such package", "DeepSpeed, which is an extra", remedy)
     argv = arguments(config)
     print(f"draftsmith {shlex.join(config.command)}", flush=True)  # the launcher shows the packed form
     os.execv(argv[0], argv)
@@ -77,7 +77,7 @@ def arguments(config: DeepspeedConfig) -> list[str]:
     """The DeepSpeed launcher's words.
 
     Raises:
-        InputError: the hostfile can not be used, or the current folder can not be named in a remote shell.
+        UsageError: the hostfile can not be used, or the current folder can not be named in a remote shell.
     """
     hosts = read_hosts(config.hostfile)
     words = [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={config.hostfile}"]
@@ -88,7 +88,7 @@ def arguments(config: DeepspeedConfig) -> list[str]:
     if all(host in {*LOCAL, socket.gethostname()} for host in hosts):
         words += ["--no_ssh_check", "--master_addr=127.0.0.1"]  # nothing is remote
     elif not re.fullmatch(r"[\w@%+=:,./-]+", str(Path.cwd()), re.ASCII):
-        raise InputError("current folder", repr(str(Path.cwd())), "letters, digits and ._-", "Work in another one.")
+        raise wrong("current folder", repr(str(Path.cwd())), "letters, digits and ._-", "Work in another one.")
     return [*words, "--module", "draftsmith.launch.deepspeed", pack(config.command)]
 
 
@@ -96,7 +96,7 @@ def read_hosts(hostfile: Path) -> list[str]:
     """Names of the machines.
 
     Raises:
-        InputError: a line that is not `NAME slots=N`, or none at all.
+        UsageError: a line that is not `NAME slots=N`, or none at all.
     """
     hosts = []
     for number, line in enumerate(hostfile.read_text("utf-8").splitlines(), 1):
@@ -105,9 +105,9 @@ def read_hosts(hostfile: Path) -> list[str]:
         if match is not None:
             hosts.append(match[1])
         elif entry:
-            raise InputError(f"{hostfile}, line {number}", repr(line), "NAME slots=GPUS", "Correct it.")
+            raise wrong(f"{hostfile}, line {number}", repr(line), "NAME slots=GPUS", "Correct it.")
     if not hosts:
-        raise InputError(str(hostfile), "no machine", "lines of NAME slots=GPUS", "Add one.")
+        raise wrong(str(hostfile), "no machine", "lines of NAME slots=GPUS", "Add one.")
     return hosts
 
 

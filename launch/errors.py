@@ -21,6 +21,11 @@ class UsageError(Exception):
     """The command line itself is wrong; the message is one line for the user."""
 
 
+def wrong(field: str, found: object, expected: str, remedy: str) -> UsageError:
+    """In the form of InputError, which lives beside the tensors' types and would load torch."""
+    return UsageError(f"{field}: found {found}, expected {expected}. {remedy}")
+
+
 def user_message(error: BaseException) -> str | None:
     """One line for an error that its user can mend; None for a defect of ours, which deserves a traceback."""
     if isinstance(error, UsageError) or _is_input_error(error):

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.launch.errors import wrong
 from draftsmith.launch.inner import check_command, with_resume
-from draftsmith.modules.types import InputError
 
 POLL_S = 2.0
 ENDED = {
@@ -86,20 +86,20 @@ class SlurmConfig:
         least = {"nodes": 1, "gpus_per_node": 0, "tasks_per_node": 0, "cpus_per_task": 0, "signal_before": 0}
         for name, smallest in (least | {"max_restarts": 0}).items():
             if getattr(self, name) < smallest:
-                raise InputError(name, getattr(self, name), f"{smallest} or more", "Change it.")
+                raise wrong(name, getattr(self, name), f"{smallest} or more", "Change it.")
         for name, pattern in {"partition": NAME, "account": NAME, "job_name": NAME, "mem": r"\d+[KMGT]?"}.items():
             value = getattr(self, name)
             if value is not None and not re.fullmatch(pattern, value, re.ASCII):
-                raise InputError(name, repr(value), f"text of the form {pattern}", "Change it.")
+                raise wrong(name, repr(value), f"text of the form {pattern}", "Change it.")
         if not re.fullmatch(PATH, str(self.log_dir.absolute()), re.ASCII):
             found = repr(str(self.log_dir.absolute()))
-            raise InputError("log_dir", found, "a path of letters, digits and @+=:,./-", "Choose another.")
+            raise wrong("log_dir", found, "a path of letters, digits and @+=:,./-", "Choose another.")
         for word in self.sbatch_args:
             if not re.fullmatch(OPTION, word, re.ASCII):
-                raise InputError("sbatch_args", repr(word), "--name or --name=value, without blanks", "Correct it.")
+                raise wrong("sbatch_args", repr(word), "--name or --name=value, without blanks", "Correct it.")
         if self.time is not None and seconds(self.time) <= self.signal_before + 60:
             found, expected = f"{self.time}", f"more than signal_before = {self.signal_before} seconds and a minute"
-            raise InputError("time", found, expected, "Raise it, or lower --signal-before.")
+            raise wrong("time", found, expected, "Raise it, or lower --signal-before.")
 
     @property
     def tasks(self) -> int:
@@ -122,7 +122,7 @@ def run(config: SlurmConfig) -> int:
         return 0
     if shutil.which("sbatch") is None:
         remedy = "Call it where SLURM is, or see the script with --dry-run."
-        raise InputError("sbatch", "no such program", "SLURM's commands", remedy)
+        raise wrong("sbatch", "no such program", "SLURM's commands", remedy)
     path = write_script(config, script)
     job = submit(path)
     log = config.log_dir.absolute() / f"{config.job_name}-{job}.log"
@@ -140,11 +140,11 @@ def seconds(time_limit: str) -> int:
     """A time limit in SLURM's forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
 
     Raises:
-        InputError: none of them.
+        UsageError: none of them.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit, re.ASCII)
     if match is None:
-        raise InputError("time", repr(time_limit), "something like 24:00:00, 90 (minutes) or 2-12", "Correct it.")
+        raise wrong("time", repr(time_limit), "something like 24:00:00, 90 (minutes) or 2-12", "Correct it.")
     days, *given = match.groups()
     parts = [int(part) for part in given if part is not None]
     if days is not None:
@@ -237,12 +237,12 @@ def submit(script: Path) -> str:
     """The job's number.
 
     Raises:
-        InputError: sbatch refuses it.
+        UsageError: sbatch refuses it.
     """
     result = slurm(["sbatch", "--parsable", str(script)])
     if result.returncode:
         found = (result.stderr or result.stdout).strip() or f"code {result.returncode}"
-        raise InputError("sbatch", repr(found), "a job that the cluster takes", f"Change the settings ({script}).")
+        raise wrong("sbatch", repr(found), "a job that the cluster takes", f"Change the settings ({script}).")
     return result.stdout.strip().split(";")[0]  # a federation adds the cluster's name
 
 

@@ -7,8 +7,8 @@ import re
 import sys
 from dataclasses import dataclass
 
+from draftsmith.launch.errors import wrong
 from draftsmith.launch.inner import check_command, with_resume
-from draftsmith.modules.types import InputError
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class TorchrunConfig:
     def __post_init__(self) -> None:
         for name, least in {"nproc_per_node": 1, "nnodes": 1, "max_restarts": 0}.items():
             if getattr(self, name) < least:
-                raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
+                raise wrong(name, getattr(self, name), f"{least} or more", "Change it.")
         if self.nnodes > 1 and self.rdzv_endpoint is None:
-            raise InputError("rdzv_endpoint", "nothing", "HOST:PORT, with several machines", "Name one of them.")
+            raise wrong("rdzv_endpoint", "nothing", "HOST:PORT, with several machines", "Name one of them.")
         if self.rdzv_endpoint is not None and not re.fullmatch(r"[^\s:]+:\d+", self.rdzv_endpoint):
-            raise InputError("rdzv_endpoint", repr(self.rdzv_endpoint), "HOST:PORT", "Correct it.")
+            raise wrong("rdzv_endpoint", repr(self.rdzv_endpoint), "HOST:PORT", "Correct it.")
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
-            raise InputError("node_rank", self.node_rank, f"0 to nnodes - 1 = {self.nnodes - 1}", "Correct it.")
+            raise wrong("node_rank", self.node_rank, f"0 to nnodes - 1 = {self.nnodes - 1}", "Correct it.")
 
 
 def run(config: TorchrunConfig) -> int:

@@ -64,8 +64,12 @@ class BadSteps:
         number, size = torch.stack([bad, known.to(bad.device)]).tolist()  # the one wait for the device
         if not number and size - size == 0:
             return False, size
-        # Where no single part was bad, their sum is.
-        own = [name(i) for samples, mark in self._parts if not number or bool(mark.isnan()) for i in samples]
+        self.add_step(name, everything=not number)
+        return True, size
+
+    def add_step(self, name: Callable[[int], str], everything: bool) -> None:
+        """Count the running step as bad. everything: no single part was bad, but their sum is."""
+        own = [name(i) for samples, mark in self._parts if everything or bool(mark.isnan()) for i in samples]
         self.samples += [sample for sample in dict.fromkeys(_gathered(own)) if sample not in self.samples]
         self.count += 1
         if self.count > self.limit:
@@ -73,7 +77,6 @@ class BadSteps:
             found = f"not finite in {self.count} steps, with samples {', '.join(self.samples[:NAMED])}{more}"
             remedy = "Look at these samples, lower --lr, or raise --max-bad-steps."
             raise InputError("loss or gradient", found, f"{self.limit} such steps at most", remedy)
-        return True, size
 
     def state(self) -> dict[str, Any]:
         return {"count": self.count, "samples": list(self.samples)}

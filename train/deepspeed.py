@@ -39,6 +39,13 @@ class ZeroPrecision(DeepSpeedPrecision):
     def convert_input(self, data: Any) -> Any:
         return data
 
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
+        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        # DeepSpeed leaves a step out by itself where ranks' finite gradients have an infinite sum.
+        if model.ends_step and not model.skips_step and getattr(model.trainer.model.optimizer, "overflow", False):
+            model.count_bad_step()
+        return result
+
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Lightning has divided the loss by the accumulated parts; DeepSpeed would do so once more."""
         model.trainer.model.backward(tensor, scale_wrt_gas=False)
@@ -73,6 +80,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         if stage == 3:
             self.config["zero_optimization"]["stage3_param_persistence_threshold"] = KEPT_WHOLE
         self._groups: list[list[nn.Parameter]] = []
+        self._environment = dict(os.environ)
 
     @property
     def root_device(self) -> torch.device:
@@ -96,6 +104,13 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
+    def teardown(self) -> None:
+        """Takes back what DeepSpeed is told through the environment: it would pass for a launcher's word."""
+        super().teardown()
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            if name not in self._environment:
+                os.environ.pop(name, None)
+
     # What restores a checkpoint: weights go into the module before it is partitioned, the optimizer's state into the
     # partitions afterwards.
     restore_checkpoint_after_setup = False
@@ -104,6 +119,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
         # DeepSpeed replaces the parameters in the optimizer's groups by flat partitions.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        engine: Any
+        zero: Any
         engine, zero = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         for flat in self._flat_parts(zero):
             zero.optimizer.state[flat] = {
@@ -113,7 +130,8 @@ class ZeroStrategy(DeepSpeedStrategy):
             }
         if self.stage < 3:
             zero._lazy_init_hp_params_optimizer_state()
-        _leave_out_bad_steps(zero.optimizer, lambda: self.lightning_module.skips_step)  # type: ignore[union-attr]
+        module: Any = self.lightning_module
+        _leave_out_bad_steps(zero.optimizer, lambda: module.skips_step)
         return engine, zero
 
     def _flat_parts(self, zero: Any) -> list[Tensor]:

@@ -125,6 +125,8 @@ def fit(
     if is_first_process():
         _begin(config, provenance)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    # Lightning's advice to use srun on any machine that has it; processes are started by draftsmith launch.
+    warnings.filterwarnings("ignore", message="The `srun` command is available")
     about = {"world_size": world_size(config), "strategy": config.strategy}
     checkpoints = Checkpoints(config.keep, about, config.accumulate)
     telemetry = Telemetry()

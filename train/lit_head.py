@@ -55,7 +55,8 @@ class LitHead(pl.LightningModule):
         self.signal_received = 0
         self.signal_agreed = 0
         self._step_tokens = 1.0
-        self._last_part = True
+        # The part at hand is its step's last one.
+        self.ends_step = True
         self._grad_norm = 0.0
 
     def autocast(self) -> AbstractContextManager:
@@ -90,7 +91,7 @@ class LitHead(pl.LightningModule):
             output = self.loss(part, epoch_noise=True)
         self.bad_steps.add(output.loss, [key.index for key in part.keys if not key.filler])
         self.means.add(finite(output))
-        self._last_part = part.last
+        self.ends_step = part.last
         # DDP takes the mean over ranks and Lightning divides by the accumulated parts: undo both, for a sum.
         return output.loss * (part.tokens * num_ranks() * self.config.accumulate / self._step_tokens)
 
@@ -107,9 +108,9 @@ class LitHead(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip, or leave the step out."""
-        if not self._last_part:  # DeepSpeed counts the parts itself: Lightning takes each for a step
+        if not self.ends_step:  # DeepSpeed counts the parts itself: Lightning takes each for a step
             return
-        name = self.trainer.datamodule.train.name  # type: ignore[attr-defined]
+        name = self._sample_name
         if self.trainer.strategy.handles_gradient_accumulation:  # DeepSpeed clips inside its step
             self.skips_step, _ = self.bad_steps.agree(None, name)
             return
@@ -121,6 +122,13 @@ class LitHead(pl.LightningModule):
                 param.grad = None
         elif self.config.clip:
             torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)
+
+    def _sample_name(self, index: int) -> str:
+        return self.trainer.datamodule.train.name(index)  # type: ignore[attr-defined]
+
+    def count_bad_step(self) -> None:
+        """The step was left out by the strategy, on all ranks, though no rank saw anything but finite numbers."""
+        self.bad_steps.add_step(self._sample_name, everything=True)
 
     @property
     def grad_norm(self) -> float:

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 from draftsmith.launch import cli, deepspeed, slurm
+from draftsmith.launch.errors import UsageError
 from draftsmith.launch.inner import with_resume
-from draftsmith.modules.types import InputError
 
 # What a shell, sbatch or an argument parser would take for something else.
 NASTY = [
@@ -143,14 +143,14 @@ def test_packed_words_come_back_and_mean_nothing_to_a_shell(words):
 def test_a_hostfile_names_machines_and_slots(tmp_path, line):
     file = tmp_path / "hosts"
     file.write_text(f"# machines\nworker-0 slots=8\n{line}\n")
-    with pytest.raises(InputError, match="line 3"):
+    with pytest.raises(UsageError, match="line 3"):
         deepspeed.read_hosts(file)
     file.write_text("# machines\n\nworker-0 slots=8\n10.0.0.2 slots=4 # smaller\n")
     assert deepspeed.read_hosts(file) == ["worker-0", "10.0.0.2"]
 
 
 def test_a_missing_deepspeed_names_the_extra(started, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(deepspeed.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepspeed, "find_spec", lambda name: None)
     assert cli.main(["launch", "deepspeed", "--hostfile", str(tmp_path), "--", *TRAIN]) == 2
     assert 'pip install "draftsmith[deepspeed]"' in capsys.readouterr().err and started == []
 
@@ -266,7 +266,7 @@ def test_only_what_goes_on_is_requeued():
     ],
 )
 def test_what_sbatch_could_read_otherwise_is_refused(name, value):
-    with pytest.raises(InputError, match=name):
+    with pytest.raises(UsageError, match=name):
         slurm.SlurmConfig(("train", "eagle"), **{name: value})
 
 
