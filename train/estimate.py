@@ -243,8 +243,11 @@ def order_of(config: TrainConfig, lengths: Sequence[int]) -> Any:
     return Order(lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length)
 
 
-def plan_eagle(config: TrainEagleConfig, target: FrozenModel, documents: Documents, base: int, world: int = 0) -> Plan:
-    """base: bytes of interpreter and libraries. world: ranks; 0 takes what a launcher has set, or the config's.
+def plan_eagle(
+    config: TrainEagleConfig, target: FrozenModel, documents: Documents, world: int = 0, base: int | None = None
+) -> Plan:
+    """world: ranks; 0 takes what a launcher has set, or the config's. base: bytes of interpreter and libraries; None
+    takes what this process has now, which has imported them and read no weights.
 
     Raises:
         InputError: a target of a family that the head can not take its layer from.

@@ -162,7 +162,7 @@ def short(plan: Plan) -> str:
 
 
 def print_plan(plan: Plan, config: TrainConfig, console: Console) -> None:
-    console.print(f"{plan.job} head for {plan.model}, planned from config.json alone\n", markup=False)
+    console.print(f"{plan.job} head for {plan.model}, planned from its config.json\n", markup=False)
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True, style="cyan")
     facts.add_column()

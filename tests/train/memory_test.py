@@ -52,7 +52,9 @@ def run_head(config: LlamaConfig, packed: bool, passes: int, autocast: bool) -> 
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize(("num_layers", "num_kv_heads", "passes"), [(1, 4, 1), (1, 2, 1), (2, 4, 1), (1, 4, 2), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("num_layers", "num_kv_heads", "passes"), [(1, 4, 1), (1, 2, 1), (2, 4, 1), (1, 4, 2), (2, 2, 3)]
+)
 def test_what_the_head_saves_is_known_to_the_byte(packed, num_layers, num_kv_heads, passes):
     config = shape(num_layers, num_kv_heads)
     found, part = run_head(config, packed, passes, autocast=False)
