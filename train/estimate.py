@@ -243,8 +243,11 @@ def order_of(config: TrainConfig, lengths: Sequence[int]) -> Any:
     return Order(lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length)
 
 
-def plan_eagle(config: TrainEagleConfig, target: FrozenModel, documents: Documents, base: int, world: int = 0) -> Plan:
-    """base: bytes of interpreter and libraries. world: ranks; 0 takes what a launcher has set, or the config's.
+def plan_eagle(
+    config: TrainEagleConfig, target: FrozenModel, documents: Documents, world: int = 0, base: int | None = None
+) -> Plan:
+    """world: ranks; 0 takes what a launcher has set, or the config's. base: bytes of interpreter and libraries; None
+    takes what this process has now, which has imported them and read no weights.
 
     Raises:
         InputError: a target of a family that the head can not take its layer from.
@@ -263,7 +266,7 @@ def plan_eagle(config: TrainEagleConfig, target: FrozenModel, documents: Documen
     read = dataclasses.replace(part, tokens=part.slots)  # by the target: documents side by side
     sizes = Sizes(
         head=head,
-        base=base,
+        base=own_memory() if base is None else base,
         frozen=frozen,
         loading=loading,
         batch=footprint.batch_bytes(0 if online else llama.hidden_size, part, config.accumulate),
@@ -274,6 +277,7 @@ def plan_eagle(config: TrainEagleConfig, target: FrozenModel, documents: Documen
         frozen_forward=footprint.frozen_forward(llama, read, target.width) if online else 0,
         optimizer=config.optimizer,
         accumulates=config.accumulate > 1,
+        on_cpu=planned_device(config) == "cpu",
     )
     rows = [max(length - LOOKAHEAD, 0) for length in documents.lengths]
     counted = round(documents.tokens * documents.loss_share)
@@ -288,7 +292,7 @@ def plan_eagle(config: TrainEagleConfig, target: FrozenModel, documents: Documen
 
 
 def plan_acceptance(
-    config: TrainAcceptanceConfig, draft: FrozenModel, documents: Documents, base: int, world: int = 0
+    config: TrainAcceptanceConfig, draft: FrozenModel, documents: Documents, world: int = 0, base: int | None = None
 ) -> Plan:
     """As `plan_eagle`; the draft runs in every step, as its text changes with the epoch."""
     with torch.device("meta"):
@@ -306,7 +310,7 @@ def plan_acceptance(
         read = flops.parameters_forward(draft.params, documents.tokens)
     sizes = Sizes(
         head=head,
-        base=base,
+        base=own_memory() if base is None else base,
         frozen=frozen,
         loading=loading,
         batch=footprint.batch_bytes(0, part, config.accumulate),
@@ -317,6 +321,7 @@ def plan_acceptance(
         frozen_forward=forward,
         optimizer=config.optimizer,
         accumulates=config.accumulate > 1,
+        on_cpu=planned_device(config) == "cpu",
     )
     epoch_flops = read + flops.acceptance_training(draft.hidden_size, config.num_blocks, documents.tokens)
     return finish("acceptance", config, draft, documents, order, part, sizes, world, epoch_flops, None)

@@ -52,14 +52,15 @@ def eagle_saved(config: LlamaConfig, part: PartShape, passes: int = 1, autocast:
     per_slot = config.num_layers * (width * (2 * queries + 2 * keys) + FLOAT32 * config.num_heads)
     total = rows * (2 * width * size + per_row) + slots * per_slot
     for step in range(1, passes):
-        again = rows * (2 * width * size + FLOAT32 * size + per_row) + slots * per_slot
-        # Keys and values of all passes so far, and the mask over them as attention adds it.
-        gathered = config.num_layers * slots * 2 * keys * width * (step + 1)
-        mask = config.num_layers * part.longest**2 * (step + 1) * (1 + width)
-        total += again + gathered + mask
+        # In the place of the pass' own keys and values, those of all passes so far; and the mask over them.
+        gathered = config.num_layers * slots * 2 * keys * width * step
+        mask = config.num_layers * part.longest**2 * (step + 1) * width
+        total += rows * (2 * width * size + per_row) + slots * per_slot + gathered + mask
     tables = rows * 2 * config.head_dim * width
+    # Where each token of a packed batch lies in attention, and the other way round.
+    places = INT64 * (rows + slots) if part.packed else 0
     casts = BFLOAT16 * eagle_matrices(config) if autocast else 0
-    return total + tables + casts + passes * rows * size * FLOAT32
+    return total + tables + places + casts + passes * rows * size * FLOAT32
 
 
 def eagle_matrices(config: LlamaConfig) -> int:

@@ -61,7 +61,9 @@ class Sizes:
     included. batch: of the parts that are in memory at once. inputs: what the loss function holds beside the saved
     tensors. activations: saved by the head for its gradient. widest: temporaries of the backward pass. loss: most that
     the loss itself takes. frozen_forward: most that the frozen model's forward takes, 0 where it does not run.
-    world: ranks. accumulates: gradients are there before a part begins.
+    world: ranks. accumulates: gradients are there before a part begins. on_cpu: the C library keeps freed blocks of up
+    to 32 MiB for the next ones that fit, so what a backward pass has freed is still there when the loss takes its
+    larger ones, which are not kept.
     """
 
     head: HeadSizes
@@ -79,6 +81,7 @@ class Sizes:
     offload: bool = False
     world: int = 1
     accumulates: bool = False
+    on_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,9 +159,10 @@ def memory(sizes: Sizes) -> Memory:
     before = own.gradients if sizes.accumulates else 0
     working = sizes.batch + sizes.inputs + own.gathered
     whole = FLOAT32 * sizes.head.params
+    freed = sizes.widest if sizes.on_cpu else 0
     phases = {
         "loading": sizes.base + sizes.loading,
-        "loss": stays + before + working + sizes.activations + sizes.loss,
+        "loss": stays + before + working + sizes.activations + sizes.loss + freed,
         "backward": stays + before + working + sizes.activations + sizes.widest,
         "gradients": stays + own.gradients + working + sizes.widest,
         "update": stays + own.gradients + sizes.batch + own.update,
@@ -178,6 +182,7 @@ def memory(sizes: Sizes) -> Memory:
         "loss": sizes.loss,
         "forward": sizes.frozen_forward,
         "batch": sizes.batch,
+        "freed, kept": freed,
     }
     return Memory(parts, phases, phase, phases[phase], own.host)
 

@@ -20,7 +20,7 @@ from draftsmith.train import estimate
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig
-from draftsmith.train.estimate import Plan, check_room, documents_of, frozen_model, own_memory, planned_dtype
+from draftsmith.train.estimate import Plan, check_room, documents_of, frozen_model, planned_dtype
 
 # Column titles of the strategies, short enough for 80 columns side by side.
 SHORT = {
@@ -88,7 +88,7 @@ def run(config: PlanEagleConfig | PlanAcceptanceConfig) -> Path | None:
     """Print the plan; returns the file with its numbers, if one was asked for."""
     set_threads(config.num_threads)
     import_training(config)
-    plan = plan_of(config, own_memory(), config.world, config.assume_samples, config.assume_length)
+    plan = plan_of(config, config.world, config.assume_samples, config.assume_length)
     screen = Console(highlight=False)
     console = Console(highlight=False, width=min(screen.width, WIDEST))
     print_plan(plan, config, console)
@@ -118,17 +118,17 @@ def import_training(config: TrainConfig) -> None:
             say("deepspeed is not installed here: its own memory is not in the plan")
 
 
-def plan_of(config: TrainConfig, base: int, world: int = 0, samples: int = 60_000, length: int = 512) -> Plan:
+def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: int = 512) -> Plan:
     """The plan of a training, by its settings. The rest: `estimate.plan_eagle` and `estimate.documents_of`."""
     dtype = planned_dtype(config)
     if isinstance(config, TrainEagleConfig):
         target = frozen_model(config.target, dtype)
         documents = documents_of(config, "responses", target.context, samples, length)
-        return estimate.plan_eagle(config, target, documents, base, world)
+        return estimate.plan_eagle(config, target, documents, world)
     assert isinstance(config, TrainAcceptanceConfig)
     draft = frozen_model(config.draft, dtype)
     documents = documents_of(config, "acceptance", draft.context, samples, length)
-    return estimate.plan_acceptance(config, draft, documents, base, world)
+    return estimate.plan_acceptance(config, draft, documents, world)
 
 
 def announce(config: TrainConfig) -> None:
@@ -143,7 +143,7 @@ def announce(config: TrainConfig) -> None:
 
     if not estimate.has_texts(config.data):
         return
-    plan = plan_of(config, own_memory())
+    plan = plan_of(config)
     if is_first_process():
         say(short(plan))
     check_room(plan, config.output)
@@ -162,7 +162,7 @@ def short(plan: Plan) -> str:
 
 
 def print_plan(plan: Plan, config: TrainConfig, console: Console) -> None:
-    console.print(f"{plan.job} head for {plan.model}, planned from config.json alone\n", markup=False)
+    console.print(f"{plan.job} head for {plan.model}, planned from its config.json\n", markup=False)
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True, style="cyan")
     facts.add_column()

@@ -6,6 +6,7 @@ the system reports.
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
@@ -14,16 +15,17 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
+from draftsmith.modules.types import InputError
 from draftsmith.train import synthetic
-from draftsmith.train.eagle import TrainEagleConfig
-from draftsmith.train.plan import plan_of
 
 # Hidden size and layers of a Llama over 32,000 tokens: about 90 and 300 million parameters.
 SHAPES = {"90m": (640, 10), "300m": (1024, 19)}
 VOCAB = 32_000
+TOLERANCE = 0.2
 HEADINGS = ("target", "features", "predicted MB", "measured MB", "predicted / measured")
 
 
@@ -33,15 +35,23 @@ class PlanCheckConfig:
 
     Attributes:
         shapes: 90m, 300m, or both, separated by a comma.
+        features: stored, online, or both: whether the target runs in the training process.
         tokens: In a batch.
         steps: To train; the peak is there after a few.
         documents: Made up for it, with the lengths of dialogues.
     """
 
     shapes: str = "90m,300m"
+    features: str = "stored,online"
     tokens: int = 4096
     steps: int = 3
     documents: int = 40
+
+    def __post_init__(self) -> None:
+        for name, known in {"shapes": set(SHAPES), "features": {"stored", "online"}}.items():
+            if unknown := set(getattr(self, name).split(",")) - known:
+                expected = f"some of {', '.join(sorted(known))}, separated by a comma"
+                raise InputError(name, ", ".join(sorted(unknown)), expected, "Correct it.")
 
 
 @dataclass(frozen=True)
@@ -66,61 +76,52 @@ class Checked:
 
 def run(config: PlanCheckConfig) -> int:
     """Print a row a training; 1 where a plan is off by more than 20 %."""
-    import_training_base = base_memory()
     say(" | ".join(HEADINGS))
     worst = 0.0
     for shape in config.shapes.split(","):
         with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:
-            for checked in check(shape, config, Path(folder), import_training_base):
+            for checked in check(shape, config, Path(folder)):
                 say(" | ".join(checked.cells))
                 worst = max(worst, abs(checked.ratio - 1))
-    return int(worst > 0.2)
+    return int(worst > TOLERANCE)
 
 
-def base_memory() -> int:
-    """Of a process that has imported what a training imports and read nothing."""
-    code = (
-        "from draftsmith.launch.cli import COMMANDS; from draftsmith.launch.arguments import parse; "
-        "import draftsmith.train.plan as p, draftsmith.train.estimate as e; from draftsmith.train.eagle import "
-        "TrainEagleConfig; parse('x', TrainEagleConfig, ['--target=x', '--data=x', '--output=x'], (), ''); "
-        "p.import_training(TrainEagleConfig(target='x', data='x', output='x')); print(e.own_memory())"
-    )
-    return int(
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()[-1]
-    )
-
-
-def check(shape: str, config: PlanCheckConfig, folder: Path, base: int) -> Iterator[Checked]:
+def check(shape: str, config: PlanCheckConfig, folder: Path) -> Iterator[Checked]:
+    """With stored features, and with those that the target makes in the training process."""
     hidden, layers = SHAPES[shape]
     target = synthetic.write_target(folder / "target", synthetic.raw_config(hidden, layers, VOCAB))
-    identity = load_lm(str(target), "bfloat16").info.identity
     lengths = synthetic.dialogue_lengths(config.documents)
-    data = synthetic.write_features(folder / "features", identity, lengths, hidden, VOCAB)
-    settings = TrainEagleConfig(
-        target=str(target),
-        data=data,
-        output=folder / "head",
-        max_steps=config.steps,
-        tokens_per_batch=config.tokens,
-        tau_prompts=0,
-        num_threads=1,
-        wandb="off",
-        accelerator="cpu",
-    )
-    plan = plan_of(settings, base)
-    measured = train(settings)
-    yield Checked(shape, "stored", plan.own.peak, measured, plan.own.phase)
+    identity = load_lm(str(target), "bfloat16").info.identity
+    made = {
+        "stored": synthetic.write_features(folder / "stored", identity, lengths, hidden, VOCAB),
+        "online": synthetic.write_responses(folder / "online", str(target), lengths, VOCAB),
+    }
+    for features in config.features.split(","):
+        settings = {
+            "target": target,
+            "data": made[features],
+            "output": folder / f"head-{features}",
+            "max_steps": config.steps,
+            "tokens_per_batch": config.tokens,
+            "tau_prompts": 0,
+            "num_threads": 1,
+            "wandb": "off",
+            "accelerator": "cpu",
+        }
+        numbers = folder / f"{features}.json"
+        draftsmith("plan", settings | {"json": numbers})
+        planned = json.loads(numbers.read_text())["memories"]["alone"]
+        yield Checked(shape, features, planned["peak"], draftsmith("train", settings), planned["phase"])
 
 
-def train(config: TrainEagleConfig) -> int:
-    """Run the training's own command; its peak in bytes.
+def draftsmith(group: str, settings: dict[str, Any]) -> int:
+    """Run `draftsmith GROUP eagle` in a process of its own; its peak in bytes.
 
     Raises:
         RuntimeError: it failed.
     """
-    shown = ("target", "data", "output", "max_steps", "tokens_per_batch", "tau_prompts", "num_threads", "wandb")
-    words = [f"--{name}={getattr(config, name)}" for name in (*shown, "accelerator")]
-    command = [sys.executable, "-m", "draftsmith", "train", "eagle", *words]
+    words = [f"--{name}={value}" for name, value in settings.items()]
+    command = [sys.executable, "-m", "draftsmith", group, "eagle", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     output = process.stdout.read()

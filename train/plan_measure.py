@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import tempfile
 import time
 import warnings
@@ -96,6 +97,7 @@ def measure(config: TrainConfig, plan: Plan) -> Measured:
     Raises:
         InputError: as the training itself; or acceptance labels that are not there, which can not be made up.
     """
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:
         own, on_what = short_run(config, Path(folder))
         prepare: Any = eagle.prepare if isinstance(own, TrainEagleConfig) else acceptance.prepare

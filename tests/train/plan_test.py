@@ -1,0 +1,170 @@
+"""A plan says what a training takes (parameters, steps, FLOPs, files) and stops it where the disk is too small."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_llama_dir
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from draftsmith.data.models import load_lm
+from draftsmith.launch.cli import main
+from draftsmith.modules.types import InputError
+from draftsmith.train import acceptance, eagle
+from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train.data_module import held_out
+from draftsmith.train.eagle import TrainEagleConfig
+from draftsmith.train.estimate import frozen_model, own_memory
+from draftsmith.train.plan import PlanEagleConfig, plan_of
+from draftsmith.train.plan_measure import TIMED, measure
+
+
+def eagle_config(artefacts, output: Path, **changes) -> TrainEagleConfig:
+    settings = {"data": artefacts.responses, "epochs": 2, "batch_size": 6, "tau_prompts": 0, "wandb": "off"}
+    return TrainEagleConfig(target=str(artefacts.target), output=output, **{**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"val_share": 0.3, "seed": 3},
+        {"tokens_per_batch": 300},
+        {"tokens_per_batch": 128, "max_length": 40},
+        {"max_steps": 5, "unroll": 2},
+    ],
+    ids=["batches", "held out", "tokens", "pieces", "steps"],
+)
+def test_an_eagle_plan_counts_what_the_training_does(artefacts, tmp_path, changes):
+    config = eagle_config(artefacts, tmp_path / "run", **changes)
+    plan = plan_of(config)
+    module, data, *_ = eagle.prepare(config)
+    assert plan.trained == sum(p.numel() for p in module.head.parameters())
+    assert (plan.steps, plan.steps_per_epoch) == (data.total_steps, data.order.steps_per_epoch)
+    assert sorted(plan.documents.lengths) == sorted(data.train.lengths)
+    module.trainer = data.trainer = Trainer(data)
+    parts = list(data.train_dataloader())[: plan.steps_per_epoch]
+    if len(parts) == plan.steps_per_epoch:  # FLOPs of real batches, whose share of answers varies a little
+        epoch = sum(module.flops(part) for part in parts)
+        assert plan.step_flops * plan.steps_per_epoch == pytest.approx(epoch, rel=0.03)
+    tokens = [part.data.input_ids.numel() for part in parts]
+    assert plan.part.tokens >= max(tokens)
+
+
+class Trainer:
+    """What module and data ask of Lightning's trainer before a training."""
+
+    global_rank, world_size, global_step = 0, 1, 0
+
+    def __init__(self, datamodule):
+        self.datamodule = datamodule
+
+
+def test_an_acceptance_plan_counts_what_the_training_does(artefacts, tmp_path):
+    config = TrainAcceptanceConfig(
+        data=artefacts.acceptance, draft=str(artefacts.draft), output=tmp_path / "run", batch_size=6, wandb="off"
+    )
+    plan = plan_of(config)
+    module, data, *_ = acceptance.prepare(config)
+    assert plan.trained == sum(p.numel() for p in module.head.parameters())
+    assert (plan.steps, plan.steps_per_epoch) == (data.total_steps, data.order.steps_per_epoch)
+    module.trainer = data.trainer = Trainer(data)
+    parts = list(data.train_dataloader())[: plan.steps_per_epoch]
+    epoch = sum(module.flops(part) for part in parts)
+    assert plan.step_flops * plan.steps_per_epoch == pytest.approx(epoch, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"), [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("qwen3", {})]
+)
+def test_frozen_parameters_are_those_of_the_loaded_model(tmp_path, family, extra):
+    directory = tiny_llama_dir(tmp_path / "model", family=family, **extra)
+    planned = frozen_model(str(directory), "auto")
+    loaded = load_lm(str(directory), engine="hf").model
+    assert planned.params == sum(p.numel() for p in loaded.parameters())
+    assert (planned.hidden_size, planned.context) == (32, 256)
+
+
+def test_a_family_that_only_transformers_runs_is_counted_by_it(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300, n_positions=64))
+    model.save_pretrained(tmp_path)
+    planned = frozen_model(str(tmp_path), "auto")
+    assert planned.llama is None and planned.params == sum(p.numel() for p in model.parameters())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-family"}))
+    with pytest.raises(InputError, match="no-such-family"):
+        frozen_model(str(tmp_path), "auto")
+
+
+def test_planned_checkpoints_are_as_large_as_written_ones(artefacts, tmp_path, capsys):
+    """Beside their tensors, files hold names, positions and settings: some kB."""
+    config = eagle_config(artefacts, tmp_path / "run", max_steps=3, save_every=1, keep=2, wandb="off", track=("csv",))
+    plan = plan_of(config)
+    eagle.run(config)
+    assert f"plan: {plan.trained:,} trained" in capsys.readouterr().out
+    kept = list((config.output / "checkpoints").glob("*/state.pt"))
+    assert len(kept) == 2
+    for file in kept:
+        assert plan.checkpoint_bytes < file.stat().st_size < plan.checkpoint_bytes + 32_000
+    written = sum(f.stat().st_size for f in config.output.rglob("*") if f.suffix in (".pt", ".safetensors"))
+    assert written < plan.disk_bytes
+
+
+@pytest.mark.parametrize("job", ["eagle", "acceptance"])
+def test_a_disk_that_is_too_small_stops_a_training_before_it_reads_the_model(artefacts, tmp_path, monkeypatch, job):
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**26 + 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    output = tmp_path / "run"
+    common = {"output": output, "wandb": "off", "max_steps": 1}
+    if job == "eagle":
+        monkeypatch.setattr(eagle, "load_lm", None)
+        config = eagle_config(artefacts, **common)
+    else:
+        monkeypatch.setattr(acceptance, "load_lm", None)
+        config = TrainAcceptanceConfig(data=artefacts.acceptance, draft=str(artefacts.draft), **common)
+    with pytest.raises(InputError, match=r"output: found 67,109,864 bytes free.*--keep"):
+        (eagle if job == "eagle" else acceptance).run(config)
+    assert not output.exists()
+
+
+def test_the_command_prints_a_table_that_fits_and_writes_its_numbers(artefacts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    numbers = tmp_path / "plan.json"
+    words = ["--target", str(artefacts.target), "--data", str(artefacts.responses), "--world", "4", "--json"]
+    assert (
+        main(["plan", "eagle", "--config", "eagle-small", "--strategy", "deepspeed_stage_2", *words, str(numbers)]) == 0
+    )
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "zero-2*" in out and "most at a time" in out and "alone" not in out
+    plan = json.loads(numbers.read_text())
+    assert plan["world"] == 4 and plan["documents"]["source"] == str(artefacts.responses)
+    assert plan["memories"]["zero-2"]["parts"]["libraries"] == pytest.approx(own_memory(), rel=0.5)
+
+
+def test_without_data_a_plan_says_what_it_assumes(artefacts, tmp_path, capsys):
+    words = ["--target", str(artefacts.target), "--data", str(tmp_path / "none"), "--assume-samples", "1000"]
+    assert main(["plan", "eagle", *words, "--assume-length", "100", "--batch-size", "10", "--epochs", "1"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "assumed: 1,000 samples of 100 tokens" in out
+    train, _ = held_out(1000, 0.05)
+    assert f"{-(-len(train) // 10)} steps" in out and f"{100 * len(train):,} tokens" in out
+
+
+def test_measuring_runs_real_steps_and_leaves_nothing(artefacts, tmp_path):
+    config = PlanEagleConfig(
+        target=str(artefacts.target), data=artefacts.responses, output=tmp_path / "run", batch_size=4, epochs=50
+    )
+    plan = plan_of(config)
+    found = measure(config, plan)
+    assert found.steps == TIMED and found.on_what == str(artefacts.responses)
+    assert found.hours(plan) == pytest.approx(plan.step_flops * plan.steps / found.flops_per_s / 3600)
+    assert not config.output.exists()
+    made_up = PlanEagleConfig(
+        target=str(artefacts.target), data=tmp_path / "none", output=tmp_path / "run", batch_size=2
+    )
+    assert measure(made_up, plan_of(made_up)).on_what == "16 made-up dialogues"
+    assert torch.is_grad_enabled() and list(tmp_path.iterdir()) == []
