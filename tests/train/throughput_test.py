@@ -77,15 +77,15 @@ def test_ratios_are_of_sums_and_of_pairs():
 def test_the_peak_of_a_call_is_what_it_held_at_most():
     size = 96 * 2**20
     found = peak_above(lambda: torch.ones(size, dtype=torch.uint8))
-    assert size <= found < 1.3 * size
+    assert 0.99 * size < found < 1.3 * size  # the kernel counts in batches of pages
     assert peak_above(lambda: None) < 2**22  # it is gone again
 
 
 def test_the_chunked_loss_needs_less_memory_than_the_naive_one(monkeypatch):
-    """At once: three blocks of 2^22 logits, 48 MiB, against five or so of 2^24. Measured in one process, the smaller
-    one first."""
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 2**22)
-    shape = Shape(hidden=64, vocab=2**12, tokens=2**12)
+    """At once: three blocks of 2^23 logits, 32 MiB each, against four or so of 2^25. Blocks of that size go back to the
+    system when they are freed, so that both can be measured in one process."""
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 2**23)
+    shape = Shape(hidden=64, vocab=2**12, tokens=2**13)
     small, large = (peak_of(what, shape) for what in ("loss", "naive loss"))
     assert large > 2**26 and small < large / 3
 
