@@ -43,10 +43,10 @@ COMMANDS: dict[str, Command] = {
     "data inspect": Command("data.inspect", "InspectConfig", "Look at rows, their mask in colour", ("artefact",)),
     "train acceptance": Command("train.acceptance", "TrainAcceptanceConfig", "Acceptance head: when to stop drafting"),
     "train eagle": Command("train.eagle", "TrainEagleConfig", "EAGLE head: drafts from the target's own features"),
-    "plan eagle": Command("train.plan", "PlanEagleConfig", "What `train eagle` will take: memory, disk, steps, time"),
-    "plan acceptance": Command("train.plan", "PlanAcceptanceConfig", "The same for `train acceptance`"),
+    "plan eagle": Command("train.planning.plan", "PlanEagleConfig", "What `train eagle` will take: memory, disk, time"),
+    "plan acceptance": Command("train.planning.plan", "PlanAcceptanceConfig", "The same for `train acceptance`"),
     "train throughput": Command("train.throughput", "ThroughputConfig", "What a training step costs, beside others"),
-    "plan check": Command("train.plan_check", "PlanCheckConfig", "Plans of memory beside measured peaks"),
+    "plan check": Command("train.planning.check", "PlanCheckConfig", "Plans of memory beside measured peaks"),
     "eval bench": Command("eval.bench", "BenchConfig", "Compare methods: speed, tau, equality with the target"),
     "eval lossless": Command("eval.lossless", "LosslessConfig", "Certify that methods leave the output as it is"),
     "eval generation": Command(

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from draftsmith.launch import cli
 from draftsmith.launch.errors import UsageError
 
-# Groups whose commands share their work out by rank. `data inspect` shows rows to one reader.
-SHARED, ALONE = ("data", "train"), ("data inspect",)
+# Groups whose commands share their work out by rank, but for those that show or measure something.
+SHARED, ALONE = ("data", "train"), ("data inspect", "train throughput")
 
 
 def check_dashes(launcher: str, args: Sequence[str]) -> None:

@@ -59,7 +59,7 @@ def run(config: TrainAcceptanceConfig) -> Path:
     """
     # Lightning takes seconds to import, and --help needs none of it.
     from draftsmith.train.fit import finished, fit
-    from draftsmith.train.plan import announce
+    from draftsmith.train.planning.plan import announce
 
     set_threads(config.num_threads)
     done = finished(config)

@@ -1,8 +1,8 @@
 """`draftsmith train throughput`, or `python -m draftsmith.train.throughput`: what a training step costs, in ratios.
 
 Our step stands beside a bare PyTorch loop over the same head and loss, and beside the straightforward form of
-SafeAILab's trainer (train/variants.py). One thread, process CPU time; the variants take turns step by step, so that a
-machine whose speed drifts favours none. Memory is the peak of a process of its own (train/peak.py).
+SafeAILab's trainer (benchmark/variants.py). One thread, process CPU time; the variants take turns step by step, so that a
+machine whose speed drifts favours none. Memory is the peak of a process of its own (benchmark/peak.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from draftsmith.data.progress import say
 from draftsmith.modules import flops
 from draftsmith.modules.heads.eagle import LOOKAHEAD
 from draftsmith.modules.types import InputError
-from draftsmith.train.peak import in_process
+from draftsmith.train.benchmark.peak import in_process
+from draftsmith.train.benchmark.variants import Bare, Loop, Padded, Shape, Step, Work, train_ours
 from draftsmith.train.telemetry import measured_peak
-from draftsmith.train.variants import Bare, Loop, Padded, Shape, Step, Work, train_ours
 
 HEADINGS = ("what", "value", "aim")
 # The loss alone: tokens, and a vocabulary as large as Llama 3's. The hidden size says little about its memory.

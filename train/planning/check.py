@@ -1,4 +1,4 @@
-"""`python -m draftsmith.train.plan_check`: a plan's memory beside the peak of the same training, at two sizes.
+"""`python -m draftsmith.train.planning.check`: a plan's memory beside the peak of the same training, at two sizes.
 
 Targets are random ones, written as checkpoints; the training is the real command in a process of its own, whose peak
 the system reports.

@@ -20,7 +20,7 @@ from draftsmith.train import estimate
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig
-from draftsmith.train.estimate import Plan, check_room, documents_of, frozen_model, planned_dtype
+from draftsmith.train.planning.estimate import Plan, check_room, documents_of, frozen_model, planned_dtype
 
 # Column titles of the strategies, short enough for 80 columns side by side.
 SHORT = {
@@ -94,7 +94,7 @@ def run(config: PlanEagleConfig | PlanAcceptanceConfig) -> Path | None:
     print_plan(plan, config, console)
     measured = None
     if config.measure:
-        from draftsmith.train.plan_measure import measure
+        from draftsmith.train.planning.measure import measure
 
         measured = measure(config, plan)
         console.print(measured.text(plan), markup=False)

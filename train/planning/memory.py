@@ -2,7 +2,7 @@
 
 A step's peak is not the sum of its parts: activations are gone before the optimiser begins. So there is what stays
 (weights, optimiser, gradients' buffers) and what comes and goes in phases; the peak is what stays and the largest
-phase. What the formulas say of saved tensors is checked against torch's own in tests/train/memory_test.py.
+phase. What the formulas say of saved tensors is checked against torch's own in tests/train/planning/memory_test.py.
 """
 
 from __future__ import annotations

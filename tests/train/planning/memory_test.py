@@ -9,9 +9,9 @@ from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadCo
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.packing import Documents
-from draftsmith.train.footprint import PartShape, acceptance_saved, eagle_matrices, eagle_saved
-from draftsmith.train.memory import FLOAT32, LAYOUTS, HeadSizes, Sizes, memory, moments, trained
 from draftsmith.train.muon import MuonAdamW
+from draftsmith.train.planning.footprint import PartShape, acceptance_saved, eagle_matrices, eagle_saved
+from draftsmith.train.planning.memory import FLOAT32, LAYOUTS, HeadSizes, Sizes, memory, moments, trained
 
 LENGTHS = (40, 64, 57)
 

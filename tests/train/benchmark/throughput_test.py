@@ -15,10 +15,10 @@ from draftsmith.modules.heads.eagle import shift
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.types import InputError
 from draftsmith.train import throughput
-from draftsmith.train.peak import peak_above, peak_of
-from draftsmith.train.synthetic import dialogue_lengths
+from draftsmith.train.benchmark.peak import peak_above, peak_of
+from draftsmith.train.benchmark.synthetic import dialogue_lengths
+from draftsmith.train.benchmark.variants import Bare, Padded, Shape, Work, padded_loss, train_ours
 from draftsmith.train.throughput import Step, ThroughputConfig, paired_steps, slower, tokens_per_s
-from draftsmith.train.variants import Bare, Padded, Shape, Work, padded_loss, train_ours
 
 TINY = Shape(hidden=64, vocab=48, tokens=160, documents=12, scale=0.1)
 

@@ -1,7 +1,7 @@
 """Bytes that one part of a step takes in a rank's memory: what autograd saves, the loss, and a frozen model's forward.
 
 Pure functions of shapes. They follow modules/heads, modules/losses.py and modules/lean.py, and
-tests/train/memory_test.py compares them with what torch saves when these run.
+tests/train/planning/memory_test.py compares them with what torch saves when these run.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ from draftsmith.modules.heads.eagle import EagleConfig, EagleHead, EagleInputs, 
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch
+from draftsmith.train.benchmark.synthetic import SyntheticFeatures, dialogue_lengths, random_target, raw_config
 from draftsmith.train.data_module import HeadDataModule, Order, Part, Samples
 from draftsmith.train.eagle import TrainEagleConfig
 from draftsmith.train.fit import Provenance, fit
 from draftsmith.train.lit_eagle import LitEagle, num_loss_tokens
 from draftsmith.train.schedules import lr_schedule
-from draftsmith.train.synthetic import SyntheticFeatures, dialogue_lengths, random_target, raw_config
 
 Clock = Callable[[], float]
 

@@ -1,7 +1,7 @@
 """What a training will take, from its configuration alone; no weights are read.
 
 A plan is made in three steps: the models' sizes (config.json, modules on the meta device), the documents (an artefact's
-index, or an assumption), and what follows from both by train/memory.py, train/footprint.py and modules/flops.py.
+index, or an assumption), and what follows from both by memory.py, footprint.py and modules/flops.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,18 @@ from draftsmith.train import footprint
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig, target_shape
-from draftsmith.train.footprint import PartShape
-from draftsmith.train.memory import FLOAT32, LAYOUTS, HeadSizes, Memory, Sizes, Strategy, memory, moments, with_strategy
+from draftsmith.train.planning.footprint import PartShape
+from draftsmith.train.planning.memory import (
+    FLOAT32,
+    LAYOUTS,
+    HeadSizes,
+    Memory,
+    Sizes,
+    Strategy,
+    memory,
+    moments,
+    with_strategy,
+)
 
 # Of parts, only so many steps of an epoch are looked at for the largest.
 STEPS_LOOKED_AT = 2000

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.losses import eagle_loss
-from draftsmith.train.estimate import own_memory
-from draftsmith.train.variants import Bare, Loop, Padded, Shape, Work, padded_loss, train_ours
+from draftsmith.train.benchmark.variants import Bare, Loop, Padded, Shape, Work, padded_loss, train_ours
+from draftsmith.train.planning.estimate import own_memory
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # A step more shows what the optimizer's averages add, which are made in the first.
@@ -38,7 +38,7 @@ def peak_above(call: Callable[[], object]) -> int:
 
 def in_process(what: str, shape: Shape) -> int:
     """`peak_of` in a new process, so that it begins with nothing."""
-    words = [sys.executable, "-m", "draftsmith.train.peak", what, json.dumps(dataclasses.asdict(shape))]
+    words = [sys.executable, "-m", "draftsmith.train.benchmark.peak", what, json.dumps(dataclasses.asdict(shape))]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")

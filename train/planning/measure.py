@@ -18,13 +18,13 @@ from draftsmith.data.manifest import MANIFEST
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, eagle
 from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train.benchmark.synthetic import dialogue_lengths, write_responses
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import Part
 from draftsmith.train.eagle import TrainEagleConfig
-from draftsmith.train.estimate import Plan, frozen_model, planned_dtype
 from draftsmith.train.lit_head import LitHead
+from draftsmith.train.planning.estimate import Plan, frozen_model, planned_dtype
 from draftsmith.train.strategies import trainer_arguments
-from draftsmith.train.synthetic import dialogue_lengths, write_responses
 from draftsmith.train.telemetry import peak_memory_gb
 
 WARM_UP, TIMED = 3, 5

@@ -1,0 +1,1 @@
+"""What a training step costs, beside other ways to write it."""
