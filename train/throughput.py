@@ -1,8 +1,8 @@
 """`draftsmith train throughput`, or `python -m draftsmith.train.throughput`: what a training step costs, in ratios.
 
 Our step stands beside a bare PyTorch loop over the same head and loss, and beside the straightforward form of
-SafeAILab's trainer (benchmark/variants.py). One thread, process CPU time; the variants take turns step by step, so that a
-machine whose speed drifts favours none. Memory is the peak of a process of its own (benchmark/peak.py).
+SafeAILab's trainer (benchmark/variants.py). One thread, process CPU time; the variants take turns step by step, so that
+a machine whose speed drifts favours none. Memory is the peak of a process of its own (benchmark/peak.py).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
 from draftsmith.modules.types import InputError
-from draftsmith.train import synthetic
+from draftsmith.train.benchmark import synthetic
 
 # Hidden size and layers of a Llama over 32,000 tokens: about 90 and 300 million parameters.
 SHAPES = {"90m": (640, 10), "300m": (1024, 19)}

@@ -31,10 +31,10 @@ from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.llama import SUPPORTED, llama_config
 from draftsmith.modules.types import InputError
-from draftsmith.train import footprint
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig, target_shape
+from draftsmith.train.planning import footprint
 from draftsmith.train.planning.footprint import PartShape
 from draftsmith.train.planning.memory import (
     FLOAT32,

@@ -16,10 +16,10 @@ from draftsmith.data.batched import set_threads
 from draftsmith.data.manifest import volatile
 from draftsmith.data.progress import say
 from draftsmith.modules.types import InputError
-from draftsmith.train import estimate
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig
+from draftsmith.train.planning import estimate
 from draftsmith.train.planning.estimate import Plan, check_room, documents_of, frozen_model, planned_dtype
 
 # Column titles of the strategies, short enough for 80 columns side by side.
