@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +34,7 @@ from draftsmith.train.telemetry import measured_peak
 
 HEADINGS = ("what", "value", "aim")
 # The loss alone: tokens, and a vocabulary as large as Llama 3's. The hidden size says little about its memory.
-LOSS_SHAPE = {"tokens": 2048, "vocab": 128_000, "hidden": 256}
+LOSS_SHAPE = Shape(hidden=256, vocab=128_000, tokens=2048)
 WARM_UP = 2  # steps that are not counted
 PEAK_FOR_S = 3.0
 
@@ -157,7 +157,7 @@ def memory(config: ThroughputConfig) -> Iterator[Row]:
 
 
 def loss_memory(config: ThroughputConfig) -> Iterator[Row]:
-    shape = Shape(seed=config.seed, **LOSS_SHAPE)
+    shape = replace(LOSS_SHAPE, seed=config.seed)
     where = f"{shape.tokens} tokens, {shape.vocab // 1000}k vocabulary"
     peaks = {name: in_process(name, shape) for name in ("loss", "naive loss")}
     yield Row(f"EAGLE loss in chunks: peak memory, {where}", peaks["loss"] / 1e6, "MB")

@@ -297,7 +297,7 @@ def plan_eagle(
         again = min(1.0, order.steps_per_epoch / total_steps(config, order)) if config.features == "cache" else 1.0
         epoch_flops += again * flops.layers_forward(llama, documents.lengths)
     dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8")
-    features = {dtype: feature_bytes(llama.hidden_size, documents.tokens, dtype) for dtype in dtypes}
+    features: dict[str, int] = {d: feature_bytes(llama.hidden_size, documents.tokens, d) for d in dtypes}
     return finish("eagle", config, target, documents, order, part, sizes, world, epoch_flops, features)
 
 
