@@ -266,7 +266,7 @@ def plan_eagle(
     read = dataclasses.replace(part, tokens=part.slots)  # by the target: documents side by side
     sizes = Sizes(
         head=head,
-        base=own_memory() if base is None else base,
+        base=libraries(config) if base is None else base,
         frozen=frozen,
         loading=loading,
         batch=footprint.batch_bytes(0 if online else llama.hidden_size, part, config.accumulate),
@@ -310,7 +310,7 @@ def plan_acceptance(
         read = flops.parameters_forward(draft.params, documents.tokens)
     sizes = Sizes(
         head=head,
-        base=own_memory() if base is None else base,
+        base=libraries(config) if base is None else base,
         frozen=frozen,
         loading=loading,
         batch=footprint.batch_bytes(0, part, config.accumulate),
@@ -385,6 +385,11 @@ def resident(model: FrozenModel, config: TrainConfig) -> tuple[int, int]:
         return footprint.lean_frozen(model.llama, model.params, model.stored, model.width)
     size = model.params * model.width
     return size, size + (model.params * model.stored if on_cpu else 0)
+
+
+def libraries(config: TrainConfig) -> int:
+    """Bytes of a rank's device that no tensor takes; of a GPU they are not known, nor counted by torch."""
+    return own_memory() if planned_device(config) == "cpu" else 0
 
 
 def own_memory() -> int:
