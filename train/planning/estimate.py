@@ -201,7 +201,8 @@ def _texts(directory: Path, manifest: Manifest) -> tuple[list[int], float]:
     values = Rows(directory, manifest, [column]).table()[column]
     lengths = values.to_pylist() if column == "length" else pc.list_value_length(values).to_pylist()
     counts = manifest.counts
-    counted = counts.get("loss_tokens", counts.get("response_tokens", sum(lengths)))
+    named = (name for name in ("loss_tokens", "response_tokens", "drafted_tokens") if name in counts)
+    counted = counts.get(next(named, ""), sum(lengths))
     return lengths, counted / max(1, sum(lengths))
 
 
@@ -276,7 +277,7 @@ def plan_eagle(
     read = dataclasses.replace(part, tokens=part.slots)  # by the target: documents side by side
     sizes = Sizes(
         head=head,
-        base=own_memory() if base is None else base,
+        base=libraries(config) if base is None else base,
         frozen=frozen,
         loading=loading,
         batch=footprint.batch_bytes(0 if online else llama.hidden_size, part, config.accumulate),
@@ -320,7 +321,7 @@ def plan_acceptance(
         read = flops.parameters_forward(draft.params, documents.tokens)
     sizes = Sizes(
         head=head,
-        base=own_memory() if base is None else base,
+        base=libraries(config) if base is None else base,
         frozen=frozen,
         loading=loading,
         batch=footprint.batch_bytes(0, part, config.accumulate),
@@ -397,6 +398,11 @@ def resident(model: FrozenModel, config: TrainConfig) -> tuple[int, int]:
         return footprint.lean_frozen(model.llama, model.params, model.stored, model.width)
     size = model.params * model.width
     return size, size + (model.params * model.stored if on_cpu else 0)
+
+
+def libraries(config: TrainConfig) -> int:
+    """Bytes of a rank's device that no tensor takes; of a GPU they are not known, nor counted by torch."""
+    return own_memory() if planned_device(config) == "cpu" else 0
 
 
 def own_memory() -> int:

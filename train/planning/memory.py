@@ -14,6 +14,8 @@ from typing import Literal
 from torch import nn
 
 FLOAT32 = 4
+# Elements that ZeRO reduces at once, in a buffer of their own; train/deepspeed.py sets it.
+ZERO_BUCKET = 50_000_000
 Strategy = Literal["one process", "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 # What a plan compares: a strategy, and whether what it shares out lies in host memory.
 LAYOUTS: tuple[tuple[Strategy, bool], ...] = (
@@ -57,13 +59,13 @@ class HeadSizes:
 class Sizes:
     """What a rank's memory depends on; all but `head` and `world` in bytes.
 
-    base: interpreter and libraries. frozen: the frozen model as it stays; loading: most while it is read, itself
-    included. batch: of the parts that are in memory at once. inputs: what the loss function holds beside the saved
-    tensors. activations: saved by the head for its gradient. widest: temporaries of the backward pass. loss: most that
-    the loss itself takes. frozen_forward: most that the frozen model's forward takes, 0 where it does not run.
-    world: ranks. accumulates: gradients are there before a part begins. on_cpu: the C library keeps freed blocks of up
-    to 32 MiB for the next ones that fit, so what a backward pass has freed is still there when the loss takes its
-    larger ones, which are not kept.
+    base: interpreter and libraries, where the device is the CPU. frozen: the frozen model as it stays; loading: most
+    while it is read, itself included. batch: of the parts that are in memory at once. inputs: what the loss function
+    holds beside the saved tensors. activations: saved by the head for its gradient. widest: temporaries of the backward
+    pass. loss: most that the loss itself takes. frozen_forward: most that the frozen model's forward takes, 0 where it
+    does not run. world: ranks. accumulates: gradients are there before a part begins. on_cpu: the C library keeps freed
+    blocks of up to 32 MiB for the next ones that fit, so what a backward pass has freed is still there when the loss
+    takes its larger ones, which are not kept.
     """
 
     head: HeadSizes
@@ -132,7 +134,7 @@ def trained(sizes: HeadSizes, optimizer: str, strategy: str, world: int, offload
 
     ddp reduces gradients in buckets as large as themselves. Stages 1 and 2 keep every weight, and a rank's part of a
     second copy that the optimiser steps on; stage 2 keeps a rank's part of the gradients; stage 3 of the weights too,
-    which it gathers for forward and backward.
+    which it gathers for forward and backward. All of them reduce gradients by a bucket at a time.
     """
     whole, part = FLOAT32 * sizes.params, FLOAT32 * -(-sizes.params // world)
     averages, update = moments(sizes, optimizer), update_bytes(sizes, optimizer)
@@ -144,12 +146,13 @@ def trained(sizes: HeadSizes, optimizer: str, strategy: str, world: int, offload
     update = -(-update // world)
     host = part + stepped if offload else 0
     kept = 0 if offload else stepped
+    bucket = FLOAT32 * min(sizes.params, ZERO_BUCKET)
     if strategy == "deepspeed_stage_1":
-        return Trained(whole, whole, kept, update=part + update, host=host)
+        return Trained(whole, whole, kept, buffers=bucket, update=part + update, host=host)
     if strategy == "deepspeed_stage_2":
-        return Trained(whole, part, kept, gathered=whole, update=update, host=host)
+        return Trained(whole, part, kept, buffers=bucket, update=update, host=host)
     assert strategy == "deepspeed_stage_3", strategy
-    return Trained(part, part, kept, gathered=whole, update=update, host=host)
+    return Trained(part, part, kept, buffers=bucket, gathered=whole, update=update, host=host)
 
 
 def memory(sizes: Sizes) -> Memory:

@@ -9,9 +9,10 @@ from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadCo
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.packing import Documents
+from draftsmith.train import deepspeed
 from draftsmith.train.muon import MuonAdamW
 from draftsmith.train.planning.footprint import PartShape, acceptance_saved, eagle_matrices, eagle_saved
-from draftsmith.train.planning.memory import FLOAT32, LAYOUTS, HeadSizes, Sizes, memory, moments, trained
+from draftsmith.train.planning.memory import FLOAT32, LAYOUTS, ZERO_BUCKET, HeadSizes, Sizes, memory, moments, trained
 
 LENGTHS = (40, 64, 57)
 
@@ -114,6 +115,10 @@ def test_what_zero_shares_out_adds_up_over_the_ranks(strategy, offload):
     assert stepped == (4 if offload else 3) * whole
     assert own.gradients * (ranks if stage >= 2 else 1) == whole
     assert own.weights * (ranks if stage == 3 else 1) == whole
+
+
+def test_the_bucket_is_the_one_that_deepspeed_is_given():
+    assert ZERO_BUCKET == deepspeed.BUCKET
 
 
 def test_the_peak_is_that_of_the_largest_phase():
