@@ -36,6 +36,10 @@ def losses(output: Path) -> dict[int, float]:
         return {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]}
 
 
+def newest_checkpoint(output: Path) -> int:
+    return max(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-" + "[0-9]" * 8))
+
+
 def kill_after(step: int, output: Path, words: list[str]) -> None:
     """Start in a group of its own, so that every process of the job is killed at once."""
     process = subprocess.Popen(words, start_new_session=True)
@@ -58,13 +62,12 @@ def main(data: Path, picture: Path) -> None:
         subprocess.run(command(data, unbroken), check=True)
         two = ("--devices", "2", "--strategy", "deepspeed_stage_2", "--accumulate", "2")
         kill_after(KILLED_AFTER, broken, command(data, broken, *two))
-        before = losses(broken)
+        before, saved = losses(broken), newest_checkpoint(broken)
         subprocess.run(command(data, broken, "--resume"), check=True)
         whole, after = losses(unbroken), losses(broken)
-    # The rows after the checkpoint that the killed run had still written are written again by the one that goes on.
-    resumed = {step: loss for step, loss in after.items() if before.get(step) != loss}
+    resumed = {step: loss for step, loss in after.items() if step > saved}
     difference = max(abs(after[step] - whole[step]) for step in whole)
-    print(f"{STEPS} steps, killed after step {max(before)}, gone on from step {min(resumed) - 1}")
+    print(f"{STEPS} steps, killed after step {max(before)}, gone on from step {saved}")
     print(f"largest difference of a step's loss from the unbroken run's: {difference:.1e}")
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     axes.plot(list(whole), list(whole.values()), color="0.75", linewidth=5, label="never stopped: 1 rank")
