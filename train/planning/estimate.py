@@ -14,17 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import pyarrow.compute as pc
 import torch
 
 from draftsmith.data import feature_codec
-from draftsmith.data.datasets import in_pieces
 from draftsmith.data.feature_codec import FeatureDtype
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN, check_disk
-from draftsmith.data.manifest import MANIFEST, Manifest
 from draftsmith.data.models import DTYPES, model_directory
 from draftsmith.data.ranks import place
-from draftsmith.data.shards import Rows
 from draftsmith.modules import flops
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead
@@ -35,6 +31,7 @@ from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig, target_shape
 from draftsmith.train.planning import footprint
+from draftsmith.train.planning.documents import Documents
 from draftsmith.train.planning.footprint import PartShape
 from draftsmith.train.planning.memory import (
     FLOAT32,
@@ -50,8 +47,6 @@ from draftsmith.train.planning.memory import (
 
 # Of parts, only so many steps of an epoch are looked at for the largest.
 STEPS_LOOKED_AT = 2000
-# Of the tokens of documents that are not there yet.
-ASSUMED_LOSS_SHARE = 0.6
 
 
 @dataclass(frozen=True)
@@ -69,24 +64,6 @@ class FrozenModel:
     params: int
     stored: int
     width: int
-
-
-@dataclass(frozen=True)
-class Documents:
-    """The training samples: tokens of each, the share of tokens that the loss counts, and where that is from.
-
-    kind: of the artefact: features, responses, prompts, acceptance.
-    """
-
-    lengths: Sequence[int]
-    loss_share: float
-    source: str
-    kind: str
-    assumed: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -154,56 +131,6 @@ def frozen_model(path: str, dtype: str) -> FrozenModel:
     params = sum(p.numel() for p in model.parameters())
     context = getattr(text, "max_position_embeddings", None) or 2048
     return FrozenModel(path, None, text.hidden_size, context, params, stored_bytes, width)
-
-
-class _Texts:
-    """A data set of which only the lengths are known."""
-
-    manifest = None
-
-    def __init__(self, lengths: list[int]):
-        self.lengths = lengths
-
-
-def documents_of(config: TrainConfig, kind: str, context: int, samples: int, length: int) -> Documents:
-    """The training samples of the artefact, split at the context where they are longer, and without held-out ones.
-
-    kind, samples, length: what is assumed where there is no artefact.
-    """
-    from draftsmith.train.data_module import held_out
-
-    directory, assumed = config.data, not (config.data / MANIFEST).exists()
-    if assumed:
-        lengths, share = [length] * samples, ASSUMED_LOSS_SHARE
-        said = f"assumed: {samples:,} samples of {length} tokens, as {directory} is not there"
-    else:
-        manifest = Manifest.read(directory)
-        lengths, share, kind, said = *_texts(directory, manifest), manifest.kind, str(directory)
-    limit = min(config.max_length or context, context)
-    pieces = in_pieces(_Texts(lengths), limit, LOOKAHEAD if kind != "acceptance" else 0)
-    rows = getattr(pieces, "rows", range(len(lengths)))
-    lengths = pieces.lengths
-    if config.val is None:
-        train, _ = held_out(len(set(rows)), config.val_share)
-        kept = set(train)
-        lengths = [length for length, row in zip(lengths, rows, strict=True) if row in kept]
-    return Documents(lengths, share, said, kind, assumed)
-
-
-def has_texts(directory: Path) -> bool:
-    """True for a complete artefact whose rows have tokens and answers: what a training reads."""
-    return (directory / MANIFEST).exists() and "input_ids" in {field.name for field in Manifest.read(directory).fields}
-
-
-def _texts(directory: Path, manifest: Manifest) -> tuple[list[int], float]:
-    """Tokens of every row of an artefact, and the share of all tokens that a loss counts."""
-    column = "length" if manifest.kind == "features" else "input_ids"
-    values = Rows(directory, manifest, [column]).table()[column]
-    lengths = values.to_pylist() if column == "length" else pc.list_value_length(values).to_pylist()
-    counts = manifest.counts
-    named = (name for name in ("loss_tokens", "response_tokens", "drafted_tokens") if name in counts)
-    counted = counts.get(next(named, ""), sum(lengths))
-    return lengths, counted / max(1, sum(lengths))
 
 
 def largest_part(order: Any, documents: Documents, shares: int, packed: bool) -> PartShape:

@@ -20,7 +20,8 @@ from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig
 from draftsmith.train.planning import estimate
-from draftsmith.train.planning.estimate import Plan, check_room, documents_of, frozen_model, planned_dtype
+from draftsmith.train.planning.documents import documents_of, has_texts
+from draftsmith.train.planning.estimate import Plan, check_room, frozen_model, planned_dtype
 
 # Column titles of the strategies, short enough for 80 columns side by side.
 SHORT = {
@@ -119,7 +120,7 @@ def import_training(config: TrainConfig) -> None:
 
 
 def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: int = 512) -> Plan:
-    """The plan of a training, by its settings. The rest: `estimate.plan_eagle` and `estimate.documents_of`."""
+    """The plan of a training, by its settings. The rest: `estimate.plan_eagle` and `documents_of`."""
     dtype = planned_dtype(config)
     if isinstance(config, TrainEagleConfig):
         target = frozen_model(config.target, dtype)
@@ -141,7 +142,7 @@ def announce(config: TrainConfig) -> None:
     """
     from draftsmith.train.metrics import is_first_process
 
-    if not estimate.has_texts(config.data):
+    if not has_texts(config.data):
         return
     plan = plan_of(config)
     if is_first_process():

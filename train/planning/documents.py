@@ -1,0 +1,86 @@
+"""The documents of a training that is planned: from an artefact's index, or assumed where there is none yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.compute as pc
+
+from draftsmith.data.datasets import in_pieces
+from draftsmith.data.manifest import MANIFEST, Manifest
+from draftsmith.data.shards import Rows
+from draftsmith.modules.heads.eagle import LOOKAHEAD
+from draftsmith.train.config import TrainConfig
+
+# Of the tokens of documents that are not there yet.
+ASSUMED_LOSS_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The training samples: tokens of each, the share of tokens that the loss counts, and where that is from.
+
+    kind: of the artefact: features, responses, prompts, acceptance.
+    """
+
+    lengths: Sequence[int]
+    loss_share: float
+    source: str
+    kind: str
+    assumed: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+class _Texts:
+    """A data set of which only the lengths are known."""
+
+    manifest = None
+
+    def __init__(self, lengths: list[int]):
+        self.lengths = lengths
+
+
+def documents_of(config: TrainConfig, kind: str, context: int, samples: int, length: int) -> Documents:
+    """The training samples of the artefact, split at the context where they are longer, and without held-out ones.
+
+    kind, samples, length: what is assumed where there is no artefact.
+    """
+    from draftsmith.train.data_module import held_out
+
+    directory, assumed = config.data, not (config.data / MANIFEST).exists()
+    if assumed:
+        lengths, share = [length] * samples, ASSUMED_LOSS_SHARE
+        said = f"assumed: {samples:,} samples of {length} tokens, as {directory} is not there"
+    else:
+        manifest = Manifest.read(directory)
+        lengths, share, kind, said = *_texts(directory, manifest), manifest.kind, str(directory)
+    limit = min(config.max_length or context, context)
+    pieces = in_pieces(_Texts(lengths), limit, LOOKAHEAD if kind != "acceptance" else 0)
+    rows = getattr(pieces, "rows", range(len(lengths)))
+    lengths = pieces.lengths
+    if config.val is None:
+        train, _ = held_out(len(set(rows)), config.val_share)
+        kept = set(train)
+        lengths = [length for length, row in zip(lengths, rows, strict=True) if row in kept]
+    return Documents(lengths, share, said, kind, assumed)
+
+
+def has_texts(directory: Path) -> bool:
+    """True for a complete artefact whose rows have tokens and answers: what a training reads."""
+    return (directory / MANIFEST).exists() and "input_ids" in {field.name for field in Manifest.read(directory).fields}
+
+
+def _texts(directory: Path, manifest: Manifest) -> tuple[list[int], float]:
+    """Tokens of every row of an artefact, and the share of all tokens that a loss counts."""
+    column = "length" if manifest.kind == "features" else "input_ids"
+    values = Rows(directory, manifest, [column]).table()[column]
+    lengths = values.to_pylist() if column == "length" else pc.list_value_length(values).to_pylist()
+    counts = manifest.counts
+    named = (name for name in ("loss_tokens", "response_tokens", "drafted_tokens") if name in counts)
+    counted = counts.get(next(named, ""), sum(lengths))
+    return lengths, counted / max(1, sum(lengths))
