@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig
 from draftsmith.train.planning import estimate
 from draftsmith.train.planning.documents import documents_of, has_texts
-from draftsmith.train.planning.estimate import Plan, check_room, frozen_model, planned_dtype
+from draftsmith.train.planning.estimate import Plan, check_room, frozen_model, planned_device, planned_dtype
 
 # Column titles of the strategies, short enough for 80 columns side by side.
 SHORT = {
@@ -113,6 +114,8 @@ def import_training(config: TrainConfig) -> None:
     from draftsmith.train import fit, lit_acceptance, lit_eagle  # noqa: F401
 
     if str(config.strategy).startswith("deepspeed"):
+        if planned_device(config) == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"  # as the strategy does: else it looks for a GPU and warns
         try:
             import deepspeed  # noqa: F401
         except ImportError:
