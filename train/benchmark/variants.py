@@ -76,6 +76,7 @@ class Work:
             output=output,
             tokens_per_batch=self.shape.tokens,
             max_steps=steps,
+            val_every=steps,  # at the end, off the clock
             precision="bf16" if self.shape.dtype == "bfloat16" else "32",
             seed=self.shape.seed,
             noise=noise,

@@ -44,8 +44,8 @@ class PlanCheckConfig:
     shapes: str = "90m,300m"
     features: str = "stored,online"
     tokens: int = 4096
-    steps: int = 3
-    documents: int = 40
+    steps: int = 2
+    documents: int = 20
 
     def __post_init__(self) -> None:
         for name, known in {"shapes": set(SHAPES), "features": {"stored", "online"}}.items():
