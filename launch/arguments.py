@@ -169,17 +169,22 @@ def spelling(prog: str, typed: str, options: dict[str, Any]) -> tuple[str, bool]
 
 
 def config_file(prog: str, name: str) -> Path:
-    """A YAML file by its path, or one that ships with the package by its name: `eagle-small` after `train eagle`."""
+    """A YAML file by its path, or one that ships with the package by its name: `eagle-small` after `train eagle`, and
+    the recipes of real models, which are settings of a training."""
     file = Path(name)
     if file.is_file():
         return file
     group = prog.split()[1] if len(prog.split()) > 1 else ""
-    folder = Path(__file__).parents[1] / "configs" / ("train" if group == "plan" else group)
-    shipped = folder / f"{name.removesuffix('.yaml')}.yaml"
-    if shipped.is_file():
-        return shipped
+    folders = ("train", "recipes") if group in {"train", "plan"} else (group,)
+    shipped = {
+        path.stem: path
+        for folder in folders
+        for path in (Path(__file__).parents[1] / "configs" / folder).glob("*.yaml")
+    }
+    if name.removesuffix(".yaml") in shipped:
+        return shipped[name.removesuffix(".yaml")]
     what = "a directory" if file.is_dir() else "no such file"
-    names = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
+    names = ", ".join(sorted(shipped)) or "none"
     raise UsageError(f"--config: found {what} at {name}, expected a YAML file or a shipped one ({names}). Correct it.")
 
 

@@ -124,7 +124,8 @@ def fit(
     step = step_of(checkpoint)
     if is_first_process():
         _begin(config, provenance)
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     # Lightning's advice to use srun on any machine that has it; processes are started by draftsmith launch.
     warnings.filterwarnings("ignore", message="The `srun` command is available")
     about = {"world_size": world_size(config), "strategy": config.strategy}

@@ -230,6 +230,13 @@ def test_a_shipped_config_is_found_by_its_name(capsys):
     assert "a shipped one (bench, bench-gpu" in error_line(capsys)
 
 
+@pytest.mark.parametrize("recipe", ["llama-3.1-8b-eagle", "qwen3-8b-eagle"])
+@pytest.mark.parametrize("group", ["train", "plan"])
+def test_recipes_of_real_models_are_found_by_their_names(group, recipe, capsys):
+    assert cli.main([group, "eagle", "--config", recipe, "--print-config"]) == 0
+    assert "target: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("args", [["--help"], [], ["data", "--help"], ["eval"], ["--version"]])
 def test_overview_and_version_load_nothing_heavy(args):
     code = (
