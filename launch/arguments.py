@@ -56,7 +56,8 @@ def parse_words(prog: str, config_class: type, words: list[str], options: dict[s
 
     parser = ArgumentParser(prog=prog, exit_on_error=False, add_help=False)
     parser.add_argument("--config", action="config")
-    # It looks the names of types up in the class' own module, where those of inherited fields need not be.
+    # jsonargparse looks the names of types up in the class' own module, where those of inherited fields need not be;
+    # so they are resolved before. (mypy takes __init__ of a class for one that a subclass may change.)
     config_class.__init__.__annotations__.update(get_type_hints(config_class))  # type: ignore[misc]
     parser.add_class_arguments(config_class)
     try:

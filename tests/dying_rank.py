@@ -24,5 +24,6 @@ if __name__ == "__main__":
             raise RuntimeError("the memory of this rank is broken")
         return step(self, part, batch_idx)
 
+    # In this process only, which is made to die: a real step has no place to do so.
     LitHead.training_step = training_step  # type: ignore[method-assign]
     sys.exit(main(sys.argv[3:]))

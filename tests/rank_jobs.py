@@ -46,7 +46,7 @@ def run_on_ranks(jobs: Sequence[dict[str, Any]], ranks: int, work: Path, timeout
         environment = {**os.environ, **{name: str(value) for name, value in names.items()}}
         command = [sys.executable, str(HERE), str(listed)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]
+        processes.append(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]  # pipes: of mixed types
     said = [process.communicate(timeout=timeout_s)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), "\n".join(said)
     return said

@@ -71,7 +71,7 @@ class Checkpoints(CheckpointIO):
             _remove(found)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Tensors and plain values only; tensors stay on disk until they are copied."""
+        """Tensors and plain values only, nothing that runs (weights_only); on disk until they are copied (mmap)."""
         checkpoint = torch.load(Path(path) / STATE, map_location="cpu", weights_only=True, mmap=True)
         _count_parts(checkpoint, self.accumulate)
         return checkpoint
@@ -168,7 +168,7 @@ def _write(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     """
     with path.open("wb") as file:
         hashed = _Hashed(file)
-        torch.save(checkpoint, hashed)  # type: ignore[arg-type]
+        torch.save(checkpoint, hashed)  # type: ignore[arg-type]  # asks for a whole IO; it writes and flushes only
         if hashed.error is not None:
             raise hashed.error
         file.flush()

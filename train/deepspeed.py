@@ -39,6 +39,7 @@ class ZeroPrecision(DeepSpeedPrecision):
     def convert_input(self, data: Any) -> Any:
         return data
 
+    # Lightning's own override of its base class names the parameters in another way, too.
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         # DeepSpeed leaves a step out by itself where ranks' finite gradients have an infinite sum.
@@ -204,7 +205,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             safe_set_full_optimizer_state(param, value, name)
             return
         # The setter of whole tensors fails where the last rank's part is padded.
-        size = param.ds_tensor.numel()  # type: ignore[attr-defined]
+        size = param.ds_tensor.numel()  # type: ignore[attr-defined]  # DeepSpeed adds it to a parameter
         own = value.flatten()[size * self.global_rank : size * (self.global_rank + 1)]
         safe_set_local_optimizer_state(param, nn.functional.pad(own, (0, size - len(own))), name)
 

@@ -126,7 +126,7 @@ class LitEagle(LitHead):
         """Noise like `features` that depends on (seed, epoch, sample) and not on what shares the sample's batch."""
         noise = torch.zeros_like(features)
         generator = torch.Generator(features.device)
-        lengths = self.trainer.datamodule.train.lengths  # type: ignore[attr-defined]
+        lengths = self.samples.lengths
         # As many numbers as the sample has rows, padding aside: a device's generator gives other ones otherwise.
         sizes = [max(0, lengths[key.index] - LOOKAHEAD) for key in part.keys]
         flat = part.data.lengths is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draftsmith.modules.types import LossOutput
 from draftsmith.train.bad_steps import BadSteps, finite
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import Part
+from draftsmith.train.data_module import Part, Samples
 from draftsmith.train.metrics import Means, num_ranks, rank, total
 from draftsmith.train.muon import MuonAdamW
 from draftsmith.train.schedules import lr_schedule
@@ -79,9 +79,14 @@ class LitHead(pl.LightningModule):
         the frozen model's forward where it runs in the step. From shapes, without waiting for a device."""
         raise NotImplementedError
 
+    @property
+    def samples(self) -> Samples:
+        """What is trained on. Lightning declares no `datamodule` on its trainer, which has one all the same."""
+        return cast(Any, self.trainer).datamodule.train
+
     def lengths_of(self, part: Part) -> list[int]:
         """Tokens of each document of a training part, padding and fillers aside."""
-        lengths = self.trainer.datamodule.train.lengths  # type: ignore[attr-defined]
+        lengths = self.samples.lengths
         return [lengths[key.index] for key in part.keys if not key.filler]
 
     def training_step(self, part: Part, batch_idx: int) -> Tensor:
@@ -124,7 +129,7 @@ class LitHead(pl.LightningModule):
             torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)
 
     def _sample_name(self, index: int) -> str:
-        return self.trainer.datamodule.train.name(index)  # type: ignore[attr-defined]
+        return self.samples.name(index)
 
     def count_bad_step(self) -> None:
         """The step was left out by the strategy, on all ranks, though no rank saw anything but finite numbers."""

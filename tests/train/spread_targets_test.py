@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,10 @@ from draftsmith.train.eagle import run
 JOB = Path(__file__).with_name("spread_job.py")
 
 
-def command_line(words: list[str], settings: object) -> list[str]:
+def command_line(words: list[str], settings: Any) -> list[str]:
     """The command line that gives these settings."""
     argv = list(words)
-    for spec in dataclasses.fields(settings):  # type: ignore[arg-type]
+    for spec in dataclasses.fields(settings):
         value = getattr(settings, spec.name)
         if value is not None and value != spec.default:
             argv += [f"--{dashed(spec.name)}", *map(str, value if isinstance(value, tuple) else (value,))]

@@ -118,10 +118,12 @@ class Loop:
         self._batches = self.batches()
 
     def batches(self) -> Iterator[FeatureBatch]:
-        raise NotImplementedError
+        """The batches of the training, in order; each variant has its own."""
+        raise NotImplementedError  # of the base class
 
     def loss(self, pair: EagleInputs, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The mean over the loss tokens; each variant writes it in its own way."""
+        raise NotImplementedError  # of the base class
 
     def step(self, clock: Clock = time.process_time) -> Step:
         """Forward, backward, clipping and update of the next batch."""
