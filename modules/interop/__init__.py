@@ -1,1 +1,7 @@
-"""Pure maps between the project's state dicts and public checkpoint formats, one file per format."""
+"""Public formats, one file each: pure maps between our state dicts and what other systems write and read.
+
+`FORMATS` names the files that hold a head; `base` says what each of them has.
+"""
+
+# Format -> kind of head. A format's file is its name.
+FORMATS = {"eagle": "eagle", "vllm": "eagle", "sglang": "eagle", "specdec_pp": "acceptance"}
