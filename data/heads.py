@@ -16,7 +16,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 SCHEMA_VERSION = 1
 # Registry name = file name in modules/heads; the classes that hold its settings and its weights.
@@ -128,24 +128,38 @@ def load_head(
         raise InputError(
             "head", f"{directory}, an {config['kind']} head", f"an {kind} head", "Pass it with its own flag."
         )
-    config_class, head_class = _classes(config["kind"])
+    config_class, _ = _classes(config["kind"])
     fields = dict(config["head"])
     if "llama" in fields:
         rope = RopeScaling(**fields["llama"].pop("rope_scaling"))
         fields["llama"] = LlamaConfig(**fields["llama"], rope_scaling=rope)
     if "calibration" in fields:
         fields["calibration"] = tuple(fields["calibration"])
-    head = head_class(config_class(**fields))
     if target is not None:
         _check_fits(directory, config, target, target.info.identity if identity is None else identity)
-    missing, unknown = head.load_state_dict(load_file(Path(directory) / "model.safetensors"), strict=False)
-    aliases = set(head.state_dict()) - {name for name, _ in head.named_parameters()}
-    if unknown or set(missing) - aliases:
-        raise InputError(
-            "model.safetensors", f"missing {missing}, unknown {unknown}", "the head's tensors", "Train it again."
-        )
+    head = build_head(config["kind"], config_class(**fields), load_file(Path(directory) / "model.safetensors"))
     head = head.eval().requires_grad_(False)
     return head if target is None else head.to(target.device, target.dtype if config["kind"] == "eagle" else None)
+
+
+def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
+    """A head of these settings and weights, in float32.
+
+    state: by the names of `named_parameters`; of a tied block, once.
+
+    Raises:
+        InputError: a tensor is missing, unknown or of another shape.
+    """
+    _, head_class = _classes(kind)
+    head = head_class(config)
+    expected = {name: tensor.shape for name, tensor in head.named_parameters()}
+    wrong = sorted(set(expected) ^ set(state))
+    wrong += sorted(name for name in set(expected) & set(state) if state[name].shape != expected[name])
+    if wrong:
+        found = f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:4])})"
+        raise InputError("model.safetensors", found, "the tensors that config.json asks for", "Copy or train it again.")
+    head.load_state_dict(state, strict=False)  # a tied block's other names are not in `state`
+    return head
 
 
 def _check_fits(directory: str | Path, config: dict[str, Any], target: CausalLM, identity: Mapping[str, str]) -> None:

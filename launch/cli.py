@@ -43,6 +43,11 @@ COMMANDS: dict[str, Command] = {
     "data inspect": Command("data.inspect", "InspectConfig", "Look at rows, their mask in colour", ("artefact",)),
     "train acceptance": Command("train.acceptance", "TrainAcceptanceConfig", "Acceptance head: when to stop drafting"),
     "train eagle": Command("train.eagle", "TrainEagleConfig", "EAGLE head: drafts from the target's own features"),
+    "export": Command("data.exchange.export", "ExportConfig", "A head as another system loads it, checked"),
+    "check": Command(
+        "data.exchange.check", "CheckConfig", "What another system makes of a directory", ("directory",)
+    ),
+    "import": Command("data.exchange.import_head", "ImportConfig", "A public head as one of ours", ("directory",)),
     "plan eagle": Command("train.planning.plan", "PlanEagleConfig", "What `train eagle` will take: memory, disk, time"),
     "plan acceptance": Command("train.planning.plan", "PlanAcceptanceConfig", "The same for `train acceptance`"),
     "train throughput": Command("train.throughput", "ThroughputConfig", "What a training step costs, beside others"),
@@ -70,6 +75,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
                                            "data inspect"),
     "Train heads": ("train acceptance", "train eagle", "plan eagle", "plan acceptance"),
     "Run data and train commands on many devices": ("launch torchrun", "launch slurm", "launch deepspeed"),
+    "Use heads elsewhere, and others' here": ("export", "check", "import"),
     "Measure": ("eval bench", "eval lossless", "eval generation", "eval latency", "train throughput",
                 "plan check"),
     "The shipped models": ("embedded build",),

@@ -1,0 +1,204 @@
+"""`draftsmith check`: what another system would make of a directory, and whether that is the head that was trained."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from draftsmith.data.exchange.assistant import check_assistant
+from draftsmith.data.exchange.compare import Measure, compare_acceptance, compare_eagle
+from draftsmith.data.exchange.directory import read_package
+from draftsmith.data.exchange.facts import facts_of
+from draftsmith.data.exchange.probe import make_probes
+from draftsmith.data.exchange.record import against_record, read_record
+from draftsmith.data.heads import build_head, load_head
+from draftsmith.data.models import load_lm
+from draftsmith.modules.interop import FORMATS
+from draftsmith.modules.interop.base import Finding, Package, Reading, TargetFacts
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError
+
+Format = Literal["eagle", "vllm", "sglang", "specdec_pp", "hf-assisted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig:
+    """Read a directory as another system would and compare it with what this project makes of it: names, settings,
+    and logits on hidden states of the real model. Exits with 1 when anything differs.
+
+    Attributes:
+        directory: The directory to check.
+        format: The system that is to read it.
+        target: The target model; for hf-assisted too.
+        draft: The draft model whose hidden states an acceptance head reads (specdec_pp).
+        head: The head that the directory was exported from, if it is at hand; else the directory itself, imported, is
+            what logits are compared with.
+        dtype: Type of the model that gives hidden states; auto takes what its checkpoint holds.
+        device: Where that model runs.
+        engine: How it runs; lean for Llama-family weights, hf for any transformers model.
+        trust_remote_code: Let the model's repository run its own code.
+    """
+
+    directory: Path
+    format: Format
+    target: str | None = None
+    draft: str | None = None
+    head: Path | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+    engine: Literal["auto", "lean", "hf"] = "auto"
+    trust_remote_code: bool = False
+
+
+@dataclass
+class Report:
+    """Findings about tensors and settings, and numbers."""
+
+    findings: list[Finding] = field(default_factory=list)
+    measures: list[Measure] = field(default_factory=list)
+    num_used: int = 0
+
+    @property
+    def failures(self) -> int:
+        return sum(finding.level == "error" for finding in self.findings) + sum(not m.passed for m in self.measures)
+
+
+def run(config: CheckConfig) -> int:
+    """0 when the system would compute with this directory what was trained, else 1.
+
+    Raises:
+        InputError: no such directory, or the model is missing or another kind.
+    """
+    if config.format == "hf-assisted":
+        report = check_hf_assisted(config)
+    else:
+        path, lm = model_for(config.format, config.target, config.draft, config)
+        head = load_head(config.head, lm, kind=FORMATS[config.format]) if config.head is not None else None
+        report = check_head(config.directory, config.format, path, lm, head)
+    print_report(report, str(config.directory), config.format)
+    return 1 if report.failures else 0
+
+
+def check_hf_assisted(config: CheckConfig) -> Report:
+    if config.target is None:
+        raise InputError("target", "none", "the target that the draft assists", "Pass --target.")
+    findings, measures = check_assistant(config.directory, config.target)
+    return Report(findings, measures)
+
+
+def model_for(format: str, target: str | None, draft: str | None, how: Any) -> tuple[str, CausalLM]:
+    """The model whose hidden states a head of this format reads: its path, and itself.
+
+    how: has the settings that say how it is loaded.
+    """
+    flag, path = ("target", target) if FORMATS[format] == "eagle" else ("draft", draft)
+    if path is None:
+        whose = "the target" if flag == "target" else "the draft model whose hidden states the head reads"
+        raise InputError(flag, "none", whose, f"Pass --{flag}.")
+    return path, load_lm(path, how.dtype, how.device, how.engine, how.trust_remote_code)
+
+
+def check_head(directory: Path, format: str, path: str, lm: CausalLM, head: nn.Module | None) -> Report:
+    """Everything that is known of a head's directory.
+
+    path, lm: the model it reads. head: the original, if there is one; else the directory is imported.
+    """
+    module = importlib.import_module(f"draftsmith.modules.interop.{format}")
+    package = read_package(directory)
+    facts = facts_of(path, lm)
+    reading: Reading = module.read(package, facts)
+    report = Report(list(reading.findings), num_used=len(reading.used))
+    record = read_record(directory)
+    if record is not None:
+        report.findings += against_record(record, reading, FORMATS[format])
+        report.findings += other_model(record, lm)
+    ours = head
+    if ours is None:
+        try:
+            parsed = module.parse(package, facts)
+            ours = build_head(FORMATS[format], parsed.config, parsed.state)
+        except InputError as error:
+            report.findings.append(Finding("error", "import", str(error)))
+            return report
+    report.findings += unreadable(reading)
+    if not unreadable(reading):
+        report.measures += measures_of(format, module, reading, ours.float(), path, lm, facts, package)
+    return report
+
+
+def other_model(record: dict[str, Any], lm: CausalLM) -> list[Finding]:
+    recorded = record["head"].get("target") or {}
+    differing = [key for key, value in recorded.items() if key in lm.info.identity and lm.info.identity[key] != value]
+    text = "is another than the model that the head was trained for"
+    return [Finding("error", f"the model's {key}", text) for key in differing]
+
+
+def unreadable(reading: Reading) -> list[Finding]:
+    """Tensors whose shape lets no forward run: another finding says why, and no number can be taken."""
+    return [
+        Finding("error", name, f"has shape {tuple(tensor.shape)}, so that no logits can be computed")
+        for name, tensor in reading.weights.items()
+        if not tensor.numel()
+    ]
+
+
+def measures_of(
+    format: str,
+    module: Any,
+    reading: Reading,
+    head: Any,
+    path: str,
+    lm: CausalLM,
+    facts: TargetFacts,
+    package: Package,
+) -> list[Measure]:
+    if FORMATS[format] == "eagle":
+        probes = make_probes(path, lm, head.config.llama.max_position)
+        return compare_eagle(reading, head, facts, probes, package)
+    states = torch.cat([probe.features[probe.start :] for probe in make_probes(path, lm, lm.info.max_position)])
+    return compare_acceptance(module.accept_prob(reading, states), torch.sigmoid(head(states)))
+
+
+def print_report(report: Report, directory: str, format: str) -> None:
+    """What differs first, then what was measured, then what is worth knowing."""
+    console = Console(highlight=False)
+    errors = [finding for finding in report.findings if finding.level == "error"]
+    console.print(Text.assemble((f"{directory} as {format} reads it", "bold"), f": {report.num_used} tensors used"))
+    if errors:
+        console.print(findings_table("differs", errors, "red"))
+    if report.measures:
+        console.print(measures_table(report.measures))
+    notes = [finding for finding in report.findings if finding.level == "note"]
+    if notes:
+        console.print(findings_table("read as", notes, "dim"))
+    good = report.failures == 0
+    said = "nothing differs" if good else f"{report.failures} difference{'s' if report.failures > 1 else ''}"
+    console.print(Text(said, "green" if good else "bold red"))
+
+
+def findings_table(heading: str, findings: Sequence[Finding], style: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(heading, style=style, overflow="fold")
+    table.add_column("")
+    for finding in findings:
+        table.add_row(Text(finding.where), Text(finding.text))
+    return table
+
+
+def measures_table(measures: Sequence[Measure]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("measured", "", "bar", ""):
+        table.add_column(name)
+    for measure in measures:
+        mark = Text("ok", "green") if measure.passed else Text("DIFFERS", "bold red")
+        table.add_row(Text(measure.name), Text(measure.value), Text(measure.bar), mark)
+    return table

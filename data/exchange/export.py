@@ -1,0 +1,149 @@
+"""`draftsmith export`: a head, or a draft model, as another system loads it; checked before it is there."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from draftsmith.data.card import model_card
+from draftsmith.data.exchange.check import Format, Report, check_head, check_hf_assisted, model_for, print_report
+from draftsmith.data.exchange.record import RECORD, make_record
+from draftsmith.data.heads import head_config, load_head, measured_of
+from draftsmith.data.manifest import git_commit, package_versions, read_json, write_json
+from draftsmith.data.models import DTYPES
+from draftsmith.modules.interop import FORMATS
+from draftsmith.modules.interop.base import Package
+from draftsmith.modules.types import InputError
+
+# Drafted tokens a round in the printed command where nothing was measured.
+NUM_DRAFTED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write a head as another system loads it, check it by that system's rules, and print the command that serves it.
+
+    Attributes:
+        format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE heads; specdec_pp an acceptance head with tied
+            blocks; hf-assisted a draft model, for transformers' assisted generation.
+        output: The directory to write; it must not exist.
+        head: The head's directory, such as runs/eagle-head/best.
+        target: The target model. Default: the one named in the head's manifest.
+        draft: The draft model: whose hidden states an acceptance head reads (default: the one named in its manifest), or
+            the one to be exported as hf-assisted.
+        results: Directory of an `eval bench` with this draft, for hf-assisted: the fastest settings are taken from it.
+        num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
+            else 5.
+        weights: Type of the exported weights; auto keeps the head's.
+        license: Licence of the head, for the card.
+        dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.
+        device: Where that model runs.
+        engine: How it runs; lean for Llama-family weights, hf for any transformers model.
+        trust_remote_code: Let the model's repository run its own code.
+    """
+
+    format: Format
+    output: Path
+    head: Path | None = None
+    target: str | None = None
+    draft: str | None = None
+    results: Path | None = None
+    num_drafted: int = 0
+    weights: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    license: str = ""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+    engine: Literal["auto", "lean", "hf"] = "auto"
+    trust_remote_code: bool = False
+
+
+def run(config: ExportConfig) -> int:
+    """0, or 1 when the check finds a difference: nothing is left in the output then.
+
+    Raises:
+        InputError: the output exists, the head is not one the format can hold, or a model is missing or another one.
+    """
+    if config.output.exists():
+        raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another.")
+    partial = config.output.with_name(config.output.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        report, command = (export_assistant if config.format == "hf-assisted" else export_head)(config, partial)
+        print_report(report, str(config.output), config.format)
+        if report.failures:
+            return 1
+        partial.rename(config.output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"\nWritten to {config.output}. Serve it with:\n\n{command}", markup=False)
+    return 0
+
+
+def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
+    """Write and check an EAGLE or acceptance head; the report, and the command that serves it."""
+    if config.head is None:
+        raise InputError("head", "none", "the head's directory", "Pass --head.")
+    kind = FORMATS[config.format]
+    if head_config(config.head)["kind"] != kind:
+        found = f"{config.head}, an {head_config(config.head)['kind']} head"
+        raise InputError("head", found, f"an {kind} head, which {config.format} holds", "Choose another format.")
+    manifest = read_json(config.head / "manifest.json")
+    recorded = manifest.get("config") or {}
+    path, lm = model_for(
+        config.format, config.target or recorded.get("target"), config.draft or recorded.get("draft"), config
+    )
+    head: Any = load_head(config.head, lm, kind=kind)
+    stored = load_head(config.head, kind=kind)  # as the file has it, not in the model's type
+    state = exported_state(stored, config.weights)
+    module = importlib.import_module(f"draftsmith.modules.interop.{config.format}")
+    package: Package = module.write(head.config, state, next(iter(state.values())).dtype)
+    write_package(directory, package)
+    origin = {
+        "path": str(config.head),
+        "sha256": manifest["sha256"]["model.safetensors"],
+        "target": manifest.get("target"),
+    }
+    made_with = {"packages": package_versions(), "git_commit": git_commit()}
+    write_json(directory / RECORD, make_record(config.format, head.config, state, origin, made_with))
+    head.float().load_state_dict(state, strict=False)  # what was exported, its rounding included
+    report = check_head(directory, config.format, path, lm, head)
+    command = module.serve(path, str(config.output), config.num_drafted or best_chain(config.head) or NUM_DRAFTED)
+    export = {
+        "format": config.format,
+        "command": command,
+        "checks": [f"{measure.name}: {measure.value} ({measure.bar})" for measure in report.measures],
+        "head": origin,
+        "weights": str(next(iter(state.values())).dtype).removeprefix("torch."),
+    }
+    licensed = {**manifest, "config": {**recorded, **({"license": config.license} if config.license else {})}}
+    card = model_card(kind, licensed, measured=measured_of(config.head), export=export)
+    (directory / "README.md").write_text(card, "utf-8")
+    return report, command
+
+
+def exported_state(head: nn.Module, weights: str) -> dict[str, Tensor]:
+    """The head's parameters in the type that is to be written; tied ones once."""
+    return {
+        name: tensor.detach().cpu() if weights == "auto" else tensor.detach().cpu().to(DTYPES[weights])
+        for name, tensor in head.named_parameters()
+    }
+
+
+def write_package(directory: Path, package: Package) -> None:
+    from safetensors.torch import save_file
+
+    (directory / "config.json").write_text(json.dumps(dict(package.config), indent=2) + "\n", "utf-8")
+    tensors = {name: tensor.contiguous() for name, tensor in package.tensors.items()}
+    # transformers and the servers want to know that the tensors are torch's.
+    save_file(tensors, directory / "model.safetensors", {"format": "pt", **package.metadata})

@@ -1,0 +1,93 @@
+"""`draftsmith.json`: what an exported directory says of the head it came from, and whether a system still reads that.
+
+The weights are named by content, so a tensor that was renamed, cut, permuted or lost on its way is told by its name, on
+any machine and without the original head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.interop.base import Finding, Reading
+from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
+from draftsmith.modules.types import InputError
+
+RECORD = "draftsmith.json"
+
+
+def content_hash(tensor: Tensor) -> str:
+    """Of the values in float32, whatever type they are stored in."""
+    data = tensor.detach().to("cpu", torch.float32).contiguous()
+    return hashlib.sha256(str(tuple(data.shape)).encode() + data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def make_record(
+    format: str, config: Any, state: Mapping[str, Tensor], head: Mapping[str, Any], made_with: Mapping[str, Any]
+) -> dict[str, Any]:
+    """config, state: the head as it was exported, in the export's type. head: where it lies, its sha256, what it was
+    trained for. made_with: versions and commit."""
+    return {
+        "format": format,
+        "head": dict(head),
+        "config": dataclasses.asdict(config),
+        "tensors": {name: content_hash(tensor) for name, tensor in sorted(state.items())},
+        **made_with,
+    }
+
+
+def read_record(directory: Path) -> dict[str, Any] | None:
+    """None for a directory that this project did not write.
+
+    Raises:
+        InputError: a damaged file.
+    """
+    path = Path(directory) / RECORD
+    if not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text("utf-8"))
+        return {**record, "tensors": dict(record["tensors"]), "config": dict(record["config"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(str(path), f"damaged ({error})", "what export wrote", "Export the head again.") from error
+
+
+def against_record(record: Mapping[str, Any], reading: Reading, kind: str) -> list[Finding]:
+    """What a system holds in memory against what was exported."""
+    found = []
+    for name, expected in record["tensors"].items():
+        if name not in reading.weights:
+            found.append(Finding("error", name, "was exported, and this system does not hold it"))
+        elif content_hash(reading.weights[name]) != expected:
+            found.append(Finding("error", name, "is not what was exported (other values, order or shape)"))
+    for name, tensor in reading.weights.items():
+        extra = name not in record["tensors"] and name != "embed_tokens.weight"
+        if extra and not (name.endswith(".bias") and not tensor.any()):
+            found.append(Finding("error", name, "was not exported, and this system computes with it"))
+    return found + (settings_differ(record["config"], reading) if kind == "eagle" else [])
+
+
+def settings_differ(config: Mapping[str, Any], reading: Reading) -> list[Finding]:
+    """Sizes and rotary frequencies of the exported head against those that the system takes."""
+    llama = LlamaConfig(**{**config["llama"], "rope_scaling": RopeScaling(**config["llama"]["rope_scaling"])})
+    wanted = {"num_layers": llama.num_layers, "num_heads": llama.num_heads, "num_kv_heads": llama.num_kv_heads}
+    wanted |= {"head_dim": llama.head_dim, "rms_eps": llama.rms_eps}
+    settings = reading.settings
+    found = [
+        Finding("error", name, f"{settings[name]} in this system, exported with {value}")
+        for name, value in wanted.items()
+        if settings[name] != value
+    ]
+    frequencies = rope_frequencies(llama)
+    if settings["inv_freq"].shape != frequencies.shape or not torch.allclose(
+        settings["inv_freq"].float(), frequencies, rtol=1e-5
+    ):
+        found.append(Finding("error", "rope", "other rotary frequencies than the head was exported with"))
+    return found
