@@ -77,7 +77,7 @@ def parse(package: Package, target: TargetFacts | None) -> Parsed:
 
 
 def serve(target: str, directory: str, num_drafted: int) -> str:
-    """Its web demo. The size of its tree is set in its code, so num_drafted says nothing here."""
+    """Its web demo. The size of its tree is set in its code: num_drafted has no flag there."""
     return (
         f"python -m eagle.application.webui --base-model-path {shlex.quote(target)}"
         f" --ea-model-path {shlex.quote(directory)}"
@@ -85,7 +85,7 @@ def serve(target: str, directory: str, num_drafted: int) -> str:
 
 
 def _biases(raw: Mapping[str, Any]) -> Biases:
-    """`bias` is the fusion layer's and true unless said; `qkv_bias` is that of q, k and v (cnets1.py, LlamaAttention)."""
+    """`bias` is the fusion layer's and true unless said (ea_model.py); `qkv_bias` is that of q, k and v (cnets1.py)."""
     return Biases(fc=bool(raw.get("bias", True)), qkv=bool(raw.get("qkv_bias", False)), o=False, mlp=False)
 
 
@@ -115,6 +115,11 @@ def read(package: Package, target: TargetFacts | None) -> Reading:
 def _check_config(reader: Reader) -> None:
     raw = reader.raw
     reader.note("architectures", f"does not read it ({raw.get('architectures')})")
+    reader.note(
+        "release",
+        "is read here as in its repository; the older package eagle-llm 1.2.1 wants pytorch_model.bin with the"
+        " embedding in it, knows no qkv_bias and has base 10000 always",
+    )
     if "bias" not in raw:
         reader.note("bias", "gives fc a bias: the field is absent and its default is true")
     heads, head_dim = reader.settings["num_heads"], reader.settings["head_dim"]

@@ -22,11 +22,15 @@ AGAIN = "Train it again: heads trained from now on have none."
 
 @dataclass(frozen=True)
 class Producer:
-    """The system by whose rules a directory is parsed. sizes: as its `config.json` says."""
+    """The system by whose rules a directory is parsed.
+
+    biases, sizes: as it takes them from `config.json`. zero_o_bias: it fills a missing bias of o_proj with zeros.
+    """
 
     system: str
     biases: Biases
     sizes: Sizes
+    zero_o_bias: bool = False
 
 
 def head_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
@@ -210,14 +214,16 @@ def _check_embedding(name: str, tensor: Tensor, target: TargetFacts | None) -> N
 
 
 def _kind(name: str) -> str | None:
-    """Field of `Biases` that a tensor belongs to, or None: no bias."""
+    """Field of `Biases` that a tensor belongs to, or None: no bias of the head."""
     if not name.endswith(".bias"):
         return None
     if name == "fc.bias":
         return "fc"
-    if ".mlp." in name:
+    if name.endswith(("gate_proj.bias", "up_proj.bias", "down_proj.bias")):
         return "mlp"
-    return "o" if name.endswith("o_proj.bias") else "qkv" if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias")) else None  # fmt: skip
+    if name.endswith("o_proj.bias"):
+        return "o"
+    return "qkv" if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias")) else None
 
 
 def _kept_biases(tensors: dict[str, Tensor], producer: Producer, notes: list[str]) -> Biases:
@@ -235,8 +241,7 @@ def _kept_biases(tensors: dict[str, Tensor], producer: Producer, notes: list[str
     for kind, remedy in remedies.items():
         names = [name for name in tensors if _kind(name) == kind]
         used = getattr(producer.biases, kind)
-        # SGLang fills these with zeros, which is none.
-        if used and not names and not (kind == "o" and producer.system == "SGLang"):
+        if used and not names and not (kind == "o" and producer.zero_o_bias):
             found = f"no {kind} bias in the file, where config.json makes {producer.system} create one"
             raise InputError("weights", found, "its values, which would be random", remedy)
         zero = not any(bool(tensors[name].any()) for name in names)

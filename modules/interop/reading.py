@@ -118,7 +118,7 @@ def slots(size: Sizes, biases: Biases, attention_bias: float = math.nan) -> dict
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Equal once both have the coarser of their two dtypes: a copy of a bfloat16 tensor in float32 is the same tensor."""
+    """Equal in the coarser of their two dtypes: a float32 copy of a bfloat16 tensor is the same tensor."""
     if one.shape != other.shape:
         return False
     coarser = max(one.dtype, other.dtype, key=lambda dtype: torch.finfo(dtype).eps)
@@ -219,8 +219,8 @@ class Reader:
         self.used.append(name)
         self.settings["embed"] = "file"
         self.weights["embed_tokens.weight"] = self.package.tensors[name].to(torch.float32)
-        self.note(name, "embeds with the file's table, which differs from the target's"
-                  if self.embeds_differ(name) else "embeds with the file's table; the target's is not at hand")  # fmt: skip
+        compared = "which differs from the target's" if self.embeds_differ(name) else "the target's is not at hand"
+        self.note(name, f"embeds with the file's table; {compared}")
 
     def missing(self, random: str) -> None:
         """Give every slot that no tensor filled what it holds then; `random` says what that is."""

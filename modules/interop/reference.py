@@ -1,7 +1,7 @@
 """What the systems compute with an EAGLE-1 head, in plain torch: the second opinion that a check compares ours with.
 
-Written from SafeAILab/EAGLE's eagle/model/cnets1.py and the llama.py and llama_eagle.py of vLLM 0.33.0 and SGLang 0.5.23:
-nothing of this project's layers or heads is in it. Slow, without a cache, one sequence.
+Written from SafeAILab/EAGLE's eagle/model/cnets1.py and from llama.py and llama_eagle.py of vLLM 0.33.0 and SGLang
+0.5.23: nothing of this project's layers or heads is in it. Slow, without a cache, one sequence.
 
 `Reading.settings` of the EAGLE-1 formats:
     num_layers, num_heads, num_kv_heads, head_dim: sizes. rms_eps: of every norm.

@@ -1,7 +1,7 @@
 """Rotary settings of a foreign `config.json`: as each system reads them, and whether their two spellings agree.
 
-The old spelling is `rope_theta` and `rope_scaling`, the new one (transformers 5) `rope_parameters`. Frequencies are computed
-here a second time, from the systems' formulas, because a check compares them with those of this project's layers.
+The old spelling is `rope_theta` and `rope_scaling`, the new one (transformers 5) `rope_parameters`. Frequencies are
+computed here a second time, from the systems' formulas, because a check compares them with those of our layers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Rope:
 
 def transformers_rope(raw: Mapping[str, Any]) -> Rope:
     """As transformers 5 folds both spellings into one, which vLLM 0.33.0 and SGLang 0.5.23 read: `rope_scaling` before
-    `rope_parameters`, a base inside them before the one outside (modeling_rope_utils.py, convert_rope_params_to_dict)."""
+    `rope_parameters`, a base inside them before the one outside (modeling_rope_utils.py)."""
     rope = _block(raw, "rope_scaling") or _block(raw, "rope_parameters")
     inside = rope.get("rope_theta")
     outside = raw.get("rope_theta")

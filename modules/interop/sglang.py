@@ -46,7 +46,9 @@ def parse(package: Package, target: TargetFacts | None) -> Parsed:
     Raises:
         InputError: for what our head can not be, or where SGLang would compute with random numbers.
     """
-    return parse_head(package, target, Producer(SYSTEM, _biases(package.config), sizes(package.config)))
+    return parse_head(
+        package, target, Producer(SYSTEM, _biases(package.config), sizes(package.config), zero_o_bias=True)
+    )
 
 
 def serve(target: str, directory: str, num_drafted: int) -> str:
