@@ -61,7 +61,7 @@ def facts(**raw: Any) -> TargetFacts:
     return TargetFacts(fields | raw, torch.randn(V, H), torch.randn(V, H))
 
 
-def changed(package: Package, config: Mapping[str, Any] = {}, tensors: Mapping[str, Tensor | None] = {}) -> Package:  # noqa: B006 - never written to
+def changed(package: Package, config: Mapping[str, Any] = {}, tensors: Mapping[str, Tensor | None] = {}) -> Package:
     """A copy with other fields and tensors; a field of `...` and a tensor of None are taken out."""
     fields = {**package.config, **config}
     state = {**package.tensors, **tensors}

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 from draftsmith.modules.interop.base import Package, Parsed, TargetFacts
 from draftsmith.modules.interop.reading import ROTARY_BUFFERS, Biases, Sizes, same_values
-from draftsmith.modules.interop.rope import conflict
+from draftsmith.modules.interop.rope import conflict, missing_keys
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_settings
 from draftsmith.modules.types import InputError
 
@@ -157,6 +157,9 @@ def _checked_fields(raw: Mapping[str, Any], size: Sizes, target: TargetFacts | N
     both = conflict(raw)
     if both:
         raise InputError("rope_parameters", both, "one rotary setting", "Keep in config.json what it was trained with.")
+    lacking = missing_keys(raw)
+    if lacking:
+        raise InputError("rope_scaling", f"no {', '.join(lacking)}", "all that its kind needs", "Complete config.json.")
     plain = {"partial_rotary_factor": 1.0, "logit_scale": 1.0, "hidden_act": "silu", "quantization_config": None}
     for field, value in plain.items():
         found = raw.get(field, (raw.get("rope_parameters") or {}).get(field, value))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.interop.base import Finding, Package, Reading, TargetFacts
-from draftsmith.modules.interop.rope import Rope, conflict, inverse_frequencies, transformers_rope
+from draftsmith.modules.interop.rope import Rope, conflict, inverse_frequencies, missing_keys, transformers_rope
 from draftsmith.modules.types import InputError
 
 ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -177,8 +177,20 @@ class Reader:
         text = f"rotates with {rope}"
         if self.target is not None:
             reads = transformers_rope(self.target.raw)
-            text += ", as the target does" if reads == rope else f"; the target with {reads}"
+            same = torch.equal(inverse_frequencies(reads, self.settings["head_dim"]), self.settings["inv_freq"])
+            text += ", as the target does" if same else f"; the target with {reads}"
         self.note("rope_theta", text)
+
+    def check_llama(self) -> None:
+        """What vLLM and SGLang ask of the config alike, through transformers' LlamaConfig and their own Llama."""
+        raw = self.raw
+        lacking = missing_keys(raw)
+        if lacking:
+            self.error("rope_scaling", f"raises: Missing required keys in `rope_parameters`: {', '.join(lacking)}")
+        if raw.get("hidden_act", "silu") != "silu":
+            self.error(
+                "hidden_act", f"raises: Unsupported activation: {raw['hidden_act']}. Only silu is supported for now."
+            )
 
     def fill(self, name: str, slot: str, refusal: str) -> None:
         """Tensor `name` of the file into a slot; `refusal` is what the system says of another shape."""

@@ -17,6 +17,8 @@ from torch import Tensor
 from draftsmith.modules.types import InputError
 
 BASE = 10000.0  # where nothing is said
+# What a kind of scaling can not do without (transformers' modeling_rope_utils.py).
+REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,14 @@ def safeailab_rope(raw: Mapping[str, Any]) -> Rope:
     scaling = _block(raw, "rope_scaling")
     if scaling:
         return Rope(BASE, str(scaling.get("type")), float(scaling.get("factor") or 1.0))
-    return Rope(float(raw.get("rope_theta", BASE)))
+    base = raw.get("rope_theta")
+    return Rope(BASE if base is None else float(base))
+
+
+def missing_keys(raw: Mapping[str, Any]) -> list[str]:
+    """What the scaling needs and config.json does not say, in the spelling that transformers prefers."""
+    rope = _block(raw, "rope_scaling") or _block(raw, "rope_parameters")
+    return [key for key in REQUIRED.get(transformers_rope(raw).kind, ()) if rope.get(key) is None]
 
 
 def conflict(raw: Mapping[str, Any]) -> str | None:

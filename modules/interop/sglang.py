@@ -90,6 +90,7 @@ def read(package: Package, target: TargetFacts | None) -> Reading:
 
 def _check_config(reader: Reader) -> None:
     raw = reader.raw
+    reader.check_llama()
     if raw.get("model_type") != "llama":
         reader.error("model_type", f"parses {raw.get('model_type')!r} as another model; EAGLE heads are `llama`")
     first = next(iter(raw.get("architectures") or []), None)
@@ -103,10 +104,6 @@ def _check_config(reader: Reader) -> None:
     if raw.get("tie_word_embeddings"):
         reader.error(
             "tie_word_embeddings", "raises: it deletes the shared table twice to put the target's in its place"
-        )
-    if raw.get("hidden_act", "silu") != "silu":
-        reader.error(
-            "hidden_act", f"raises: Unsupported activation: {raw['hidden_act']}. Only silu is supported for now."
         )
     for key in ("qkv_bias", "mlp_bias", "logit_scale"):
         if raw.get(key) not in (None, False, 1, 1.0):

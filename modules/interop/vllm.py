@@ -82,6 +82,7 @@ def read(package: Package, target: TargetFacts | None) -> Reading:
 
 def _check_config(reader: Reader) -> None:
     raw = reader.raw
+    reader.check_llama()
     if raw.get("model_type") != "llama":
         reader.error("model_type", f"builds another model for {raw.get('model_type')!r}; EAGLE heads are `llama`")
     named = raw.get("architectures") or []
@@ -98,10 +99,6 @@ def _check_config(reader: Reader) -> None:
         reader.error("bias", f"reads it as the bias of {covered}, and never as that of fc")
     if "bias" not in raw:
         reader.note("bias", "gives neither fc nor, unless `attention_bias` says so, the attention a bias")
-    if raw.get("hidden_act", "silu") != "silu":
-        reader.error(
-            "hidden_act", f"raises: Unsupported activation: {raw['hidden_act']}. Only silu is supported for now."
-        )
     if raw.get("is_causal", True) is False:
         reader.error("is_causal", "attends to later tokens")
     if "sliding_attention" in (raw.get("layer_types") or []):

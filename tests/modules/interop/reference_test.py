@@ -17,7 +17,7 @@ CASES = {**FAMILIES, "all at once": llama(num_layers=2, num_heads=6, num_kv_head
 
 
 def reading_of(head) -> Reading:
-    """As a format would give it, but with our own frequencies: the last bit of a float32 power is no matter of rules."""
+    """As a format would give it, but with our own frequencies: a float32 power's last bit is no rule."""
     config: LlamaConfig = head.config.llama
     settings = {
         "num_layers": config.num_layers, "num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads,
