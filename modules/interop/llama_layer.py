@@ -13,7 +13,7 @@ from torch import Tensor
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 from draftsmith.modules.interop.base import Package, Parsed, TargetFacts
 from draftsmith.modules.interop.reading import ROTARY_BUFFERS, Biases, Sizes, same_values
-from draftsmith.modules.interop.rope import conflict, missing_keys
+from draftsmith.modules.interop.rope import conflict, missing_keys, transformers_rope
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_settings
 from draftsmith.modules.types import InputError
 
@@ -160,12 +160,16 @@ def _checked_fields(raw: Mapping[str, Any], size: Sizes, target: TargetFacts | N
     lacking = missing_keys(raw)
     if lacking:
         raise InputError("rope_scaling", f"no {', '.join(lacking)}", "all that its kind needs", "Complete config.json.")
-    plain = {"partial_rotary_factor": 1.0, "logit_scale": 1.0, "hidden_act": "silu", "quantization_config": None}
+    plain = {"logit_scale": 1.0, "hidden_act": "silu", "quantization_config": None}
     for field, value in plain.items():
-        found = raw.get(field, (raw.get("rope_parameters") or {}).get(field, value))
+        found = raw.get(field)
         if found is not None and found != value:
             expected = "nothing" if value is None else f"{value} or nothing"
             raise InputError(f"config.json, {field}", found, expected, "Such heads are not supported.")
+    if transformers_rope(raw).partial != 1.0:
+        raise InputError(
+            "partial_rotary_factor", transformers_rope(raw).partial, "1.0 or nothing", "Such heads are not supported."
+        )
     vocab = size.vocab if target is None else target.raw.get("vocab_size", size.vocab)
     for field in ("vocab_size", "draft_vocab_size", "hot_vocab_size"):
         if raw.get(field) not in (None, vocab):
