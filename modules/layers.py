@@ -6,11 +6,15 @@ Parameter names are those of transformers' Llama, Mistral, Qwen2 and Qwen3, so s
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from draftsmith.modules.types import InputError
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,24 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+def rope_settings(raw: Mapping[str, Any], remedy: str) -> tuple[float, RopeScaling]:
+    """Rotary base and scaling of a transformers `config.json`, in the old spelling of rope settings and in the new.
+
+    Raises:
+        InputError: for a scaling that is not implemented here; `remedy` ends its message.
+    """
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "linear", "llama3"):
+        raise InputError("rope_type", kind, "default, linear or llama3", remedy)
+    if kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError("partial_rotary_factor", rope["partial_rotary_factor"], "1.0", remedy)
+    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    original = rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 2048)
+    low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
+    return theta, RopeScaling(kind, rope.get("factor", 1.0), low, high, original)
 
 
 def rope_frequencies(config: LlamaConfig) -> Tensor:

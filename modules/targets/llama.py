@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.kv_cache import NoCache
-from draftsmith.modules.layers import LlamaConfig, LlamaModel, RopeScaling, rope_table
+from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_settings, rope_table
 from draftsmith.modules.lean import LeanNorm, LeanStack
 from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.targets.base import ModelInfo, Scores, Session
@@ -33,7 +33,7 @@ def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
     if raw.get("hidden_act", "silu") != "silu":
         raise InputError("hidden_act", raw["hidden_act"], "silu", "Load it with --engine hf.")
     heads = raw["num_attention_heads"]
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_theta, rope_scaling = rope_settings(raw, "Load it with --engine hf.")
     windowed = raw.get("sliding_window") is not None and (kind == "mistral" or raw.get("use_sliding_window", False))
     if windowed and kind != "mistral":
         # Qwen windows only the layers from max_window_layers on; one window for all would be silently wrong.
@@ -48,8 +48,8 @@ def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
         max_position=raw.get("max_position_embeddings", 2048),
         rms_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        rope_scaling=_rope_scaling(rope, raw),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         # Qwen2 has q/k/v biases without saying so; Mistral has none whatever it says.
         qkv_bias=kind == "qwen2" or (kind != "mistral" and raw.get("attention_bias", False)),
         o_bias=kind in ("llama", "qwen3") and raw.get("attention_bias", False),
@@ -57,21 +57,6 @@ def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
         qk_norm=kind == "qwen3",
         tie_embeddings=raw.get("tie_word_embeddings", False),
         sliding_window=raw["sliding_window"] if windowed else None,
-    )
-
-
-def _rope_scaling(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> RopeScaling:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):
-        raise InputError("rope_type", kind, "default, linear or llama3", "Load it with --engine hf.")
-    if kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise InputError("partial_rotary_factor", rope["partial_rotary_factor"], "1.0", "Load it with --engine hf.")
-    return RopeScaling(
-        kind=kind,
-        factor=rope.get("factor", 1.0),
-        low_freq_factor=rope.get("low_freq_factor", 1.0),
-        high_freq_factor=rope.get("high_freq_factor", 4.0),
-        original_max_position=rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 2048),
     )
 
 

@@ -1,0 +1,166 @@
+"""EAGLE-1 heads in SGLang 0.5.23 (models/llama_eagle.py, models/llama.py, speculative/eagle_worker_v2.py).
+
+What it does not know it ignores, what it does not find keeps its initial value, and its fusion layer always has a bias.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.heads.eagle import EagleConfig
+from draftsmith.modules.interop.base import Package, Parsed, Reading, TargetFacts
+from draftsmith.modules.interop.llama_layer import Producer, parse_head, write_head
+from draftsmith.modules.interop.reading import Biases, Reader, positive, sizes, slots
+from draftsmith.modules.interop.rope import transformers_rope
+
+SYSTEM = "SGLang"
+CLASS = "LlamaForCausalLMEagle"
+OVERRIDE = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+
+
+def write(config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
+    """With the zero biases that SGLang would otherwise fill at random (fc) or has beside those of q, k and v (o).
+
+    Raises:
+        InputError: where SGLang can not hold the head.
+    """
+    llama = config.llama
+    package = write_head(
+        config, state, dtype, {"architectures": [CLASS], "bias": False, "attention_bias": llama.qkv_bias}
+    )
+    zeros = {"fc.bias": torch.zeros(llama.hidden_size, dtype=dtype)}
+    if llama.qkv_bias:
+        for i in range(llama.num_layers):
+            zeros[f"layers.{i}.self_attn.o_proj.bias"] = torch.zeros(llama.hidden_size, dtype=dtype)
+    return Package(package.config, {**package.tensors, **zeros}, package.metadata)
+
+
+def parse(package: Package, target: TargetFacts | None) -> Parsed:
+    """As a head of ours.
+
+    Raises:
+        InputError: for what our head can not be, or where SGLang would compute with random numbers.
+    """
+    return parse_head(
+        package, target, Producer(SYSTEM, _biases(package.config), sizes(package.config), zero_o_bias=True)
+    )
+
+
+def serve(target: str, directory: str, num_drafted: int) -> str:
+    """A chain of num_drafted tokens; the token that the target itself gave is counted among those it verifies."""
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE"
+        f" --speculative-draft-model-path {shlex.quote(directory)} --speculative-num-steps {num_drafted}"
+        f" --speculative-eagle-topk 1 --speculative-num-draft-tokens {num_drafted + 1}"
+    )
+
+
+def _biases(raw: Mapping[str, Any]) -> Biases:
+    """`attention_bias` or `bias` give q, k, v and o one; the MLP never has any, fc always (models/llama.py)."""
+    attention = bool(raw.get("attention_bias") or raw.get("bias"))
+    return Biases(fc=True, qkv=attention, o=attention, mlp=False)
+
+
+def read(package: Package, target: TargetFacts | None) -> Reading:
+    """What `--speculative-algorithm EAGLE` makes of the directory.
+
+    Raises:
+        InputError: for sizes in `config.json` that are no sizes.
+    """
+    reader = Reader(package, target, SYSTEM)
+    raw = package.config
+    size = sizes(raw)
+    reader.take(size, slots(size, _biases(raw), attention_bias=0.0), transformers_rope(raw))
+    _check_config(reader)
+    for name in package.tensors:
+        _load(reader, name)
+    for name in reader.slots:
+        if name.endswith("o_proj.bias") and name not in package.tensors:
+            reader.note(name, "does not find it and takes zeros")
+    reader.missing("random numbers")
+    reader.surroundings(truncates=True)
+    _check_length(reader)
+    return reader.reading()
+
+
+def _check_config(reader: Reader) -> None:
+    raw = reader.raw
+    reader.check_llama()
+    if raw.get("model_type") != "llama":
+        reader.error("model_type", f"parses {raw.get('model_type')!r} as another model; EAGLE heads are `llama`")
+    first = next(iter(raw.get("architectures") or []), None)
+    if first == CLASS:
+        reader.note("architectures", f"builds {first}")
+    else:
+        built = "an ordinary Llama" if first == "LlamaForCausalLM" else "no EAGLE-1 head"
+        reader.error("architectures", f"builds {built} for {first}: write {CLASS}")
+    if raw.get("bias") and not raw.get("attention_bias"):
+        reader.error("bias", "reads it as the bias of q, k, v and o; that of fc is always there")
+    if raw.get("tie_word_embeddings"):
+        reader.error(
+            "tie_word_embeddings", "raises: it deletes the shared table twice to put the target's in its place"
+        )
+    for key in ("qkv_bias", "mlp_bias", "logit_scale"):
+        if raw.get(key) not in (None, False, 1, 1.0):
+            reader.note(key, f"does not read it ({raw[key]})")
+    hot, vocab = raw.get("hot_vocab_size"), positive(raw, "vocab_size")
+    if hot not in (None, vocab):
+        reader.error(
+            "hot_vocab_size",
+            f"drafts from the target's whole lm_head, not from {hot} tokens, without --speculative-token-map",
+        )
+
+
+def _load(reader: Reader, name: str) -> None:
+    """Prepend `model.`, except to what has `lm_head` in its name, which it skips."""
+    if "lm_head" in name:
+        reader.dropped_lm_head(name)
+    elif name == "embed_tokens.weight":
+        _load_embedding(reader, name)
+    elif name in reader.slots:
+        reader.fill(name, name, "a weight of another shape")
+    elif name.removeprefix("model.") in reader.slots:
+        reader.dropped(name, "because it prepends `model.` a second time")
+    elif name.endswith("proj.bias"):
+        reader.dropped(name, "because `attention_bias` is not set; it never has biases in the MLP")
+    else:
+        reader.dropped(name, "because it has no such parameter")
+
+
+def _load_embedding(reader: Reader, name: str) -> None:
+    """Loaded, then replaced (speculative/eagle_worker_v2.py, init_lm_head)."""
+    differ = reader.embeds_differ(name)
+    shape = list(reader.package.tensors[name].shape)
+    expected = [positive(reader.raw, "vocab_size"), reader.slots["fc.weight"].shape[0]]
+    if shape != expected:
+        reader.error(name, f"raises: a table of another shape (file {shape}, model {expected})")
+    elif differ is False:
+        reader.note(name, "puts the target's in its place, which is the same")
+    else:
+        found = "which differs" if differ else "which is not at hand to compare"
+        reader.error(name, f"silently puts the target's in its place, {found}")
+
+
+def _check_length(reader: Reader) -> None:
+    """It refuses a target of a longer context than the draft's (configs/model_config.py, _derive_context_length)."""
+    if reader.target is None:
+        return
+    own, theirs = _context(reader.raw), _context(reader.target.raw)
+    if theirs > own:
+        reader.error(
+            "max_position_embeddings",
+            f"raises: Target model's context_length ({theirs}) is greater than the derived context_length ({own});"
+            f" write a longer one, or set {OVERRIDE}",
+        )
+
+
+def _context(raw: Mapping[str, Any]) -> int:
+    """Positions that SGLang derives: linear scaling multiplies them (utils/hf_transformers/common.py)."""
+    rope = transformers_rope(raw)
+    stretched = rope.factor if rope.kind == "linear" else 1.0
+    return int(stretched * positive(raw, "max_position_embeddings"))

@@ -1,0 +1,159 @@
+"""EAGLE-1 heads in vLLM 0.33.0 (models/llama_eagle.py, models/llama.py, models/utils.py, v1/spec_decode/).
+
+An unknown tensor stops it, unless it is a bias or a rotary buffer; a missing one does not.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.heads.eagle import EagleConfig
+from draftsmith.modules.interop.base import Package, Parsed, Reading, TargetFacts
+from draftsmith.modules.interop.llama_layer import Producer, parse_head, write_head
+from draftsmith.modules.interop.reading import ROTARY_BUFFERS, Biases, Reader, sizes, slots
+from draftsmith.modules.interop.rope import transformers_rope
+
+SYSTEM = "vLLM"
+CLASS = "EagleLlamaForCausalLM"
+# Kinds of rope whose table only grows with max_position_embeddings (config/speculative.py, _CACHE_ONLY_ROPE_TYPES).
+RESIZED = ("default", "linear", "llama3", "ntk", "proportional")
+
+
+def write(config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
+    """The same directory as for SafeAILab/EAGLE, and also for a head whose head_dim or rope only vLLM holds.
+
+    Raises:
+        InputError: where vLLM can not hold the head.
+    """
+    fields: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "bias": False}
+    return write_head(config, state, dtype, fields | ({"qkv_bias": True} if config.llama.qkv_bias else {}))
+
+
+def parse(package: Package, target: TargetFacts | None) -> Parsed:
+    """As a head of ours.
+
+    Raises:
+        InputError: for what our head can not be, or where vLLM would compute with uninitialised memory.
+    """
+    return parse_head(package, target, Producer(SYSTEM, _biases(package.config), sizes(package.config)))
+
+
+def serve(target: str, directory: str, num_drafted: int) -> str:
+    settings = json.dumps({"method": "eagle", "model": directory, "num_speculative_tokens": num_drafted})
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(settings)}"
+
+
+def _biases(raw: Mapping[str, Any]) -> Biases:
+    """`attention_bias` or `bias` give q, k, v and o one; `qkv_bias`, where present, decides for q, k and v; fc has none
+    (models/llama.py, LlamaDecoderLayer)."""
+    attention = bool(raw.get("attention_bias") or raw.get("bias"))
+    qkv = bool(raw["qkv_bias"]) if "qkv_bias" in raw else attention
+    return Biases(fc=False, qkv=qkv, o=attention, mlp=bool(raw.get("mlp_bias")))
+
+
+def read(package: Package, target: TargetFacts | None) -> Reading:
+    """What `--speculative-config '{"method": "eagle", ...}'` makes of the directory.
+
+    Raises:
+        InputError: for sizes in `config.json` that are no sizes.
+    """
+    reader = Reader(package, target, SYSTEM)
+    raw = package.config
+    size, rope = sizes(raw), transformers_rope(raw)
+    reader.take(size, slots(size, _biases(raw)), rope)
+    _check_config(reader)
+    for name in package.tensors:
+        _load(reader, name)
+    reader.missing("uninitialised memory")
+    reader.surroundings(truncates=True)
+    if target is not None and rope.kind in RESIZED:
+        own, theirs = reader.settings["max_position"], target.raw.get("max_position_embeddings", 0)
+        if theirs > own:
+            reader.note("max_position_embeddings", f"raises {own} to the target's {theirs}")
+            reader.settings["max_position"] = theirs
+    return reader.reading()
+
+
+def _check_config(reader: Reader) -> None:
+    raw = reader.raw
+    reader.check_llama()
+    if raw.get("model_type") != "llama":
+        reader.error("model_type", f"builds another model for {raw.get('model_type')!r}; EAGLE heads are `llama`")
+    named = raw.get("architectures") or []
+    if not named:
+        reader.error("architectures", "raises: no model architectures are specified")
+    for name in named[:1]:
+        built = name if name.startswith("Eagle") else f"Eagle{name}"
+        if built == CLASS:
+            reader.note("architectures", f"builds {built} for {name}")
+        else:
+            reader.error("architectures", f"looks for {built} for {name}, not for {CLASS}: write LlamaForCausalLM")
+    if raw.get("bias") and not raw.get("attention_bias"):
+        covered = "o" if "qkv_bias" in raw else "q, k, v and o"
+        reader.error("bias", f"reads it as the bias of {covered}, and never as that of fc")
+    if "bias" not in raw:
+        reader.note("bias", "gives neither fc nor, unless `attention_bias` says so, the attention a bias")
+    if raw.get("is_causal", True) is False:
+        reader.error("is_causal", "attends to later tokens")
+    if "sliding_attention" in (raw.get("layer_types") or []):
+        reader.error("layer_types", "attends within a sliding window, which this check and our head do not")
+    scale = raw.get("logit_scale", 1.0)
+    reader.settings["logit_scale"] = float(scale)
+    if scale != 1.0:
+        reader.error("logit_scale", f"multiplies the draft's logits by {scale}, which our head does not")
+    if raw.get("hot_vocab_size"):
+        reader.note("hot_vocab_size", "does not read it and drafts from the target's whole lm_head")
+
+
+def _load(reader: Reader, name: str) -> None:
+    """Prepend `model.` unless the name has `lm_head` in it, then walk down the modules (AutoWeightsLoader)."""
+    if any(buffer in name for buffer in ROTARY_BUFFERS):
+        reader.dropped(name, "a rotary buffer")
+    elif "lm_head" in name:
+        inner = name.removeprefix("model.")
+        built = "LlamaModel" if inner != name else CLASS
+        where = inner.split(".")[0]
+        reader.error(name, f"raises: There is no module or parameter named {where!r} in {built}")
+    elif name in reader.slots:
+        reader.fill(name, name, "a weight of another shape")
+    elif name == "embed_tokens.weight":
+        _load_embedding(reader, name)
+    else:
+        unknown = _first_unknown(name, reader)
+        if unknown.endswith(".bias"):
+            reader.dropped(name, "as it drops every bias that it has no place for")
+        else:
+            reader.error(name, f"raises: There is no module or parameter named {unknown!r} in LlamaModel")
+
+
+def _first_unknown(name: str, reader: Reader) -> str:
+    """The part of a name down to where no module goes on; layer 0's `input_layernorm` is a module, an empty one."""
+    modules = {"layers.0.input_layernorm"}
+    for slot in reader.slots:
+        parts = slot.split(".")
+        modules |= {".".join(parts[:i]) for i in range(1, len(parts))}
+    parts = name.split(".")
+    for i in range(1, len(parts)):
+        if ".".join(parts[:i]) not in modules:
+            return ".".join(parts[:i])
+    return name
+
+
+def _load_embedding(reader: Reader, name: str) -> None:
+    """Kept where it differs from the target's (v1/spec_decode/llm_base_proposer.py, _maybe_share_embeddings)."""
+    shape = list(reader.package.tensors[name].shape)
+    expected = [reader.raw.get("vocab_size", shape[0]), reader.slots["fc.weight"].shape[0]]
+    if shape != expected:
+        reader.used.append(name)
+        reader.error(name, f"raises: a table of another shape (file {shape}, model {expected})")
+    elif reader.embeds_differ(name) is False:
+        reader.used.append(name)
+        reader.note(name, "finds it identical to the target's and shares that one")
+    else:
+        reader.keep_embedding(name)

@@ -1,0 +1,71 @@
+"""Tiny random EAGLE-1 heads, their target's facts, and broken copies of what is written of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.interop.base import Package, TargetFacts
+from draftsmith.modules.layers import LlamaConfig, RopeScaling
+
+V, H, CONTEXT = 20, 12, 64
+LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 16)
+LLAMA = LlamaConfig(
+    vocab_size=V, hidden_size=H, intermediate_size=10, num_layers=1, num_heads=3, num_kv_heads=1, head_dim=4,
+    max_position=CONTEXT, rms_eps=1e-5, rope_theta=5000.0, rope_scaling=RopeScaling(original_max_position=CONTEXT),
+)  # fmt: skip
+LINEAR = RopeScaling("linear", 4.0, original_max_position=CONTEXT)
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    return dataclasses.replace(LLAMA, **changes)
+
+
+# What differs between families of targets.
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen2": llama(qkv_bias=True, rope_theta=1e6),
+    "llama3 rope": llama(rope_scaling=LLAMA3),
+    "wide heads": llama(head_dim=8),
+    "linear rope": llama(rope_scaling=LINEAR, rope_theta=10000.0),
+    "linear rope, other base": llama(rope_scaling=LINEAR),
+    "two layers": llama(num_layers=2),
+}
+
+
+def random_head(config: LlamaConfig, seed: int = 0, fc_bias: bool = False) -> EagleHead:
+    """All parameters random, norms and biases too: a tensor in a wrong place changes the output."""
+    torch.manual_seed(seed)
+    head = EagleHead(EagleConfig(config, fc_bias)).requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_(std=0.4)
+    return head
+
+
+def state_of(head: EagleHead) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in head.named_parameters()}
+
+
+def facts(**raw: Any) -> TargetFacts:
+    """A Llama target of the sizes of `LLAMA`."""
+    torch.manual_seed(9)
+    fields = {
+        "model_type": "llama", "vocab_size": V, "hidden_size": H, "num_hidden_layers": 6,
+        "max_position_embeddings": CONTEXT, "rope_theta": 5000.0,
+    }  # fmt: skip
+    return TargetFacts(fields | raw, torch.randn(V, H), torch.randn(V, H))
+
+
+def changed(package: Package, config: Mapping[str, Any] = {}, tensors: Mapping[str, Tensor | None] = {}) -> Package:
+    """A copy with other fields and tensors; a field of `...` and a tensor of None are taken out."""
+    fields = {**package.config, **config}
+    state = {**package.tensors, **tensors}
+    return Package(
+        {key: value for key, value in fields.items() if value is not ...},
+        {name: tensor for name, tensor in state.items() if tensor is not None},
+    )
