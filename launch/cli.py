@@ -53,6 +53,7 @@ COMMANDS: dict[str, Command] = {
         "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
     ),
     "eval latency": Command("eval.latency", "LatencyConfig", "What the decoder adds to its models' forwards"),
+    "import": Command("data.exchange.import_head", "ImportConfig", "A public head as one of ours", ("directory",)),
     "launch torchrun": Command(
         "launch.torchrun", "TorchrunConfig", "Processes on this machine, or one group per machine", ("command",)
     ),
@@ -69,6 +70,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Make training data with the target": ("data prompts", "data responses", "data acceptance", "data features",
                                            "data inspect"),
     "Train heads": ("train acceptance", "train eagle", "plan eagle", "plan acceptance"),
+    "Use heads elsewhere": ("import",),
     "Run data and train commands on many devices": ("launch torchrun", "launch slurm", "launch deepspeed"),
     "Measure": ("eval bench", "eval lossless", "eval generation", "eval latency", "train throughput",
                 "plan check"),
