@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ SCHEMA_VERSION = 1
 HEADS = {"acceptance": ("AcceptanceHeadConfig", "AcceptanceHead"), "eagle": ("EagleConfig", "EagleHead")}
 
 
-def _classes(kind: str) -> tuple[Any, Any]:
+def head_classes(kind: str) -> tuple[Any, Any]:
+    """The classes that hold a head's settings and its weights, by its registry name."""
     module = importlib.import_module(f"draftsmith.modules.heads.{kind}")
     config_class, head_class = HEADS[kind]
     return getattr(module, config_class), getattr(module, head_class)
@@ -128,7 +129,7 @@ def load_head(
         raise InputError(
             "head", f"{directory}, an {config['kind']} head", f"an {kind} head", "Pass it with its own flag."
         )
-    config_class, _ = _classes(config["kind"])
+    config_class, _ = head_classes(config["kind"])
     fields = dict(config["head"])
     if "llama" in fields:
         rope = RopeScaling(**fields["llama"].pop("rope_scaling"))
@@ -143,14 +144,14 @@ def load_head(
 
 
 def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
-    """A head of these settings and weights, in float32.
+    """A head of these settings and weights, in the weights' own type.
 
     state: by the names of `named_parameters`; of a tied block, once.
 
     Raises:
         InputError: a tensor is missing, unknown or of another shape.
     """
-    _, head_class = _classes(kind)
+    _, head_class = head_classes(kind)
     head = head_class(config)
     expected = {name: tensor.shape for name, tensor in head.named_parameters()}
     wrong = sorted(set(expected) ^ set(state))
@@ -158,25 +159,28 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     if wrong:
         found = f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:4])})"
         raise InputError("model.safetensors", found, "the tensors that config.json asks for", "Copy or train it again.")
-    head.load_state_dict(state, strict=False)  # a tied block's other names are not in `state`
+    # Not strict: a tied block's other names are not in `state`.
+    head.load_state_dict(state, strict=False, assign=True)
     return head
 
 
-def _check_fits(directory: str | Path, config: dict[str, Any], target: CausalLM, identity: Mapping[str, str]) -> None:
-    head = config["head"]
+def check_sizes(head: Mapping[str, Any], info: ModelInfo, named: str | Path) -> None:
+    """Does a head (its settings as in `config.json`) fit the model that it reads? named: what the message calls it.
+
+    Raises:
+        InputError: it has another width or vocabulary.
+    """
     width = head.get("hidden_size") or head["llama"]["hidden_size"]
-    if width != target.info.hidden_size:
-        raise InputError(
-            "head",
-            f"{directory} of width {width}",
-            f"width {target.info.hidden_size}",
-            "Pass the model it was trained for.",
-        )
+    if width != info.hidden_size:
+        found, remedy = f"{named} of width {width}", "Pass the model it was trained for."
+        raise InputError("head", found, f"width {info.hidden_size}", remedy)
     vocab = head.get("llama", {}).get("vocab_size")
-    if vocab is not None and vocab != target.info.vocab_size:
-        raise InputError(
-            "head", f"{directory} of vocabulary {vocab}", f"{target.info.vocab_size}", "Pass its own target."
-        )
+    if vocab is not None and vocab != info.vocab_size:
+        raise InputError("head", f"{named} of vocabulary {vocab}", f"{info.vocab_size}", "Pass its own target.")
+
+
+def _check_fits(directory: str | Path, config: dict[str, Any], target: CausalLM, identity: Mapping[str, str]) -> None:
+    check_sizes(config["head"], target.info, directory)
     recorded = config.get("target")
     if recorded:
         different = [key for key, value in recorded.items() if identity.get(key) != value]

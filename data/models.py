@@ -31,8 +31,11 @@ def resolve_model(path: str) -> str:
     return str(found)
 
 
-def model_directory(path: str) -> Path:
-    """The local directory of a model; a hub id is downloaded (or taken from the cache) first."""
+def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:
+    """The local directory of a model; a hub id is downloaded (or taken from the cache) first.
+
+    more: patterns of files to download beside those that a model of our own kind has.
+    """
     resolved = resolve_model(path)
     directory = Path(resolved)
     if directory.is_dir():
@@ -47,7 +50,7 @@ def model_directory(path: str) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", *more]
     try:
         return Path(snapshot_download(resolved, allow_patterns=patterns))
     except Exception as error:  # the hub client raises a family of its own: no network, no such id, no access
@@ -126,7 +129,7 @@ def load_lm(
     if engine not in ("auto", "lean", "hf"):
         raise InputError("engine", engine, "auto, lean or hf", "Choose one of these.")
     directory = model_directory(path)
-    raw = _read_json(directory / "config.json")
+    raw = read_object(directory / "config.json")
     resolved = _resolve_dtype(dtype, raw)
     if parallel != "none":
         if engine == "lean":
@@ -144,14 +147,22 @@ def load_lm(
 
 def read_config(path: str) -> dict[str, Any]:
     """`config.json` of a model, as it is."""
-    return _read_json(model_directory(path) / "config.json")
+    return read_object(model_directory(path) / "config.json")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        InputError: damaged, or JSON of another kind.
+    """
     try:
-        return json.loads(file.read_text())
-    except ValueError as error:
+        found = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:  # no JSON or no text; nested without end
         raise InputError(str(file), f"damaged ({error})", "JSON", "Fetch or build it again.") from error
+    if not isinstance(found, dict):
+        raise InputError(str(file), f"a JSON {type(found).__name__}", "a JSON object", "Fetch or build it again.")
+    return found
 
 
 def _resolve_dtype(dtype: str, raw: dict[str, Any]) -> torch.dtype:

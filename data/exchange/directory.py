@@ -1,0 +1,193 @@
+"""A directory that someone else wrote, read without trust: no code of its files runs, no file outside it is opened."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.models import model_directory, read_object
+from draftsmith.modules.interop.base import Package
+from draftsmith.modules.types import InputError
+
+# In the order in which vLLM, SGLang and huggingface_hub prefer them.
+KINDS = (".safetensors", ".bin", ".pt")
+# What trainers leave beside the weights, and every system passes over (vLLM 0.33.0, model_loader/weight_utils.py).
+NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt"}
+SAFEAI = "pytorch_model.bin"  # what SafeAILab's code reads first
+FETCH = "Fetch it again, or ask its author for safetensors."
+STORED = "tensors by their names, nothing else"
+
+
+def package_directory(path: str) -> Path:
+    """The local directory of a foreign head: a path, or a hub id, which is downloaded or taken from the cache."""
+    return model_directory(path, ("*.bin", "*.pt"))
+
+
+def read_package(path: str) -> Package:
+    """Config, tensors and metadata of a foreign directory or hub id; tensors as stored, on the CPU.
+
+    Of weights in several kinds of files safetensors count. `pytorch_model.bin` must then hold the same, for SafeAILab's
+    code reads that one.
+
+    Raises:
+        InputError: a file is absent, damaged, outside the directory, or holds more than tensors; weights are ambiguous.
+    """
+    directory = package_directory(path)
+    config = read_object(member(directory, "config.json", "the directory"))
+    files, index = _chosen(directory)
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        found, about = read_safetensors(file) if file.suffix == ".safetensors" else (read_torch(file), {})
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise InputError(str(file), f"{twice[0]}, which another shard has", "every tensor once", FETCH)
+        tensors |= found
+        metadata |= about
+    if index is not None:
+        _check_index(index, tensors)
+    if files[0].suffix == ".safetensors" and (directory / SAFEAI).exists():
+        _check_equal(tensors, metadata, read_torch(member(directory, SAFEAI, "the directory")), files[0].name)
+    return Package(config, tensors, metadata)
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The files that hold a directory's weights: one, or the shards that an index names.
+
+    Raises:
+        InputError: there are none, several and no index, or an index that names another place.
+    """
+    return _chosen(directory)[0]
+
+
+def _chosen(directory: Path) -> tuple[tuple[Path, ...], Path | None]:
+    """The files of the preferred kind that is there, and their index, if they have one."""
+    names = sorted({entry.name for entry in directory.iterdir()} - NOT_WEIGHTS)
+    for kind in KINDS:
+        files = [name for name in names if name.endswith(kind)]
+        indexes = [name for name in names if name.endswith(f"{kind}.index.json")]
+        if not files and not indexes:
+            continue
+        if not indexes and len(files) == 1:
+            return (member(directory, files[0], "the directory"),), None
+        index = member(directory, indexes[0], "the directory") if indexes else None
+        shards = sorted(set(_weight_map(index).values())) if index is not None else []
+        if index is not None and len(indexes) == 1 and not set(files) - set(shards):
+            return tuple(member(directory, name, index.name) for name in shards), index
+        found = f"several weights ({', '.join([*indexes, *files][:4])})"
+        remedy = "Systems differ in which of them they read: keep those that are meant."
+        raise InputError(str(directory), found, f"one {kind} file, or one index of all", remedy)
+    raise InputError(str(directory), "no weights", "model.safetensors or pytorch_model.bin", "Check the path.")
+
+
+def member(directory: Path, name: str, named_by: str) -> Path:
+    """The regular file of this name in the directory. The cache of huggingface_hub links from snapshots/X to blobs/.
+
+    Raises:
+        InputError: the name, or a link behind it, leads elsewhere; there is no such file.
+    """
+    if PureWindowsPath(name).name != name or name in ("", "..") or "\0" in name:
+        remedy = "Do not trust this directory: it names files outside itself."
+        raise InputError(str(directory), f"the path {name!r} in {named_by}", "a plain file name", remedy)
+    root = Path(os.path.realpath(directory))
+    file = Path(os.path.realpath(root / name))
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+    if file.parent not in (root, blobs):
+        raise InputError(str(directory / name), f"a link to {file}", "a file of the directory", "Copy it there.")
+    if not file.is_file():
+        raise InputError(str(directory / name), "no such file", f"what {named_by} names", FETCH)
+    return directory / name
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file."""
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(value, str) for value in found.values()):
+        raise InputError(str(index), "no weight_map", "a map of tensors to file names", FETCH)
+    return found
+
+
+def _check_index(index: Path, tensors: Mapping[str, Tensor]) -> None:
+    if wrong := sorted(_weight_map(index).keys() ^ tensors.keys()):
+        found = f"{len(wrong)} tensors that only it or only its files have ({', '.join(wrong[:3])})"
+        raise InputError(str(index), found, "the tensors of its files", FETCH)
+
+
+def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of one file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", FETCH) from error
+
+
+def read_torch(file: Path) -> dict[str, Tensor]:
+    """Tensors of a `.bin` or `.pt` file. Its pickle is read by torch's restricted reader, which calls nothing but what
+    rebuilds tensors.
+
+    Raises:
+        InputError: damaged, or anything but a flat dict of plain tensors.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of unusual pickles and TorchScript, which fail right after
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged and hostile bytes make the reader fail in ways it does not list
+        raise InputError(str(file), _why_refused(error), STORED, FETCH) from error
+    if not isinstance(content, Mapping):
+        raise InputError(str(file), f"a {type(content).__name__}", STORED, FETCH)
+    wrong = [f"{name} ({what})" for name, value in content.items() if (what := _not_plain(name, value))]
+    if wrong:
+        raise InputError(str(file), ", ".join(wrong[:3]), STORED, "Save the head's state_dict alone.")
+    return {name: tensor.detach() for name, tensor in content.items()}
+
+
+def _why_refused(error: Exception) -> str:
+    """torch's own message ends with the advice to switch its check off; only its facts are kept."""
+    text = " ".join(str(error).split())
+    if code := re.search(r"(?:GLOBAL|class|function) ([\w.]+\.\w+)", text):
+        return f"a pickle that would call {code[1]}, which is code and not weights"
+    if "TorchScript" in text:
+        return "a TorchScript program"
+    if "legacy .tar" in text:
+        return "a tar of pickles, torch's form before 2017"
+    if "weights_only" in text:
+        return "a pickle of other things than tensors, or no weights at all"
+    return f"damaged ({text[:120] or type(error).__name__})"
+
+
+def _not_plain(name: Any, value: Any) -> str:
+    """What keeps an entry from being a named tensor; empty where nothing does."""
+    if not isinstance(name, str):
+        return "no name"
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.layout != torch.strided or value.is_quantized:
+        return "sparse or quantised"
+    return "" if value.device.type == "cpu" else "without values"
+
+
+def _check_equal(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], other: Mapping[str, Tensor], name: str
+) -> None:
+    """Of tensors that share storage safetensors keeps one; its metadata maps the others' names to that one."""
+    full = {**tensors, **{alias: tensors[stored] for alias, stored in metadata.items() if stored in tensors}}
+    wrong = sorted(full.keys() ^ other.keys())
+    wrong += [key for key in full if key in other and not _same(full[key], other[key])]
+    if wrong:
+        found = f"{name} and pytorch_model.bin that differ ({', '.join(wrong[:3])})"
+        remedy = f"SafeAILab's code reads pytorch_model.bin, vLLM and SGLang {name}: delete the one that is not meant."
+        raise InputError("weights", found, "one set of weights", remedy)
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left, right)

@@ -1,0 +1,194 @@
+"""`draftsmith import`: a head of another system as one of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
+from draftsmith.data.exchange.facts import facts_of
+from draftsmith.data.heads import check_sizes, head_classes, save_head
+from draftsmith.data.manifest import file_sha256, git_commit, package_versions
+from draftsmith.data.models import load_lm, tokenizer_identity
+from draftsmith.data.progress import say
+from draftsmith.modules.interop import FORMATS
+from draftsmith.modules.interop.base import Package, Parsed, TargetFacts
+from draftsmith.modules.interop.detect import detect
+from draftsmith.modules.types import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Kind of head -> flag of the model whose hidden states it reads.
+READS = {"eagle": "target", "acceptance": "draft"}
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """Writes a head of another system as one of ours, which decodes, is measured and is trained on.
+
+    directory: local directory or hub id of the head: config.json and model.safetensors or pytorch_model.bin.
+    output: new head directory.
+    target: model that an EAGLE head drafts for. Recorded, and the head is refused on other models.
+    draft: draft model that an acceptance head was trained for. Recorded in the same way.
+    format: whose head it is: eagle (SafeAILab), vllm, sglang, specdec_pp, or auto, which finds out.
+    w_rej: loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's --weight_mismatch),
+        which no file says; it corrects the calibrated output.
+    engine: how the target or draft is read: lean (Llama family), hf (any transformers model), or auto.
+    trust_remote_code: run code that comes with the target or draft; never with the head.
+    """
+
+    directory: str
+    output: Path
+    target: str | None = None
+    draft: str | None = None
+    format: Literal["auto", "eagle", "vllm", "sglang", "specdec_pp"] = "auto"
+    w_rej: float = 1.0
+    engine: Literal["auto", "lean", "hf"] = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.w_rej < float("inf"):
+            raise InputError("w_rej", self.w_rej, "a number above 0", "Pass 1 where rejected tokens weighed no more.")
+
+
+@dataclass(frozen=True)
+class ReadModel:
+    """The model whose hidden states the head reads, as far as it was given."""
+
+    path: str | None = None
+    facts: TargetFacts | None = None
+    info: Any = None  # ModelInfo
+    models: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def run(config: ImportConfig) -> Path:
+    """Import one head; the path of its new directory.
+
+    Raises:
+        InputError: the directory is not what it should be, our head can not be it, or it does not fit the model.
+    """
+    if config.output.exists():
+        raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")
+    package = read_package(config.directory)
+    shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
+    producer = detect(package.config, shapes) if config.format == "auto" else config.format
+    kind = FORMATS[producer]
+    _check_flags(config, kind, producer)
+    model = _read_model(config, READS[kind])
+    parsed = importlib.import_module(f"draftsmith.modules.interop.{producer}").parse(package, model.facts)
+    parsed = _with_run_time_values(config, kind, parsed)
+    if model.info is not None:
+        check_sizes(dataclasses.asdict(parsed.config), model.info, config.directory)
+    head = build(kind, parsed, package)
+    manifest = _manifest(config, kind, producer, parsed, model)
+    save_head(config.output, head, manifest, card(kind, {**manifest, "head": dataclasses.asdict(parsed.config)}))
+    _report(config, kind, producer, parsed, model)
+    return config.output
+
+
+def _check_flags(config: ImportConfig, kind: str, producer: str) -> None:
+    """Raises InputError for flags of the other kind of head, which would be passed over."""
+    for other, flag in READS.items():
+        if other != kind and getattr(config, flag) is not None:
+            expected = f"--{READS[kind]}: this is an {kind} head ({producer})"
+            raise InputError(flag, getattr(config, flag), expected, f"Pass --{READS[kind]} in its place.")
+    if kind != "acceptance" and config.w_rej != 1.0:
+        raise InputError("w_rej", config.w_rej, f"an acceptance head: this is an {kind} head", "Leave it out.")
+
+
+def _read_model(config: ImportConfig, flag: str) -> ReadModel:
+    path = getattr(config, flag)
+    if path is None:
+        return ReadModel()
+    lm = load_lm(path, "auto", "cpu", config.engine, config.trust_remote_code)
+    models = {flag: lm.info.identity, **tokenizer_identity(path)}
+    return ReadModel(path, facts_of(path, lm), lm.info, models)
+
+
+def _with_run_time_values(config: ImportConfig, kind: str, parsed: Parsed) -> Parsed:
+    if kind != "acceptance" or config.w_rej == 1.0:
+        return parsed
+    changed = dataclasses.replace(parsed.config, w_rej=config.w_rej)
+    return dataclasses.replace(parsed, config=changed, notes=(*parsed.notes, f"w_rej {config.w_rej:g}, as given"))
+
+
+def build(kind: str, parsed: Parsed, package: Package) -> nn.Module:
+    """The head, with exactly the parsed weights, in the dtype of the file; an acceptance head is float32.
+
+    Raises:
+        InputError: tensors that are missing, unknown or of another shape, or values that are no numbers.
+    """
+    _, head_class = head_classes(kind)
+    with torch.device("meta"):
+        head = head_class(parsed.config)
+    wanted = dict(head.named_parameters())
+    wrong = sorted(wanted.keys() ^ parsed.state.keys())
+    wrong += [name for name in wanted if name in parsed.state and wanted[name].shape != parsed.state[name].shape]
+    if wrong:
+        found = f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:4])})"
+        raise InputError("weights", found, "the tensors that config.json asks for", "Check the head's config.json.")
+    if odd := [name for name, tensor in parsed.state.items() if not bool(tensor.isfinite().all())]:
+        raise InputError("weights", f"infinite or undefined values in {odd[0]}", "numbers", "Fetch the head again.")
+    stored = {name.removeprefix("model."): tensor.dtype for name, tensor in package.tensors.items()}
+    state = {
+        # Formats parse into float32, from which the narrower dtypes come back as they were.
+        name: tensor.to(stored[name]) if kind == "eagle" and stored.get(name) in NARROW else tensor
+        for name, tensor in parsed.state.items()
+    }
+    head.load_state_dict(state, strict=False, assign=True)  # not strict: tied blocks have names of their own
+    return head
+
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def _manifest(config: ImportConfig, kind: str, producer: str, parsed: Parsed, model: ReadModel) -> dict[str, Any]:
+    """What is known of the head: no settings, data or losses of a training."""
+    files = weight_files(package_directory(config.directory))
+    source = {
+        "producer": producer,
+        "path": config.directory,
+        "sha256": {file.name: file_sha256(file) for file in files},
+        READS[kind]: model.path,
+        "notes": list(parsed.notes),
+    }
+    return {
+        "target": None if model.info is None else model.info.identity,
+        "models": model.models,
+        "sampling": None,
+        "imported": source,
+        "packages": package_versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def card(kind: str, manifest: Mapping[str, Any]) -> str:
+    """The model card, of which an imported head has little to say."""
+    return f"# Imported {kind} head\n\nFrom `{manifest['imported']['path']}` ({manifest['imported']['producer']}).\n"
+
+
+def _report(config: ImportConfig, kind: str, producer: str, parsed: Parsed, model: ReadModel) -> None:
+    """What came of it, what a user should know of it, and what to do next."""
+    out, flag = shlex.quote(str(config.output)), READS[kind]
+    path = shlex.quote(model.path) if model.path else flag.upper()
+    say(f"{kind} head of {producer}: {config.output}")
+    for note in parsed.notes:
+        say(f"  note: {note}")
+    if model.path is None:
+        say(f"  note: no --{flag} was given: nothing is recorded of it, and other models are not refused")
+    say("Next:")
+    say(f"  draftsmith check {shlex.quote(config.directory)} --format {producer} --target {path}")
+    if kind == "eagle":
+        say(f"  draftsmith eval bench --target {path} --eagle {out} --methods eagle:k=5 --prompts FILE")
+        say(f"  draftsmith train eagle --init {out} --target {path} --data FILE --output DIR")
+    else:
+        models = f"--target TARGET --draft {path} --acceptance {out}"
+        say(f"  draftsmith eval bench {models} --methods specdec++:h=0.7 --prompts FILE")

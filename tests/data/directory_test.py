@@ -1,0 +1,325 @@
+"""Directories of other people: read whole, or refused in one line; nothing in them runs or leads elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftsmith.data.exchange.directory import read_package, weight_files
+from draftsmith.modules.types import InputError
+
+
+def weights() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {"fc.weight": torch.randn(4, 8).bfloat16(), "layers.0.self_attn.q_proj.weight": torch.randn(4, 4)}
+
+
+@pytest.fixture
+def head(tmp_path) -> Path:
+    directory = tmp_path / "repo" / "head"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text('{"hidden_size": 4}')
+    return directory
+
+
+def refusal(directory: Path) -> str:
+    """The one line that reading this directory ends with."""
+    with pytest.raises(InputError) as error:
+        read_package(str(directory))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def assert_same(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert type(found[name]) is Tensor and not found[name].requires_grad
+
+
+def save_torch(content: object, file: Path, legacy: bool = False) -> None:
+    torch.save(content, file, _use_new_zipfile_serialization=not legacy)
+
+
+# Each way in which published heads store their weights.
+LAYOUTS: dict[str, Callable[[Path], object]] = {
+    "safetensors": lambda d: save_file(weights(), d / "model.safetensors"),
+    "safetensors of another name": lambda d: save_file(weights(), d / "head.safetensors"),
+    "zip": lambda d: save_torch(weights(), d / "pytorch_model.bin"),
+    "legacy": lambda d: save_torch(weights(), d / "pytorch_model.bin", legacy=True),
+    "pt": lambda d: save_torch(weights(), d / "head.pt"),
+    "parameters": lambda d: save_torch({n: torch.nn.Parameter(t) for n, t in weights().items()}, d / "head.bin"),
+    "a trainer's leavings": lambda d: (
+        save_torch(weights(), d / "pytorch_model.bin"), save_torch({"lr": 1.0}, d / "training_args.bin"),
+        save_torch({"step": 3}, d / "optimizer.pt"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_come_back_as_they_were_stored(head, layout):
+    LAYOUTS[layout](head)
+    package = read_package(str(head))
+    assert package.config == {"hidden_size": 4}
+    assert_same(package.tensors, weights())
+
+
+def test_the_metadata_of_safetensors_is_kept(head):
+    save_file(weights(), head / "model.safetensors", metadata={"model.1.linear.weight": "model.0.linear.weight"})
+    assert read_package(str(head)).metadata == {"model.1.linear.weight": "model.0.linear.weight"}
+
+
+class Evil:
+    """Unpickled by Python it makes a file; so would anything."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def evil_tar(content: object, file: Path) -> None:
+    """The oldest form of torch: a tar of pickles."""
+    with tarfile.open(file, "w") as archive:
+        for name in ("storages", "tensors", "pickle"):
+            body = pickle.dumps(content, protocol=2)
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            archive.addfile(info, io.BytesIO(body))
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "bare pickle", "bare pickle 5", "tar"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "head.bin", "head.pt"])
+def test_code_in_a_pickle_is_refused_and_never_run(head, tmp_path, form, name):
+    marker, file = tmp_path / "ran", head / name
+    content = {**weights(), "evil": Evil(marker)}
+    if form.startswith("bare"):
+        file.write_bytes(pickle.dumps(Evil(marker), protocol=5 if form.endswith("5") else 2))
+    elif form == "tar":
+        evil_tar(Evil(marker), file)
+    else:
+        save_torch(content, file, legacy=form == "legacy")
+    message = refusal(head)
+    assert not marker.exists()
+    assert str(file) in message and "weights_only" not in message  # torch advises to switch its check off
+    if form in ("zip", "legacy", "bare pickle"):
+        assert f"{os.mkdir.__module__}.mkdir" in message
+    pickle.loads(pickle.dumps(Evil(marker)))
+    assert marker.exists()  # it would have run
+
+
+def test_code_in_a_pickle_beside_good_safetensors_is_refused(head, tmp_path):
+    save_file(weights(), head / "model.safetensors")
+    save_torch({**weights(), "evil": Evil(tmp_path / "ran")}, head / "pytorch_model.bin")
+    assert "mkdir" in refusal(head) and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (torch.ones(3), "a Tensor"),
+        ([torch.ones(3)], "a list"),
+        ({"state_dict": weights()}, "state_dict (dict)"),
+        ({**weights(), "step": 3}, "step (int)"),
+        ({0: torch.ones(2)}, "0 (no name)"),
+        ({"fc.weight": torch.eye(3).to_sparse()}, "fc.weight (sparse or quantised)"),
+        ({"fc.weight": torch.empty(3, device="meta")}, "fc.weight (without values)"),
+    ],
+    ids=["a tensor", "a list", "nested", "a number", "no name", "sparse", "meta"],
+)
+def test_other_content_than_named_tensors_is_refused(head, content, said):
+    save_torch(content, head / "pytorch_model.bin")
+    assert said in refusal(head)
+
+
+def test_a_torchscript_program_is_refused(head):
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), head / "head.pt")
+    assert "TorchScript" in refusal(head)
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "zip", "legacy"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_truncated_file_is_refused(head, layout, share):
+    LAYOUTS[layout](head)
+    (file,) = weight_files(head)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * share)])
+    assert str(file) in refusal(head)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_web_page_saved_as_weights_is_refused(head, name):
+    (head / name).write_text("<html>404 Not found. Please log in.</html>")
+    assert name in refusal(head)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "without config.json"),
+        (b"{", "damaged"),
+        (b"[1]", "a JSON list"),
+        (b"\xff\xfe\x00", "damaged"),
+        (b"[" * 100_000, "damaged"),
+    ],
+    ids=["absent", "cut", "a list", "no text", "without end"],
+)
+def test_a_config_that_is_none_is_refused(head, content, said):
+    save_file(weights(), head / "model.safetensors")
+    (head / "config.json").unlink()
+    if content is not None:
+        (head / "config.json").write_bytes(content)
+    assert said in refusal(head)
+
+
+def test_a_directory_without_weights_is_refused(head):
+    assert "no weights" in refusal(head)
+
+
+def test_two_files_that_agree_are_one(head):
+    """Also where safetensors keeps one of several names of a shared tensor."""
+    blocks = {"model.0.linear.weight": torch.ones(2, 2)}
+    save_file(blocks, head / "model.safetensors", metadata={"model.1.linear.weight": "model.0.linear.weight"})
+    save_torch({**blocks, "model.1.linear.weight": torch.ones(2, 2)}, head / "pytorch_model.bin")
+    assert_same(read_package(str(head)).tensors, blocks)
+
+
+@pytest.mark.parametrize("change", ["value", "dtype", "name", "missing"])
+def test_two_files_that_differ_are_refused_with_who_reads_which(head, change):
+    other = weights()
+    if change == "value":
+        other["fc.weight"][0, 0] += 1
+    elif change == "dtype":
+        other["fc.weight"] = other["fc.weight"].float()
+    elif change == "name":
+        other["fc.bias"] = torch.zeros(4)
+    else:
+        del other["fc.weight"]
+    save_file(weights(), head / "model.safetensors")
+    save_torch(other, head / "pytorch_model.bin")
+    message = refusal(head)
+    assert "SafeAILab's code reads pytorch_model.bin" in message and "vLLM and SGLang model.safetensors" in message
+    assert ("fc.bias" if change == "name" else "fc.weight") in message
+
+
+@pytest.mark.parametrize("kind", [".safetensors", ".bin"])
+def test_several_files_without_an_index_are_refused(head, kind):
+    for name in ("a", "b"):
+        (save_file if kind == ".safetensors" else save_torch)(weights(), head / f"{name}{kind}")
+    assert f"a{kind}, b{kind}" in refusal(head)
+
+
+def sharded(directory: Path, **changes: str) -> dict[str, Tensor]:
+    """Two shards and their index; changes: other files that the index is to name for a tensor."""
+    state = {"first": torch.ones(2), "second": torch.zeros(3)}
+    files = {"first": "model-00001-of-00002.safetensors", "second": "model-00002-of-00002.safetensors"}
+    for name, file in files.items():
+        save_file({name: state[name]}, directory / file)
+    index = {"metadata": {"total_size": 20}, "weight_map": files | changes}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return state
+
+
+def test_shards_are_read_as_one(head):
+    expected = sharded(head)
+    assert_same(read_package(str(head)).tensors, expected)
+    assert [file.name for file in weight_files(head)] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+
+
+ESCAPES = ["../outside.safetensors", "/{root}/outside.safetensors", "sub/inside.safetensors", "..", "", "a\0b",
+           "..\\outside.safetensors", "C:outside.safetensors", "./model-00002-of-00002.safetensors"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_an_index_can_not_name_another_place(head, name):
+    (head / "sub").mkdir()
+    for file in (head.parent / "outside.safetensors", head / "sub" / "inside.safetensors"):
+        save_file({"second": torch.zeros(3)}, file)
+    sharded(head, second=name.format(root=head.parent))
+    (head / "model-00002-of-00002.safetensors").unlink()
+    assert "expected a plain file name" in refusal(head)
+
+
+def test_an_index_that_does_not_describe_its_files_is_refused(head):
+    sharded(head, third="model-00002-of-00002.safetensors")
+    assert "third" in refusal(head)
+    sharded(head, second="model-00003-of-00002.safetensors")
+    (head / "model-00002-of-00002.safetensors").unlink()
+    assert "no such file" in refusal(head)
+    (head / "model.safetensors.index.json").write_text('{"weight_map": {"first": 1}}')
+    assert "no weight_map" in refusal(head)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_link_that_leaves_the_directory_is_refused(head, name):
+    outside = head.parent / "outside"
+    outside.mkdir()
+    (outside / "config.json").write_text("{}")
+    save_file(weights(), outside / "model.safetensors")
+    sharded(outside)
+    if name == "config.json":
+        (head / name).unlink()
+        save_file(weights(), head / "model.safetensors")
+    (head / name).symlink_to(outside / name)
+    assert f"a link to {outside / name}" in refusal(head)
+
+
+def cached(tmp_path: Path) -> Path:
+    """A snapshot as huggingface_hub keeps it: links to ../../blobs/HASH."""
+    repository = tmp_path / "models--org--head"
+    (snapshot := repository / "snapshots" / "0123abc").mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "aaaa").write_text('{"hidden_size": 4}')
+    save_file(weights(), repository / "blobs" / "bbbb")
+    for name, blob in (("config.json", "aaaa"), ("model.safetensors", "bbbb")):
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    return snapshot
+
+
+def test_the_cache_of_the_hub_is_read_through_its_links(tmp_path):
+    assert_same(read_package(str(cached(tmp_path))).tensors, weights())
+    (alias := tmp_path / "alias").symlink_to(cached(tmp_path / "other"))  # the directory itself may be a link
+    assert_same(read_package(str(alias)).tensors, weights())
+
+
+def test_a_link_out_of_the_cache_is_refused(tmp_path):
+    snapshot = cached(tmp_path)
+    blobs = snapshot.parent.parent / "blobs"
+    (blobs / "bbbb").rename(tmp_path / "elsewhere")
+    (blobs / "bbbb").symlink_to(tmp_path / "elsewhere")
+    assert "a link to" in refusal(snapshot)
+    blobs.rename(tmp_path / "moved")
+    blobs.symlink_to(tmp_path / "moved")
+    assert "a link to" in refusal(snapshot)
+
+
+def test_what_is_no_file_is_refused(head):
+    os.mkfifo(head / "model.safetensors")  # opening it would wait for ever
+    assert "no such file" in refusal(head)
+    (head / "model.safetensors").unlink()
+    (head / "model.safetensors").symlink_to("model.safetensors")
+    assert str(head) in refusal(head)
+
+
+def test_a_hub_id_is_downloaded_with_its_bin_files(head, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, allow_patterns: asked.append((name, allow_patterns)) or head
+    )
+    save_torch(weights(), head / "pytorch_model.bin")
+    assert_same(read_package("org/head").tensors, weights())
+    ((name, patterns),) = asked
+    assert name == "org/head" and {"*.json", "*.safetensors", "*.bin", "*.pt"} <= set(patterns)

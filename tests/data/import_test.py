@@ -1,0 +1,274 @@
+"""`draftsmith import`: heads in other systems' files, written here by hand, come out as heads that compute the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import tiny_llama_dir
+from torch import Tensor
+
+from draftsmith.data.exchange.import_head import ImportConfig, run
+from draftsmith.data.heads import head_config, load_head, save_head
+from draftsmith.data.models import load_lm, read_config, tokenizer_identity
+from draftsmith.eval.decode import DecodeConfig
+from draftsmith.eval.decode import run as decode
+from draftsmith.launch.cli import main
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.types import InputError
+
+WIDTH = 32
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    return str(tiny_llama_dir(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> str:
+    return str(tiny_llama_dir(tmp_path_factory.mktemp("qwen"), family="qwen2"))
+
+
+def original(target: str, dtype: torch.dtype = torch.float32, fc_bias: bool = False) -> EagleHead:
+    """A random head of the target's sizes, its values such that `dtype` holds them."""
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig.for_target(load_lm(target, engine="lean").config, fc_bias=fc_bias))  # type: ignore[attr-defined]
+    for weight in head.parameters():
+        weight.data.add_(0.2 * torch.randn_like(weight))
+        weight.data = weight.data.to(dtype).float()
+    return head.eval().requires_grad_(False)
+
+
+def eagle_fields(target: str, **changes: object) -> dict:
+    """config.json as SafeAILab's own samples have it (eagle/train/vicuna_7B_config.json)."""
+    raw = read_config(target)
+    copied = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+              "max_position_embeddings", "rms_norm_eps")  # fmt: skip
+    fields = {key: raw[key] for key in copied} | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    fields |= {"num_hidden_layers": 1, "hidden_act": "silu", "rope_theta": 10000.0, "rope_scaling": None, "bias": False}
+    return fields | changes
+
+
+def write(directory: Path, config: dict, state: dict[str, Tensor], file: str, **metadata: str) -> str:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(state, directory / file, metadata=metadata)
+    else:
+        torch.save(state, directory / file, _use_new_zipfile_serialization="legacy" not in file)
+    return str(directory)
+
+
+def embedding(target: str) -> Tensor:
+    return load_lm(target, engine="lean").embeddings.clone()  # type: ignore[attr-defined]
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors")
+
+
+# Whose -> (file, dtype, fc bias, what of the config is theirs, tensors beside the head's).
+EAGLE = {
+    "eagle, stock trainer": ("pytorch_model.bin", torch.float16, True, {"bias": True}, ()),
+    "eagle, published": ("pytorch_model.bin", torch.bfloat16, False, {}, ("embed_tokens.weight",)),
+    "eagle, safetensors": ("model.safetensors", torch.bfloat16, False, {}, ()),
+    "vllm": ("model.safetensors", torch.bfloat16, False, {"architectures": ["EagleLlamaForCausalLM"]}, ()),
+    "sglang": ("model.safetensors", torch.float32, True, {"architectures": ["LlamaForCausalLMEagle"]}, ()),
+}
+
+
+@pytest.mark.parametrize("case", EAGLE)
+def test_an_eagle_head_is_imported_bit_for_bit(tmp_path, target, capsys, case):
+    file, dtype, fc_bias, fields, extra = EAGLE[case]
+    head = original(target, dtype, fc_bias)
+    weights = {name: tensor.to(dtype) for name, tensor in head.named_parameters()}
+    state = weights | {name: embedding(target).to(dtype) for name in extra}
+    directory = write(tmp_path / "theirs", eagle_fields(target, **fields), state, file)
+    output = tmp_path / "ours"
+    assert main(["import", directory, "--output", str(output), "--target", target]) == 0
+    found = stored(output)
+    assert found.keys() == weights.keys()
+    assert all(found[name].dtype == dtype and torch.equal(found[name], weights[name]) for name in weights)
+
+    lm = load_lm(target)
+    ids = torch.arange(2, 22)[None]
+    inputs = lm.embed(ids[:, 1:]), lm.features(ids)[:, :-1]
+    assert torch.equal(load_head(output, lm, "eagle")(*inputs), head(*inputs))
+
+    manifest = json.loads((output / "manifest.json").read_text())
+    producer = case.split(",")[0]
+    assert manifest["imported"]["producer"] == producer and manifest["imported"]["path"] == directory
+    assert manifest["imported"]["sha256"] == {file: hashlib.sha256(Path(directory, file).read_bytes()).hexdigest()}
+    assert manifest["imported"]["target"] == target and manifest["target"] == lm.info.identity
+    assert manifest["models"] == {"target": lm.info.identity, **tokenizer_identity(target)}
+    said = capsys.readouterr().out
+    assert f"draftsmith check {directory} --format {producer} --target {target}" in said
+    assert f"train eagle --init {output}" in said and all(note in said for note in manifest["imported"]["notes"])
+    assert any("embed_tokens" in note for note in manifest["imported"]["notes"]) == bool(extra)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize("producer", ["eagle", "sglang"])
+def test_a_qwen_head_keeps_its_biases(tmp_path, qwen, file, producer):
+    head = original(qwen)
+    weights = dict(head.named_parameters())
+    assert "layers.0.self_attn.q_proj.bias" in weights
+    if producer == "eagle":
+        fields, extra = eagle_fields(qwen, qkv_bias=True), {}
+    else:
+        fields = eagle_fields(qwen, architectures=["LlamaForCausalLMEagle"], attention_bias=True)
+        extra = {"fc.bias": torch.zeros(WIDTH), "layers.0.self_attn.o_proj.bias": torch.zeros(WIDTH)}
+    directory = write(tmp_path / "theirs", fields, {**weights, **extra}, file)
+    assert run(ImportConfig(directory, tmp_path / "ours", target=qwen)) == tmp_path / "ours"
+    found = stored(tmp_path / "ours")
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    assert head_config(tmp_path / "ours")["head"]["llama"]["qkv_bias"]
+
+
+def test_an_imported_head_drafts_as_the_original_does(tmp_path, target):
+    head = original(target)
+    ours = save_head(tmp_path / "original", head, {"target": load_lm(target).info.identity}, "card")
+    theirs = write(tmp_path / "theirs", eagle_fields(target), dict(head.named_parameters()), "pytorch_model.bin")
+    imported = run(ImportConfig(theirs, tmp_path / "imported", target=target))
+    traces = [
+        decode(DecodeConfig("Hi", target, eagle=str(path), method="eagle:k=3", max_new_tokens=16, ignore_eos=True))
+        for path in (ours, imported)
+    ]
+    assert traces[0] == traces[1]
+
+
+def specdec_weights(blocks: int) -> dict[str, Tensor]:
+    """Two classes of a head whose blocks are one object: its last layer is `model.{blocks}`."""
+    torch.manual_seed(1)
+    block = {"linear.weight": 0.2 * torch.randn(WIDTH, WIDTH), "linear.bias": 0.2 * torch.randn(WIDTH)}
+    state = {f"model.{j}.{name}": tensor.clone() for j in range(blocks) for name, tensor in block.items()}
+    return state | {f"model.{blocks}.weight": torch.randn(2, WIDTH), f"model.{blocks}.bias": torch.randn(2)}
+
+
+def accept_prob(state: dict[str, Tensor], blocks: int, hidden: Tensor) -> Tensor:
+    """Kaffaljidhmah2/SpecDec_pp, wrap_model.py, on plain tensors: class 1 is "accepted"."""
+    for j in range(blocks):
+        hidden = hidden + torch.nn.functional.silu(
+            hidden @ state[f"model.{j}.linear.weight"].T + state[f"model.{j}.linear.bias"]
+        )
+    logits = hidden @ state[f"model.{blocks}.weight"].T + state[f"model.{blocks}.bias"]
+    return logits.softmax(-1)[..., 1]
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+def test_an_acceptance_head_of_specdec_pp_gives_its_probabilities(tmp_path, target, file, blocks):
+    state = specdec_weights(blocks)
+    kept, aliases = state, {}
+    if file == "model.safetensors":  # shared tensors are stored once, the others' names are in the metadata
+        aliases = {f"model.{j}.linear.{part}": f"model.0.linear.{part}" for j in range(1, blocks)
+                   for part in ("weight", "bias")}  # fmt: skip
+        kept = {name: tensor for name, tensor in state.items() if name not in aliases}
+    directory = write(tmp_path / "theirs", {"hidden_size": WIDTH, "num_layers": blocks}, kept, file, **aliases)
+    output = run(ImportConfig(directory, tmp_path / "ours", draft=target, w_rej=6.0))
+    lm = load_lm(target)
+    head = load_head(output, lm, "acceptance")
+    hidden = torch.randn(50, WIDTH)
+    # Two roundings of float32 more than theirs: the classes' rows are subtracted before the product, not after.
+    torch.testing.assert_close(head(hidden).sigmoid(), accept_prob(state, blocks, hidden), rtol=0, atol=1e-6)
+    config = head_config(output)
+    assert (config["head"]["w_acc"], config["head"]["w_rej"]) == (1.0, 6.0)
+    assert config["target"] == lm.info.identity
+    assert len(stored(output)) == 2 * min(blocks, 1) + 2  # tied blocks are stored once
+
+
+def test_a_head_without_its_model_is_imported_and_bound_to_none(tmp_path, target, capsys):
+    theirs = write(tmp_path / "theirs", eagle_fields(target), dict(original(target).named_parameters()), "head.bin")
+    output = run(ImportConfig(theirs, tmp_path / "ours"))
+    assert head_config(output)["target"] is None
+    assert "no --target was given" in capsys.readouterr().out
+    load_head(output, load_lm(target), "eagle")
+
+
+def refusal(*args: object, **settings: object) -> str:
+    with pytest.raises(InputError) as error:
+        run(ImportConfig(*args, **settings))  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("change", [{"hidden": 64}, {"vocab": 400}], ids=["width", "vocabulary"])
+def test_a_head_of_other_sizes_than_its_target_is_refused(tmp_path, target, change):
+    state = dict(original(target).named_parameters())
+    theirs = write(tmp_path / "theirs", eagle_fields(target), state, "pytorch_model.bin")
+    other = str(tiny_llama_dir(tmp_path / "other", **change))
+    message = refusal(theirs, tmp_path / "ours", target=other)
+    assert str(next(iter(change.values()))) in message
+    assert not (tmp_path / "ours").exists()
+
+
+def test_an_acceptance_head_of_another_width_is_refused(tmp_path, target):
+    theirs = write(tmp_path / "theirs", {"hidden_size": WIDTH, "num_layers": 1}, specdec_weights(1), "head.bin")
+    draft = str(tiny_llama_dir(tmp_path / "draft", hidden=64))
+    assert "64" in refusal(theirs, tmp_path / "ours", draft=draft)
+
+
+def test_nothing_is_overwritten(tmp_path, target):
+    theirs = write(tmp_path / "theirs", eagle_fields(target), dict(original(target).named_parameters()), "head.bin")
+    (tmp_path / "ours").mkdir()
+    assert "which exists" in refusal(theirs, tmp_path / "ours")
+    assert list((tmp_path / "ours").iterdir()) == []
+
+
+def test_a_flag_of_the_other_kind_of_head_is_refused(tmp_path, target):
+    eagle = write(tmp_path / "eagle", eagle_fields(target), dict(original(target).named_parameters()), "head.bin")
+    acceptance = write(tmp_path / "specdec", {"hidden_size": WIDTH, "num_layers": 1}, specdec_weights(1), "head.bin")
+    assert "--target" in refusal(eagle, tmp_path / "ours", draft=target)
+    assert "w_rej" in refusal(eagle, tmp_path / "ours", w_rej=6.0)
+    assert "--draft" in refusal(acceptance, tmp_path / "ours", target=target)
+    assert "w_rej" in refusal(acceptance, tmp_path / "ours", w_rej=0.0)
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape", "nan"])
+def test_weights_that_are_not_the_heads_are_refused(tmp_path, target, change):
+    state = {name: tensor.clone() for name, tensor in original(target).named_parameters()}
+    name = "layers.0.mlp.up_proj.weight"
+    if change == "missing":
+        del state[name]
+    elif change == "unknown":
+        name = "layers.0.mlp.extra.weight"
+        state[name] = torch.ones(2)
+    elif change == "shape":
+        state[name] = state[name][:-1].clone()
+    else:
+        state[name][0, 0] = torch.nan
+    theirs = write(tmp_path / "theirs", eagle_fields(target), state, "pytorch_model.bin")
+    assert name in refusal(theirs, tmp_path / "ours", target=target)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_whole_model_and_a_head_of_our_own_are_told_what_they_are(tmp_path, target, capsys):
+    assert main(["import", target, "--output", str(tmp_path / "ours")]) == 2
+    assert "a causal language model" in capsys.readouterr().err
+    own = save_head(tmp_path / "own", original(target), {}, "card")
+    assert main(["import", str(own), "--output", str(tmp_path / "ours")]) == 2
+    assert "It needs no import" in capsys.readouterr().err
+
+
+def test_a_format_that_is_named_is_not_guessed(tmp_path, target):
+    fields = eagle_fields(target, architectures=["SomeoneElsesEagle"])
+    theirs = write(tmp_path / "theirs", fields, dict(original(target).named_parameters()), "head.bin")
+    assert "SomeoneElsesEagle" in refusal(theirs, tmp_path / "ours", target=target)
+    assert run(ImportConfig(theirs, tmp_path / "ours", target=target, format="eagle")).exists()
+
+
+def test_facts_are_the_models_own_tables_on_either_engine(target):
+    from draftsmith.data.exchange.facts import facts_of
+
+    lean, hf = (facts_of(target, load_lm(target, engine=engine)) for engine in ("lean", "hf"))
+    assert lean.raw == hf.raw == json.loads(Path(target, "config.json").read_text())
+    for name in ("embed_tokens", "lm_head"):
+        assert torch.equal(getattr(lean, name), getattr(hf, name))
+    assert not torch.equal(lean.embed_tokens, lean.lm_head)
