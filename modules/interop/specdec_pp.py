@@ -62,6 +62,7 @@ def read(package: Package, target: TargetFacts | None = None) -> Reading:
     if refused:
         unread = [Finding("error", name, "not read: the class cannot be built") for name in package.tensors]
         return Reading({}, {}, (*refused, *unread), ())
+    assert isinstance(width, int) and isinstance(n, int)
     findings = _config_findings(package.config, target)
     block = {f"model.0.linear.{part}": [f"model.{i}.linear.{part}" for i in range(n)] for part in PARTS if n}
     names = block | {f"model.{n}.{part}": [f"model.{n}.{part}"] for part in PARTS}
