@@ -192,3 +192,22 @@ def _check_fits(directory: str | Path, config: dict[str, Any], target: CausalLM,
                 "the model it was trained for",
                 "Train a head for this model.",
             )
+
+
+def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> nn.Module:
+    """A head to train further: float32, trainable, on the CPU. The model that it reads from now on may be another one
+    than it was trained for; it must have the same width, and for a head that knows its vocabulary the same size of it.
+
+    Raises:
+        InputError: not a head directory, a damaged one, a head of another kind, width or vocabulary.
+    """
+    head = load_head(directory, kind=kind)
+    sizes = getattr(head.config, "llama", head.config)
+    wanted = {"hidden_size": width} | ({"vocab_size": vocab_size} if vocab_size is not None else {})
+    for name, size in wanted.items():
+        if getattr(sizes, name) != size:
+            found = f"{directory} with {name} {getattr(sizes, name)}"
+            raise InputError(
+                "init", found, f"{name} {size}, the model's", "Start from a head for a model of this shape."
+            )
+    return head.float().train().requires_grad_(True)

@@ -197,23 +197,9 @@ def _load_hf(
     trust_remote_code: bool,
     parallel: str = "none",
 ) -> CausalLM:
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
     from draftsmith.modules.targets.hf import HFLM
 
-    spread = placement(parallel, raw)
-    try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **spread
-        )
-    except (SafetensorError, OSError, RuntimeError) as error:  # damaged, absent, or tensors of another shape
-        found = str(error).strip().splitlines()[0]
-        raise InputError("model", f"{directory} ({found})", "a whole checkpoint", "Fetch or build it again.") from error
-    # transformers fills what is missing with random numbers and a warning.
-    if missing := sorted(loading["missing_keys"]):
-        found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"
-        raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
+    model = load_transformers(directory, dtype, trust_remote_code, **placement(parallel, raw))
     if parallel == "none":
         model = model.to(device)
     else:
@@ -233,6 +219,31 @@ def _load_hf(
         identity=_identity(raw, model.get_output_embeddings().weight),
     )
     return HFLM(model, info)
+
+
+def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_code: bool = False, **spread: Any) -> Any:
+    """A causal model as transformers builds it, on the CPU unless `spread` (`placement`) says otherwise.
+
+    dtype: `auto` is the checkpoint's own.
+
+    Raises:
+        InputError: a checkpoint that is damaged, absent or not whole.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **spread
+        )
+    except (SafetensorError, OSError, RuntimeError) as error:  # damaged, absent, or tensors of another shape
+        found = str(error).strip().splitlines()[0]
+        raise InputError("model", f"{directory} ({found})", "a whole checkpoint", "Fetch or build it again.") from error
+    # transformers fills what is missing with random numbers and a warning.
+    if missing := sorted(loading["missing_keys"]):
+        found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"
+        raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
+    return model
 
 
 def _identity(raw: dict[str, Any], lm_head: torch.Tensor) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.models import DTYPES, model_directory
+from draftsmith.data.models import DTYPES, load_transformers, model_directory
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.types import SamplingParams
@@ -57,7 +57,8 @@ class HFRunner:
     """`generate` of one transformers model, assisted by another when `assistant` is given.
 
     eos_ids: tokens that end the answer; () never ends.
-    num_assistant_tokens: drafted tokens a round, constant: no schedule and no confidence threshold.
+    num_assistant_tokens: most drafted tokens of a round, without a schedule.
+    confidence_threshold: a round ends early after a drafted token of lower probability; 0 never.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class HFRunner:
         eos_ids: Sequence[int],
         assistant: Any | None = None,
         num_assistant_tokens: int = 5,
+        confidence_threshold: float = 0.0,
     ):
         self._model, self._params, self._eos_ids, self._assistant = model, params, tuple(eos_ids), assistant
-        self._num_assistant_tokens = num_assistant_tokens
+        self._num_assistant_tokens, self._confidence_threshold = num_assistant_tokens, confidence_threshold
 
     def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
         """Generate, and cut at the first end token and at `max_new_tokens` before counting."""
@@ -103,11 +105,11 @@ class HFRunner:
                         "top_p": params.top_p}  # fmt: skip
         end = {"eos_token_id": list(self._eos_ids) or None, "pad_token_id": self._eos_ids[0] if self._eos_ids else 0}
         if self._assistant is not None:
-            # `generate` reads these three from the assistant, and one assistant serves every k of a run.
+            # `generate` reads these three from the assistant, and one assistant serves all settings of a run.
             self._assistant.generation_config = GenerationConfig(
                 num_assistant_tokens=self._num_assistant_tokens,
                 num_assistant_tokens_schedule="constant",
-                assistant_confidence_threshold=0.0,
+                assistant_confidence_threshold=self._confidence_threshold,
                 **end,
             )
         config = GenerationConfig(max_new_tokens=max_new_tokens, **sampling, **end)
@@ -126,12 +128,11 @@ def load_hf_model(path: str, dtype: str, device: str, trust_remote_code: bool = 
     """A transformers model without generation defaults of its own: `generate` would fill them in behind our back."""
     import logging
 
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     # Assisted generation warns about the arguments that it passes to itself.
     logging.getLogger("transformers.generation.utils").setLevel(logging.ERROR)
     wanted = "auto" if dtype == "auto" else DTYPES[dtype]
-    directory = model_directory(path)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted, trust_remote_code=trust_remote_code)
+    model = load_transformers(model_directory(path), wanted, trust_remote_code)
     model.generation_config = GenerationConfig()
     return model.to(device).eval()

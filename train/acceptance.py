@@ -10,11 +10,16 @@ import torch
 
 from draftsmith.data.batched import set_threads
 from draftsmith.data.datasets import AcceptanceDataset, collate_acceptance
+from draftsmith.data.heads import starting_head
+from draftsmith.data.manifest import file_sha256, volatile
 from draftsmith.data.models import load_lm
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.strategies import local_device, model_dtype
+
+# SpecDec++ section 4.
+NUM_BLOCKS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,20 +29,24 @@ class TrainAcceptanceConfig(TrainConfig):
 
     Attributes:
         draft: The draft model, frozen: the one the labels were made with.
-        num_blocks: Residual blocks of the head.
+        init: Head directory to go on from, in the place of random weights: to fine-tune a head, also one that was
+            imported or made for another draft of this width. num_blocks and tied are then the head's; the loss weights
+            are those given here.
+        num_blocks: Residual blocks of the head; by default 3, or those of init.
         w_acc: Loss weight of accepted tokens.
         w_rej: Loss weight of rejected tokens.
-        tied: Apply one block num_blocks times, as the paper's published code does.
+        tied: Apply one block num_blocks times, as the paper's published code does; by default off, or as in init.
         mix: Probability that the draft reads the target's token instead of its own.
         platt: Fit scale and shift of the calibrated logit on the validation tokens; decoding by threshold on the raw
             output does not use them.
     """
 
     draft: str
-    num_blocks: int = 3
+    init: Path | None = volatile(None)
+    num_blocks: int | None = None
     w_acc: float = 1.0
     w_rej: float = 6.0
-    tied: bool = False
+    tied: bool | None = None
     mix: float = 0.15
     platt: bool = True
 
@@ -47,7 +56,7 @@ class TrainAcceptanceConfig(TrainConfig):
             raise InputError("w_acc, w_rej", f"{self.w_acc}, {self.w_rej}", "positive weights", "Change them.")
         if not 0 <= self.mix < 1:
             raise InputError("mix", self.mix, "a probability below 1", "With 1 no drafted token would be left.")
-        if self.num_blocks < 1:
+        if self.num_blocks is not None and self.num_blocks < 1:
             raise InputError("num_blocks", self.num_blocks, "1 or more", "Change it.")
 
 
@@ -92,19 +101,49 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     greedy = (manifest.sampling or {}).get("temperature") == 0
     head = make_head(config, draft.info.hidden_size)
     module = LitAcceptance(head, draft, config, data.total_steps, platt=config.platt, greedy=greedy)
-    provenance = Provenance(
-        "acceptance", digests(train, val), draft.info.identity, manifest.identity, manifest.sampling
-    )
+    inputs = digests(train, val)
+    if config.init is not None:
+        inputs["init"] = file_sha256(config.init / "model.safetensors")
+    provenance = Provenance("acceptance", inputs, draft.info.identity, manifest.identity, manifest.sampling)
     return module, data, config, provenance
 
 
+def head_settings(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHeadConfig:
+    """Settings of the head to train: its blocks from --init where there is one, and uncalibrated.
+
+    Raises:
+        InputError: --init is no acceptance head, or a flag asks for other blocks than it has.
+    """
+    blocks: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "tied": False}
+    given = {name: getattr(config, name) for name in blocks if getattr(config, name) is not None}
+    if config.init is not None:
+        settings = starting_head(config.init, "acceptance", hidden_size).config
+        blocks = {name: getattr(settings, name) for name in blocks}
+        differing = [name for name, value in given.items() if blocks[name] != value]
+        if differing:
+            found = ", ".join(f"{name} {given[name]}" for name in differing)
+            expected = ", ".join(f"{name} {blocks[name]}" for name in differing)
+            remedy = "Leave the setting out, or train without --init."
+            raise InputError("init", f"{found} asked of {config.init}", f"{expected}, as that head has", remedy)
+    return AcceptanceHeadConfig(hidden_size, w_acc=config.w_acc, w_rej=config.w_rej, **{**blocks, **given})
+
+
 def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead:
-    """Initial weights depend on the seed alone and leave torch's global generator as it was."""
+    """The head before the first step: that of --init, or weights that depend on the seed alone; torch's global
+    generator is left as it was.
+
+    Raises:
+        InputError: --init is no acceptance head, of another width, or contradicts a flag.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return AcceptanceHead(
-            AcceptanceHeadConfig(hidden_size, config.num_blocks, config.w_acc, config.w_rej, config.tied)
-        )
+        settings = head_settings(config, hidden_size)
+        if config.init is None:
+            return AcceptanceHead(settings)
+        head = starting_head(config.init, "acceptance", hidden_size)
+    assert isinstance(head, AcceptanceHead)
+    head.config = settings
+    return head
 
 
 def num_loss_tokens(data: Any) -> int:

@@ -22,12 +22,27 @@ def greedy(model, ids: list[int], count: int) -> list[int]:
     return ids[len(ids) - count :]
 
 
-def replay(target, draft, prompt: list[int], count: int, k: int) -> list[tuple[int, int, int]]:
+def draft_prob(draft, ids: list[int], token: int) -> float:
+    with torch.no_grad():
+        return float(draft(torch.tensor([ids])).logits[0, -1].softmax(-1)[token])
+
+
+def confident(draft, ids: list[int], proposal: list[int], threshold: float) -> list[int]:
+    """The proposal up to its first token below the threshold, which stays in."""
+    for i, token in enumerate(proposal):
+        if draft_prob(draft, ids + proposal[:i], token) < threshold:
+            return proposal[: i + 1]
+    return proposal
+
+
+def replay(target, draft, prompt: list[int], count: int, k: int, threshold: float = 0) -> list[tuple[int, int, int]]:
     """(drafted, accepted, emitted) of every assisted round: each drafts at most up to the last token but one."""
     answer = greedy(target, prompt, count)
     rounds, done = [], 0
     while done < count:
-        proposal = greedy(draft, prompt + answer[:done], min(k, count - done - 1)) if count - done > 1 else []
+        known = prompt + answer[:done]
+        proposal = greedy(draft, known, min(k, count - done - 1)) if count - done > 1 else []
+        proposal = confident(draft, known, proposal, threshold)
         accepted = 0
         while accepted < len(proposal) and proposal[accepted] == answer[done + accepted]:
             accepted += 1
@@ -49,6 +64,20 @@ def test_assisted_counts_equal_replayed_rounds(models, k, count):
     assert totals.num_draft_tokens + totals.num_target_calls == totals.num_tokens + totals.num_discarded
     if count > 10:  # the pair is neither all right nor all wrong, else this shows little
         assert 0 < totals.num_accepted < totals.num_draft_tokens
+
+
+def test_a_threshold_shortens_drafts(models, monkeypatch):
+    """Fixed, as it is without scikit-learn: a token of lower probability ends the draft and stays in it."""
+    monkeypatch.setattr("transformers.generation.candidate_generator.is_sklearn_available", lambda: False)
+    target, draft = (load_hf_model(models[name], "float32", "cpu") for name in ("target", "draft"))
+    drafted = []
+    for threshold in (0.0, 0.1):
+        generation = HFRunner(target, GREEDY, (), draft, 8, threshold)(PROMPT, 24, seed=0)
+        rounds = [(step.num_drafted, step.num_accepted, step.num_emitted) for step in generation.trace.steps]
+        assert rounds == replay(target, draft, PROMPT, 24, 8, threshold)
+        assert generation.tokens == greedy(target, PROMPT, 24)
+        drafted.append(sorted({step.num_drafted for step in generation.trace.steps}))
+    assert drafted[0][-1] == 8 and drafted[1][-1] < 8 and len(drafted[1]) > 2
 
 
 def test_plain_generate_is_one_target_call_a_token(models):

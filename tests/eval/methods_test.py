@@ -36,6 +36,7 @@ def test_specdecpp_defaults_are_the_papers():
         ("specdec++:h=1.5", ["h: found 1.5"]),
         ("specdec++:h=0", ["h: found 0.0", "between 0 and 1"]),
         ("confidence:t=1", ["t: found 1.0", "between 0 and 1"]),
+        ("hf-assisted:t=1", ["t: found 1.0", "0 (off) or a probability below 1"]),
         ("confidence:drafter=lookup", ["'lookup'", "one of draft, eagle"]),
         ("self-verify:k=0", ["k: found 0"]),
         ("eagle2:nodes=200", ["nodes: found 200", "128 or less"]),

@@ -16,8 +16,9 @@ from tiny_models import tiny_llama_dir
 from trained_runs import newest_state
 
 from draftsmith.data.datasets import AcceptanceDataset, collate_acceptance
-from draftsmith.data.heads import load_head
+from draftsmith.data.heads import load_head, save_head
 from draftsmith.data.models import load_lm
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, run
 from draftsmith.train.checkpoints import FOLDER
@@ -179,3 +180,52 @@ def test_separate_validation_labels_must_share_the_sampling(artefacts, tmp_path)
         run(config(artefacts, tmp_path / "run", val=label(labels)))
     same = dataclasses.replace(config(artefacts, tmp_path / "run"), val=artefacts.acceptance)
     assert run(same) == tmp_path / "run" / "best"
+
+
+def saved_head(directory: Path, width: int = 32, seed: int = 3, **settings) -> Path:
+    """A head of another draft: its identity is nobody's."""
+    torch.manual_seed(seed)
+    head = AcceptanceHead(AcceptanceHeadConfig(width, **settings))
+    for weight in head.parameters():
+        weight.data.normal_(std=0.1)
+    return save_head(directory, head, {"target": {"config": "other", "lm_head": "other"}}, "card")
+
+
+def test_training_goes_on_from_a_given_head(artefacts, tmp_path):
+    start = saved_head(tmp_path / "start", num_blocks=2, tied=True, w_rej=1.0, calibration=(2.0, 1.0))
+    head = make_head(config(artefacts, tmp_path / "run", init=start), 32)
+    assert all(torch.equal(head.state_dict()[n], w) for n, w in load_file(start / "model.safetensors").items())
+    assert all(weight.requires_grad and weight.dtype == torch.float32 for weight in head.parameters())
+    # Its blocks; the loss weights of this training; no calibration, which was fitted to other outputs.
+    assert head.config == AcceptanceHeadConfig(32, num_blocks=2, tied=True, w_rej=6.0)
+
+    run(config(artefacts, tmp_path / "run", init=start, lr=1e-6, platt=False))
+    trained = load_file(tmp_path / "run" / "last" / "model.safetensors")
+    moved = [(trained[name] - weight).abs().max() for name, weight in load_file(start / "model.safetensors").items()]
+    # 12 steps of AdamW move a weight by at most 12 lr, up to rounding of weights of about 0.1: it started there.
+    assert all(0 < float(distance) < 2e-5 for distance in moved)
+
+
+def test_another_start_is_another_run(artefacts, tmp_path):
+    first, second = (saved_head(tmp_path / f"start{seed}", seed=seed) for seed in (3, 4))
+    run(config(artefacts, tmp_path / "run", init=first))
+    (tmp_path / "run" / "training.json").unlink()
+    for init in (second, None):
+        with pytest.raises(InputError, match=r"resume: found another inputs\.init"):
+            run(config(artefacts, tmp_path / "run", init=init, resume=True))
+    moved = shutil.copytree(first, tmp_path / "moved")
+    assert run(config(artefacts, tmp_path / "run", init=moved, resume=True)) == tmp_path / "run" / "best"
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "found"),
+    [
+        ({}, {"num_blocks": 2}, "num_blocks 2 asked of .*expected num_blocks 3, as that head has"),
+        ({"tied": True}, {"tied": False}, "tied False asked of .*expected tied True"),
+        ({"width": 16}, {}, "hidden_size 16, expected hidden_size 32, the model's"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_one_error(artefacts, tmp_path, settings, changes, found):
+    start = saved_head(tmp_path / "start", **settings)
+    with pytest.raises(InputError, match=f"init: found .*{found}"):
+        make_head(config(artefacts, tmp_path / "run", init=start, **changes), 32)

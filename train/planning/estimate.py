@@ -22,12 +22,12 @@ from draftsmith.data.features import INDEX_BYTES_PER_TOKEN, check_disk
 from draftsmith.data.models import DTYPES, model_directory
 from draftsmith.data.ranks import place
 from draftsmith.modules import flops
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.llama import SUPPORTED, llama_config
 from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train.acceptance import TrainAcceptanceConfig, head_settings
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig, target_shape
 from draftsmith.train.planning import footprint
@@ -233,8 +233,8 @@ def plan_acceptance(
     config: TrainAcceptanceConfig, draft: FrozenModel, documents: Documents, world: int = 0, base: int | None = None
 ) -> Plan:
     """As `plan_eagle`; the draft runs in every step, as its text changes with the epoch."""
+    settings = head_settings(config, draft.hidden_size)
     with torch.device("meta"):
-        settings = AcceptanceHeadConfig(draft.hidden_size, config.num_blocks, tied=config.tied)
         head = HeadSizes.of(AcceptanceHead(settings))
     world = planned_world(config, world)
     order = order_of(config, documents.lengths)
@@ -253,7 +253,7 @@ def plan_acceptance(
         loading=loading,
         batch=footprint.batch_bytes(0, part, config.accumulate),
         inputs=part.tokens * draft.hidden_size * draft.width,
-        activations=footprint.acceptance_saved(draft.hidden_size, config.num_blocks, part.loss_tokens),
+        activations=footprint.acceptance_saved(draft.hidden_size, settings.num_blocks, part.loss_tokens),
         widest=part.tokens * draft.hidden_size * FLOAT32 * 2,
         loss=part.loss_tokens * FLOAT32 * 8,
         frozen_forward=forward,
@@ -263,7 +263,7 @@ def plan_acceptance(
     )
     # The head judges drafted tokens only: those of responses, but for the share that is mixed in from the target.
     judged = round(documents.tokens * documents.loss_share * (1 - config.mix))
-    epoch_flops = read + flops.acceptance_training(draft.hidden_size, config.num_blocks, judged)
+    epoch_flops = read + flops.acceptance_training(draft.hidden_size, settings.num_blocks, judged)
     return finish("acceptance", config, draft, documents, order, part, sizes, world, epoch_flops, None)
 
 

@@ -1,0 +1,95 @@
+"""Drafts for plain transformers: `generate(assistant_model=draft)` takes its settings from `generation_config.json` of
+the DRAFT (transformers 5.23.0, generation/candidate_generator.py), where measured ones can travel with it.
+
+What is absent there is transformers' default: 20 drafted tokens a round and a confidence threshold of 0.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.modules.types import InputError
+
+FIELDS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+TRANSFORMERS, OWN = ("hf-assisted",), ("spec", "confidence")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the draft is to be used.
+
+    k: most drafted tokens of a round.
+    threshold: a round ends early after a drafted token of lower probability; 0 never.
+    measured: what says so, for the model card.
+    """
+
+    k: int
+    threshold: float = 0.0
+    measured: str = "chosen by hand"
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise InputError("k", self.k, "1 or more drafted tokens", "Raise it.")
+        if not 0 <= self.threshold < 1:
+            raise InputError("threshold", self.threshold, "0 (off) or a probability below 1", "Correct it.")
+
+
+def generation_config(fields: Mapping[str, Any], tuning: Tuning) -> dict[str, Any]:
+    """The content of `generation_config.json` with this tuning in it; all other fields stay as they are."""
+    values = (tuning.k, "constant", float(tuning.threshold))
+    return {**fields, **dict(zip(FIELDS, values, strict=True))}
+
+
+def choose_tuning(results: Mapping[str, Any], draft: Mapping[str, str]) -> Tuning:
+    """The fastest setting that was measured for this draft: of transformers itself where `results` has a row of it
+    (`hf-assisted`), else of this project's decoder (`spec`, `confidence`), whose rounds are the same but cheaper.
+
+    results: what `eval bench` wrote to results.json. draft: identity of the draft model.
+
+    Raises:
+        InputError: results of another draft, or without a method that transformers could follow.
+    """
+    meta, rows = results.get("meta"), results.get("methods")
+    if not isinstance(meta, Mapping) or not isinstance(rows, Sequence) or "methods" not in meta:
+        raise InputError("results", "no meta or methods", "results.json of eval bench", "Check the path.")
+    if meta.get("draft") != dict(draft):
+        found = f"measurements with the draft {meta.get('draft')}"
+        raise InputError("results", found, f"the draft {dict(draft)}", "Measure with the draft that is exported.")
+    for names in (TRANSFORMERS, OWN):
+        fitting = [row for row in rows if row["method"].partition(":")[0] in names]
+        fitting = [row for row in fitting if follows(meta["methods"][row["method"]])]
+        if fitting:
+            best = max(fitting, key=lambda row: row["tokens_per_s"])
+            settings = meta["methods"][best["method"]]
+            return Tuning(settings.get("k", settings.get("max")), settings.get("t", 0.0), measured_by(meta, best))
+    labels = ", ".join(row["method"] for row in rows)
+    remedy = "Run eval bench with --methods hf-assisted:k=5,hf-assisted:k=20:t=0.4"
+    raise InputError("results", labels, f"a row of {', '.join(TRANSFORMERS + OWN)} with the draft", f"{remedy}.")
+
+
+def follows(settings: Mapping[str, Any]) -> bool:
+    """transformers drafts with a model, and its threshold counts from the first token on."""
+    return settings.get("drafter", "draft") == "draft" and settings.get("min", 1) == 1
+
+
+def measured_by(meta: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    prompts = meta.get("prompts") or {}
+    where = f"{prompts.get('count')} prompts of {prompts.get('source')}"
+    return f"{row['method']}, {row['tokens_per_s']:.1f} tokens/s, the fastest measured on {where} ({meta.get('date')})"
+
+
+def serve(target: str, directory: str) -> str:
+    """Lines of Python that use it; `directory` holds draft and settings."""
+    return "\n".join(
+        (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"tokenizer = AutoTokenizer.from_pretrained({target!r})",
+            f'target = AutoModelForCausalLM.from_pretrained({target!r}, dtype="auto")',
+            f'draft = AutoModelForCausalLM.from_pretrained({directory!r}, dtype="auto")',
+            'inputs = tokenizer("def add(a, b):", return_tensors="pt")',
+            "output = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)",
+            "print(tokenizer.decode(output[0]))",
+        )
+    )

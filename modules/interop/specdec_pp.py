@@ -1,0 +1,178 @@
+"""SpecDec++'s acceptance head as its authors' code holds it (Kaffaljidhmah2/SpecDec_pp, specdec_pp/wrap_model.py).
+
+Its class is `Sequential(*([ResBlock(H)] * n), Linear(H, 2))`: list multiplication repeats ONE block, so that a head of
+n "layers" applies the same weights n times. Class 1 is "accepted". The file holds `model.0.linear.*` once and the
+classifier as `model.{n}.*`; the block's other names, `model.1.linear.weight` and so on, are in the file's metadata.
+`config.json` has `hidden_size` and `num_layers`. The thresholds are run-time values and the loss weights are nowhere.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.modules.heads.acceptance import AcceptanceHeadConfig
+from draftsmith.modules.interop.base import Finding, Package, Parsed, Reading, TargetFacts
+from draftsmith.modules.types import InputError
+
+FIELDS = ("hidden_size", "num_layers")
+PARTS = ("weight", "bias")
+UNCORRECTED = (
+    "the loss weights are not in the file: w_acc = w_rej = 1 is assumed, so that the calibrated output is not "
+    "corrected for them"
+)
+
+
+def write(config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Package:
+    """The head in that layout, in float32 whatever `dtype`: their code runs it in float32 beside a draft of any type.
+
+    Our one logit z becomes two, (0, z): softmax([0, z])[1] = sigmoid(z). Like theirs, the output is the raw one; our
+    correction for the loss weights and the fitted calibration have no place in the file.
+
+    Raises:
+        InputError: several blocks with weights of their own.
+    """
+    n = config.num_blocks
+    if n > 1 and not config.tied:
+        expected = "tied blocks or at most one: SpecDec_pp's class repeats one block object"
+        remedy = "Train one for it: draftsmith train acceptance --tied true (or --num-blocks 1)."
+        raise InputError("head", f"{n} blocks, each with its own weights", expected, remedy)
+    tensors = {f"model.0.linear.{part}": state[f"blocks.0.linear.{part}"] for part in PARTS if n}
+    for part in PARTS:
+        accepted = state[f"out.{part}"]
+        tensors[f"model.{n}.{part}"] = torch.cat([torch.zeros_like(accepted), accepted])
+    tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
+    aliases = {f"model.{i}.linear.{part}": f"model.0.linear.{part}" for i in range(1, n) for part in PARTS}
+    return Package({"hidden_size": config.hidden_size, "num_layers": n}, tensors, aliases)
+
+
+def read(package: Package, target: TargetFacts | None = None) -> Reading:
+    """What `AcceptancePredictionHead.from_pretrained` would hold. weights: under their names, the block as
+    `model.0.linear.*`. settings: `hidden_size`, `num_layers`.
+
+    target: the model whose hidden states it reads, which is the DRAFT.
+    """
+    width, n = package.config.get("hidden_size"), package.config.get("num_layers", 0)
+    refused = _refused(width, n)
+    if refused:
+        unread = [Finding("error", name, "not read: the class cannot be built") for name in package.tensors]
+        return Reading({}, {}, (*refused, *unread), ())
+    assert isinstance(width, int) and isinstance(n, int)
+    findings = _config_findings(package.config, target)
+    block = {f"model.0.linear.{part}": [f"model.{i}.linear.{part}" for i in range(n)] for part in PARTS if n}
+    names = block | {f"model.{n}.{part}": [f"model.{n}.{part}"] for part in PARTS}
+    weights: dict[str, Tensor] = {}
+    used: list[str] = []
+    for name, aliases in names.items():
+        rows = width if name in block else 2
+        shape = (rows, width) if name.endswith("weight") else (rows,)
+        weights[name], found = _loaded(package.tensors, name, aliases, shape)
+        findings += found
+        used += [alias for alias in aliases if alias in package.tensors]
+    unknown = [name for name in package.tensors if name not in used]
+    findings += [Finding("error", name, "no such parameter: dropped without a word") for name in unknown]
+    return Reading(weights, {"hidden_size": width, "num_layers": n}, tuple(findings), tuple(used))
+
+
+def _refused(width: object, n: object) -> list[Finding]:
+    """Fields with which their constructor fails."""
+    findings = []
+    if not isinstance(width, int) or width < 1:
+        findings.append(Finding("error", "hidden_size", f"{width} where the draft model's width is needed"))
+    if not isinstance(n, int) or n < 0:
+        findings.append(Finding("error", "num_layers", f"{n} where a number of residual blocks is needed"))
+    return findings
+
+
+def _config_findings(config: Mapping[str, Any], target: TargetFacts | None) -> list[Finding]:
+    findings = [Finding("note", key, "a field that is not read") for key in config if key not in FIELDS]
+    if "num_layers" not in config:
+        findings.append(Finding("note", "num_layers", "absent: no residual block"))
+    width, expected = config["hidden_size"], _width_of(target)
+    if expected is not None and width != expected:
+        text = f"{width}, but the draft's hidden states have width {expected}: the first matrix product fails"
+        findings.append(Finding("error", "hidden_size", text))
+    return findings
+
+
+def _width_of(target: TargetFacts | None) -> int | None:
+    if target is None:
+        return None
+    return target.raw.get("hidden_size") or (target.raw.get("text_config") or {}).get("hidden_size")
+
+
+def _loaded(
+    tensors: Mapping[str, Tensor], name: str, aliases: list[str], shape: tuple[int, ...]
+) -> tuple[Tensor, list[Finding]]:
+    """One parameter after `load_state_dict(strict=False)`, which copies into it once for each of its names in turn."""
+    present = [alias for alias in aliases if alias in tensors]
+    if not present:
+        text = "missing: left at its random initial values without a word"
+        return torch.full(shape, torch.nan), [Finding("error", name, text)]
+    wrong = [alias for alias in present if tuple(tensors[alias].shape) != shape]
+    if wrong:
+        text = f"shape {list(tensors[wrong[0]].shape)} where {list(shape)} is wanted: loading fails"
+        return torch.full(shape, torch.nan), [Finding("error", wrong[0], text)]
+    last, findings = present[-1], []
+    for alias in present[:-1]:
+        if torch.equal(tensors[alias], tensors[last]):
+            findings.append(Finding("note", alias, f"a copy of {last}: the blocks are one object"))
+        else:
+            findings.append(Finding("error", alias, f"overwritten by {last}, which differs: the blocks are one object"))
+    if tensors[last].dtype != torch.float32:
+        findings.append(Finding("note", last, f"{tensors[last].dtype} on disk, float32 in memory"))
+    return tensors[last].detach().float(), findings
+
+
+def accept_prob(reading: Reading, hidden: Tensor) -> Tensor:
+    """P(accept) [..] by their forward: `softmax(head(hidden.float()))[..., 1]` (specdec_pp/hf_generation.py).
+
+    hidden [.., H]: the draft's last hidden state, after its final norm, once it has read the drafted token.
+    """
+    weights, n = reading.weights, reading.settings["num_layers"]
+    x = hidden.float()
+    for _ in range(n):
+        x = x + F.silu(F.linear(x, weights["model.0.linear.weight"], weights["model.0.linear.bias"]))
+    return F.linear(x, weights[f"model.{n}.weight"], weights[f"model.{n}.bias"]).softmax(-1)[..., 1]
+
+
+def parse(package: Package, target: TargetFacts | None = None) -> Parsed:
+    """A tied head that computes what theirs does: the logit is the difference of their two.
+
+    target: the DRAFT, where it is at hand.
+
+    Raises:
+        InputError: a head that their class cannot hold whole.
+    """
+    reading = read(package, target)
+    overwritten = [finding for finding in reading.errors if "overwritten by" in finding.text]
+    for finding in reading.errors:
+        if finding not in overwritten:
+            found = f"{finding.where}: {finding.text}"
+            raise InputError("head", found, "a whole SpecDec++ acceptance head", "Check where it comes from.")
+    n = reading.settings["num_layers"]
+    state = {f"blocks.0.linear.{part}": reading.weights[f"model.0.linear.{part}"].clone() for part in PARTS if n}
+    for part in PARTS:
+        rejected, accepted = reading.weights[f"model.{n}.{part}"]
+        state[f"out.{part}"] = (accepted - rejected)[None]
+    config = AcceptanceHeadConfig(reading.settings["hidden_size"], num_blocks=n, w_acc=1.0, w_rej=1.0, tied=True)
+    notes = [f"{finding.where}: {finding.text}" for finding in overwritten]
+    return Parsed(config, state, (*notes, UNCORRECTED))
+
+
+def serve(target: str, directory: str, num_drafted: int, verifier: str = "TARGET", threshold: float = 0.7) -> str:
+    """The command line of SpecDec_pp's own benchmark, to be run in a clone of it.
+
+    target: the model that the head reads, which is their `assistant`; verifier: the large model. num_drafted: most
+    drafted tokens a round. threshold: h of the stop rule, 0.7 in their sample.py.
+    """
+    words = ["python3", "specdec_pp/evaluate.py", "--model_name", verifier, "--assistant_name", target]
+    words += ["--num_assistant_tokens_schedule", "ada", "--assist_acc_head_dir", directory]
+    words += ["--stop_threshold", str(threshold), "--bound", str(min(2, num_drafted)), str(num_drafted)]
+    words += ["--do_sample", "--data_path", "data/alpaca_data/test.json", "--save_path", "results"]
+    return shlex.join(words)
