@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.data.manifest import file_sha256
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
@@ -121,48 +122,65 @@ def load_head(
     kind: the registry name that is expected.
     identity: of what the head reads, where that is not the model alone (`eagle_identity`).
     """
-    from safetensors.torch import load_file
+    config = _config_of_kind(directory, kind)
+    if target is not None:
+        _check_sizes("head", directory, config, target.info.hidden_size, target.info.vocab_size)
+        _check_identity(directory, config, target.info.identity if identity is None else identity)
+    head = _read_head(directory, config).eval().requires_grad_(False)
+    return head if target is None else head.to(target.device, target.dtype if config["kind"] == "eagle" else None)
 
+
+def _config_of_kind(directory: str | Path, kind: str | None) -> dict[str, Any]:
     config = head_config(directory)
     if kind is not None and config["kind"] != kind:
         raise InputError(
             "head", f"{directory}, an {config['kind']} head", f"an {kind} head", "Pass it with its own flag."
         )
-    config_class, head_class = _classes(config["kind"])
+    return config
+
+
+def _settings(config: dict[str, Any]) -> Any:
+    """The head's own config dataclass."""
+    config_class, _ = _classes(config["kind"])
     fields = dict(config["head"])
     if "llama" in fields:
-        rope = RopeScaling(**fields["llama"].pop("rope_scaling"))
-        fields["llama"] = LlamaConfig(**fields["llama"], rope_scaling=rope)
+        layer = dict(fields["llama"])
+        fields["llama"] = LlamaConfig(**{**layer, "rope_scaling": RopeScaling(**layer["rope_scaling"])})
     if "calibration" in fields:
         fields["calibration"] = tuple(fields["calibration"])
-    head = head_class(config_class(**fields))
-    if target is not None:
-        _check_fits(directory, config, target, target.info.identity if identity is None else identity)
+    return config_class(**fields)
+
+
+def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
+    """In float32, on the CPU."""
+    from safetensors.torch import load_file
+
+    _, head_class = _classes(config["kind"])
+    head: nn.Module = head_class(_settings(config))
     missing, unknown = head.load_state_dict(load_file(Path(directory) / "model.safetensors"), strict=False)
     aliases = set(head.state_dict()) - {name for name, _ in head.named_parameters()}
     if unknown or set(missing) - aliases:
         raise InputError(
             "model.safetensors", f"missing {missing}, unknown {unknown}", "the head's tensors", "Train it again."
         )
-    head = head.eval().requires_grad_(False)
-    return head if target is None else head.to(target.device, target.dtype if config["kind"] == "eagle" else None)
+    return head
 
 
-def _check_fits(directory: str | Path, config: dict[str, Any], target: CausalLM, identity: Mapping[str, str]) -> None:
+def _check_sizes(
+    field: str, directory: str | Path, config: dict[str, Any], width: int, vocab_size: int | None
+) -> None:
+    """The head reads hidden states of `width`, and where it has a vocabulary it is of `vocab_size`."""
     head = config["head"]
-    width = head.get("hidden_size") or head["llama"]["hidden_size"]
-    if width != target.info.hidden_size:
-        raise InputError(
-            "head",
-            f"{directory} of width {width}",
-            f"width {target.info.hidden_size}",
-            "Pass the model it was trained for.",
-        )
-    vocab = head.get("llama", {}).get("vocab_size")
-    if vocab is not None and vocab != target.info.vocab_size:
-        raise InputError(
-            "head", f"{directory} of vocabulary {vocab}", f"{target.info.vocab_size}", "Pass its own target."
-        )
+    own_width = head.get("hidden_size") or head["llama"]["hidden_size"]
+    if own_width != width:
+        found = f"{directory} of width {own_width}"
+        raise InputError(field, found, f"width {width}", "Pass the model it was trained for.")
+    own_vocab = head.get("llama", {}).get("vocab_size")
+    if None not in (own_vocab, vocab_size) and own_vocab != vocab_size:
+        raise InputError(field, f"{directory} of vocabulary {own_vocab}", f"{vocab_size}", "Pass its own target.")
+
+
+def _check_identity(directory: str | Path, config: dict[str, Any], identity: Mapping[str, str]) -> None:
     recorded = config.get("target")
     if recorded:
         different = [key for key, value in recorded.items() if identity.get(key) != value]
@@ -174,3 +192,30 @@ def _check_fits(directory: str | Path, config: dict[str, Any], target: CausalLM,
                 "the model it was trained for",
                 "Train a head for this model.",
             )
+
+
+def starting_settings(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> Any:
+    """The config dataclass of a head that is to be trained on, without its weights.
+
+    width, vocab_size: of the model it is to read; None for a head that has no vocabulary. They have to fit. The model's
+    identity has not: to train on for a changed model is what this is for.
+
+    Raises:
+        InputError: no head, one of another kind, or one of other sizes.
+    """
+    if not Path(directory).is_dir():
+        raise InputError("init", directory, "one of the names in --help, or a head directory", "Check the path.")
+    config = _config_of_kind(directory, kind)
+    _check_sizes("init", directory, config, width, vocab_size)
+    return _settings(config)
+
+
+def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> nn.Module:
+    """A head to train on from: float32, on the CPU, every weight trainable. The rest: `starting_settings`."""
+    starting_settings(directory, kind, width, vocab_size)
+    return _read_head(directory, head_config(directory)).float().train().requires_grad_(True)
+
+
+def starting_weights(directory: str | Path) -> dict[str, str]:
+    """What a training that starts from a head records among its inputs: the head's content."""
+    return {"init": file_sha256(Path(directory) / "model.safetensors")}
