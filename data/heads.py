@@ -1,4 +1,7 @@
-"""Head directories: `config.json`, `model.safetensors`, `manifest.json`, `README.md`; written whole or not at all."""
+"""Head directories: `config.json`, `model.safetensors`, `manifest.json`, `README.md`; written whole or not at all.
+
+A benchmark may add `measured.json` and write the card anew (data/measured.py): neither is part of what is hashed.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,12 @@ def kind_of(head: nn.Module) -> str:
     return type(head).__module__.rsplit(".", 1)[-1]
 
 
+def head_fields(head: nn.Module) -> dict[str, Any]:
+    """The settings of a head as JSON values: `head` of its config.json."""
+    config: Any = head.config
+    return dataclasses.asdict(config)
+
+
 def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any], card: str) -> Path:
     """Write a head directory under a temporary name and rename it; an older one of that name is replaced.
 
@@ -50,7 +59,7 @@ def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any
     config = {
         "kind": kind_of(head),
         "schema_version": SCHEMA_VERSION,
-        "head": dataclasses.asdict(head.config),  # type: ignore[call-overload]
+        "head": head_fields(head),
         "target": manifest.get("target"),
         "sampling": manifest.get("sampling"),
     }
@@ -166,9 +175,7 @@ def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
     return head
 
 
-def _check_sizes(
-    field: str, directory: str | Path, config: dict[str, Any], width: int, vocab_size: int | None
-) -> None:
+def _check_sizes(field: str, directory: str | Path, config: dict[str, Any], width: int, vocab_size: int | None) -> None:
     """The head reads hidden states of `width`, and where it has a vocabulary it is of `vocab_size`."""
     head = config["head"]
     own_width = head.get("hidden_size") or head["llama"]["hidden_size"]

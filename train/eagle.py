@@ -237,8 +237,8 @@ def make_head(config: TrainEagleConfig, target: CausalLM) -> EagleHead:
     """Initial weights depend on the seed (and the target) alone and leave torch's global generator as it was.
 
     Raises:
-        InputError: the target is of a family whose layers the head can not take its shape from, or the head to fine-tune
-            is none, does not fit the target or contradicts the settings.
+        InputError: the target is of a family whose layers the head can not take its shape from, or the head to
+            fine-tune is none, does not fit the target or contradicts the settings.
     """
     shape = target.config if isinstance(target, LlamaLM) else target_shape(config.target)
     settings = head_settings(config, shape)
