@@ -1,4 +1,7 @@
-"""Head directories: `config.json`, `model.safetensors`, `manifest.json`, `README.md`; written whole or not at all."""
+"""Head directories: `config.json`, `model.safetensors`, `manifest.json`, `README.md`; written whole or not at all.
+
+A benchmark may add `measured.json` and write the card anew (data/measured.py): neither is part of what is hashed.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.data.manifest import file_sha256
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
-from draftsmith.modules.targets.base import CausalLM, ModelInfo
+from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -35,6 +39,12 @@ def kind_of(head: nn.Module) -> str:
     return type(head).__module__.rsplit(".", 1)[-1]
 
 
+def head_fields(head: nn.Module) -> dict[str, Any]:
+    """The settings of a head as JSON values: `head` of its config.json."""
+    config: Any = head.config
+    return dataclasses.asdict(config)
+
+
 def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any], card: str) -> Path:
     """Write a head directory under a temporary name and rename it; an older one of that name is replaced.
 
@@ -50,7 +60,7 @@ def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any
     config = {
         "kind": kind_of(head),
         "schema_version": SCHEMA_VERSION,
-        "head": dataclasses.asdict(head.config),  # type: ignore[call-overload]
+        "head": head_fields(head),
         "target": manifest.get("target"),
         "sampling": manifest.get("sampling"),
     }
@@ -122,28 +132,43 @@ def load_head(
     kind: the registry name that is expected.
     identity: of what the head reads, where that is not the model alone (`eagle_identity`).
     """
-    from safetensors.torch import load_file
+    config = _config_of_kind(directory, kind)
+    if target is not None:
+        check_sizes("head", directory, config["head"], target.info.hidden_size, target.info.vocab_size)
+        _check_identity(directory, config, target.info.identity if identity is None else identity)
+    head = _read_head(directory, config).eval().requires_grad_(False)
+    return head if target is None else head.to(target.device, target.dtype if config["kind"] == "eagle" else None)
 
+
+def _config_of_kind(directory: str | Path, kind: str | None) -> dict[str, Any]:
     config = head_config(directory)
     if kind is not None and config["kind"] != kind:
         raise InputError(
             "head", f"{directory}, an {config['kind']} head", f"an {kind} head", "Pass it with its own flag."
         )
+    return config
+
+
+def _settings(config: dict[str, Any]) -> Any:
+    """The head's own config dataclass."""
     config_class, _ = head_classes(config["kind"])
     fields = dict(config["head"])
     if "llama" in fields:
-        rope = RopeScaling(**fields["llama"].pop("rope_scaling"))
-        fields["llama"] = LlamaConfig(**fields["llama"], rope_scaling=rope)
+        layer = dict(fields["llama"])
+        fields["llama"] = LlamaConfig(**{**layer, "rope_scaling": RopeScaling(**layer["rope_scaling"])})
     if "calibration" in fields:
         fields["calibration"] = tuple(fields["calibration"])
-    if target is not None:
-        _check_fits(directory, config, target, target.info.identity if identity is None else identity)
-    head = build_head(config["kind"], config_class(**fields), load_file(Path(directory) / "model.safetensors"))
-    head = head.eval().requires_grad_(False)
-    return head if target is None else head.to(target.device, target.dtype if config["kind"] == "eagle" else None)
+    return config_class(**fields)
 
 
-def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
+def _read_head(directory: str | Path, config: dict[str, Any]) -> Any:
+    """On the CPU, in the type of the file."""
+    from safetensors.torch import load_file
+
+    return build_head(config["kind"], _settings(config), load_file(Path(directory) / "model.safetensors"))
+
+
+def build_head(kind: str, settings: Any, state: Mapping[str, Tensor]) -> Any:
     """A head of these settings and weights, in the weights' own type.
 
     state: by the names of `named_parameters`; of a tied block, once.
@@ -152,7 +177,7 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
         InputError: a tensor is missing, unknown or of another shape.
     """
     _, head_class = head_classes(kind)
-    head = head_class(config)
+    head = head_class(settings)
     expected = {name: tensor.shape for name, tensor in head.named_parameters()}
     wrong = sorted(set(expected) ^ set(state))
     wrong += sorted(name for name in set(expected) & set(state) if state[name].shape != expected[name])
@@ -164,23 +189,27 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     return head
 
 
-def check_sizes(head: Mapping[str, Any], info: ModelInfo, named: str | Path) -> None:
-    """Does a head (its settings as in `config.json`) fit the model that it reads? named: what the message calls it.
+def check_sizes(
+    field: str, directory: str | Path, head: Mapping[str, Any], width: int, vocab_size: int | None
+) -> None:
+    """A head (its settings as in `config.json`) that reads hidden states of `width`, and where it has a vocabulary, one
+    of `vocab_size`.
+
+    field, directory: what the message names.
 
     Raises:
         InputError: it has another width or vocabulary.
     """
-    width = head.get("hidden_size") or head["llama"]["hidden_size"]
-    if width != info.hidden_size:
-        found, remedy = f"{named} of width {width}", "Pass the model it was trained for."
-        raise InputError("head", found, f"width {info.hidden_size}", remedy)
-    vocab = head.get("llama", {}).get("vocab_size")
-    if vocab is not None and vocab != info.vocab_size:
-        raise InputError("head", f"{named} of vocabulary {vocab}", f"{info.vocab_size}", "Pass its own target.")
+    own_width = head.get("hidden_size") or head["llama"]["hidden_size"]
+    if own_width != width:
+        found = f"{directory} of width {own_width}"
+        raise InputError(field, found, f"width {width}", "Pass the model it was trained for.")
+    own_vocab = head.get("llama", {}).get("vocab_size")
+    if None not in (own_vocab, vocab_size) and own_vocab != vocab_size:
+        raise InputError(field, f"{directory} of vocabulary {own_vocab}", f"{vocab_size}", "Pass its own target.")
 
 
-def _check_fits(directory: str | Path, config: dict[str, Any], target: CausalLM, identity: Mapping[str, str]) -> None:
-    check_sizes(config["head"], target.info, directory)
+def _check_identity(directory: str | Path, config: dict[str, Any], identity: Mapping[str, str]) -> None:
     recorded = config.get("target")
     if recorded:
         different = [key for key, value in recorded.items() if identity.get(key) != value]
@@ -194,20 +223,28 @@ def _check_fits(directory: str | Path, config: dict[str, Any], target: CausalLM,
             )
 
 
-def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> nn.Module:
-    """A head to train further: float32, trainable, on the CPU. The model that it reads from now on may be another one
-    than it was trained for; it must have the same width, and for a head that knows its vocabulary the same size of it.
+def starting_settings(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> Any:
+    """The config dataclass of a head that is to be trained on, without its weights.
+
+    width, vocab_size: of the model it is to read; None for a head that has no vocabulary. They have to fit. The model's
+    identity has not: to train on for a changed model is what this is for.
 
     Raises:
-        InputError: not a head directory, a damaged one, a head of another kind, width or vocabulary.
+        InputError: no head, one of another kind, or one of other sizes.
     """
-    head = load_head(directory, kind=kind)
-    sizes = getattr(head.config, "llama", head.config)
-    wanted = {"hidden_size": width} | ({"vocab_size": vocab_size} if vocab_size is not None else {})
-    for name, size in wanted.items():
-        if getattr(sizes, name) != size:
-            found = f"{directory} with {name} {getattr(sizes, name)}"
-            raise InputError(
-                "init", found, f"{name} {size}, the model's", "Start from a head for a model of this shape."
-            )
-    return head.float().train().requires_grad_(True)
+    if not Path(directory).is_dir():
+        raise InputError("init", directory, "one of the names in --help, or a head directory", "Check the path.")
+    config = _config_of_kind(directory, kind)
+    check_sizes("init", directory, config["head"], width, vocab_size)
+    return _settings(config)
+
+
+def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> nn.Module:
+    """A head to train on from: float32, on the CPU, every weight trainable. The rest: `starting_settings`."""
+    starting_settings(directory, kind, width, vocab_size)
+    return _read_head(directory, head_config(directory)).float().train().requires_grad_(True)
+
+
+def starting_weights(directory: str | Path) -> dict[str, str]:
+    """What a training that starts from a head records among its inputs: the head's content."""
+    return {"init": file_sha256(Path(directory) / "model.safetensors")}

@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from draftsmith.modules.types import InputError
 
 SCHEMA_VERSION = 1
 MANIFEST, STARTED = "manifest.json", "started.json"
+ROOT = Path(__file__).resolve().parents[1]  # of the package, and of the checkout where it runs from one
 PACKAGES = ("draftsmith", "torch", "transformers", "tokenizers", "datasets", "safetensors", "pyarrow", "numpy")
 
 
@@ -229,24 +231,32 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Installed versions of the packages that an artefact's content may depend on; None where one is not installed."""
+    """Installed versions of the packages that an artefact's content may depend on; None where one is not installed. Of
+    this program, where it runs from a checkout that nobody has installed, what its pyproject.toml says."""
 
     def version(name: str) -> str | None:
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            return None
+            return source_version() if name == "draftsmith" else None
 
     return {name: version(name) for name in PACKAGES}
 
 
+def source_version() -> str | None:
+    """Of the checkout this package runs from; None where it is not one."""
+    project = ROOT / "pyproject.toml"
+    if not project.exists():
+        return None
+    return f"{tomllib.loads(project.read_text('utf-8'))['project']['version']} (source tree)"
+
+
 def git_commit() -> str | None:
     """The commit of the checkout this package runs from; None where it is not one."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
+    if not (ROOT / ".git").exists():
         return None
     try:
-        command = ["git", "-C", str(root), "rev-parse", "--verify", "HEAD"]
+        command = ["git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):  # no git on this machine
         return None

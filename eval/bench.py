@@ -19,8 +19,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftsmith.data.manifest import git_commit, package_versions, publish, resolved, write_json
+from draftsmith.data.measured import CARD
 from draftsmith.data.models import load_lm, tokenizer_identity
 from draftsmith.data.progress import say
+from draftsmith.eval.cards import check_cards, write_cards
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BatchRunner, BenchPrompt, EngineRunner, GroupRunner, OneByOne, Runner, measure
@@ -74,6 +76,7 @@ class BenchConfig:
     repeats: runs of every method on every prompt; the median counts.
     trust_remote_code: run code that comes with a model.
     trace: JSON-lines file that receives a line for every round of each prompt's first run.
+    card: write what was measured into the directories of the heads that were used, and into their model cards.
     output: directory that receives results.json and prompts.jsonl.
     """
 
@@ -102,6 +105,7 @@ class BenchConfig:
     repeats: int = 3
     trust_remote_code: bool = False
     trace: Path | None = None
+    card: bool = False
     output: Path = Path("runs/bench")
 
     @property
@@ -157,6 +161,9 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     config.output.mkdir(parents=True, exist_ok=True)
     write_lines(config.output / PER_PROMPT, prompt_rows(measured))
     write_json(config.output / RESULTS, results)
+    if config.card:
+        for directory in write_cards(results, named, model_paths(config)):
+            say(f"Model card: {Path(directory) / CARD}")
     return results
 
 
@@ -200,6 +207,8 @@ def check(config: BenchConfig, named: Sequence[Named]) -> SamplingParams:
         check_batch(config, named)
     for method in named:
         check_needs(method, model_paths(config))
+    if config.card:
+        check_cards(named, model_paths(config))
     check_device(config.device)
     return config.sampling
 

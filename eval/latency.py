@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from rich.console import Console
 
+from draftsmith.data.card import markdown_lines
 from draftsmith.data.manifest import git_commit, package_versions, resolved, write_json
 from draftsmith.data.models import DTYPES
 from draftsmith.data.progress import say
@@ -27,7 +28,7 @@ from draftsmith.eval.hf_baseline import HFRunner
 from draftsmith.eval.measure import EngineRunner, Runner
 from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.pairs import GREEDY, K, Pair, embedded_models, random_models
-from draftsmith.eval.report import markdown_lines, plain_table
+from draftsmith.eval.report import plain_table
 from draftsmith.modules.packed import can_pack
 from draftsmith.modules.types import InputError
 

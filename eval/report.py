@@ -8,6 +8,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from draftsmith.data.card import markdown_lines
+
 HEADINGS = ("method", "tokens/s", "speed-up", "95 % CI", "tau", "target calls", "discarded", "= ar")
 METHOD_WIDTH = 12  # narrower terminals fold a method's name, not the numbers
 
@@ -109,9 +111,3 @@ def markdown_table(results: Mapping[str, Any]) -> str:
     """The same table for a README or a model card, with its caption."""
     lines = markdown_lines(HEADINGS, [cells(row) for row in results["methods"]])
     return "\n".join([*lines, "", caption(results)]) + "\n"
-
-
-def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table; the first column is text, the others are numbers."""
-    lines = ["| " + " | ".join(headings) + " |", "|---" + "|---:" * (len(headings) - 1) + "|"]
-    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

@@ -151,6 +151,7 @@ def bench_step(
         *("--methods", ",".join(methods), "--prompts", PROMPTS, "--split", split, "--tasks", profile.tasks),
         *("--limit", str(limit), "--max_new_tokens", str(profile.max_new_tokens), "--repeats", str(repeats)),
         *("--seed", str(config.seed), "--output", str(sized / split)),
+        *(() if split == "dev" else ("--card", "true")),
     )
     title = "Settings, chosen on the dev prompts" if split == "dev" else "Measurement on the test prompts"
     return Step(title, argv, sized / split / "results.json")

@@ -108,7 +108,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     return module, data, config, provenance
 
 
-def head_settings(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHeadConfig:
+def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHeadConfig:
     """Settings of the head to train: its blocks from --init where there is one, and uncalibrated.
 
     Raises:
@@ -137,7 +137,7 @@ def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        settings = head_settings(config, hidden_size)
+        settings = acceptance_settings(config, hidden_size)
         if config.init is None:
             return AcceptanceHead(settings)
         head = starting_head(config.init, "acceptance", hidden_size)

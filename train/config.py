@@ -69,6 +69,7 @@ class TrainConfig:
         track: Where numbers go: csv, wandb (Weights & Biases), tensorboard. The CSV file is always written.
         wandb: Weights & Biases; auto goes online when a key is found and offline without one.
         project: Weights & Biases project.
+        license: The head's licence for its model card (apache-2.0, cc-by-nc-4.0, ...); not stated without it.
         trust_remote_code: Let the frozen model's repository run its own code.
     """
 
@@ -109,6 +110,7 @@ class TrainConfig:
     track: tuple[str, ...] = volatile(("csv", "wandb"))
     wandb: Literal["auto", "online", "offline", "off"] = volatile("auto")
     project: str = volatile("draftsmith")
+    license: str = volatile("")
     trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 from draftsmith.data.batched import set_threads
 from draftsmith.data.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
 from draftsmith.data.feature_codec import FeatureDtype, rounded
+from draftsmith.data.heads import starting_head, starting_settings, starting_weights
 from draftsmith.data.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.models import load_lm, read_config
-from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead
+from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead, Rope
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
@@ -27,6 +28,8 @@ from draftsmith.train.strategies import local_device, model_dtype
 if TYPE_CHECKING:
     from draftsmith.train.data_module import Samples
 
+# Starts of a new head; any other `init` is the directory of a head.
+FRESH = ("random", "target-last-layer")
 # Samples from which the features' scale is measured.
 STD_SAMPLES = 32
 # Hashing goes at about 1 GB/s: half a minute at most.
@@ -48,8 +51,12 @@ class TrainEagleConfig(TrainConfig):
         target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
             tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
         num_layers: Decoder layers of the head.
-        init: Where the head's last layer starts: at random, or as the target's last one. At random learns faster on the
-            embedded target: top-1 of 0.22 after 42 steps where the other has 0.02.
+        rope: Rotary positions of the head: the target's, or plain without the target's scaling, which SafeAILab's code
+            has for no head but linear and dynamic ones; vLLM and SGLang hold both.
+        init: random; target-last-layer, where the head's last layer starts as the target's last one; or the directory
+            of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its width and vocabulary have to
+            be this target's: a head of the model before its own fine-tuning, merging or quantising is a good start. At
+            random learns faster than target-last-layer on the embedded target: top-1 of 0.22 after 42 steps to 0.02.
         feature_weight: Loss weight of the smooth-L1 distance between features.
         token_weight: Loss weight of the soft cross-entropy against the target's distribution.
         noise: Features are read with uniform noise up to this share of their standard deviation.
@@ -77,7 +84,8 @@ class TrainEagleConfig(TrainConfig):
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 0.5
     num_layers: int = 1
-    init: Literal["random", "target-last-layer"] = "random"
+    rope: Rope = "target"
+    init: str = "random"
     feature_weight: float = 1.0
     token_weight: float = 0.1
     noise: float = 0.1
@@ -158,12 +166,15 @@ def prepare(config: TrainEagleConfig) -> tuple[Any, ...]:
     )
     train = open_data(config.data, config, target)
     val = open_data(config.val, config, target) if config.val is not None else None
-    train_samples, val_samples = split(config, train, val, target.info.max_position, LOOKAHEAD)
+    head = make_head(config, target)
+    # A head to fine-tune may reach less far than its target.
+    context = min(target.info.max_position, head.config.llama.max_position)
+    train_samples, val_samples = split(config, train, val, context, LOOKAHEAD)
     cache = open_cache(config, target, (train_samples, val_samples), say_room=is_first_process())
     collate = pack_features if config.tokens_per_batch else collate_features
     data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
     module = LitEagle(
-        make_head(config, target),
+        head,
         target,
         config,
         data.total_steps,
@@ -179,7 +190,8 @@ def prepare(config: TrainEagleConfig) -> tuple[Any, ...]:
     )
     prompts = held_out_prompts(val_samples, config.tau_prompts)
     probe = TauProbe(module, prompts, config.tau_k, config.tau_max_new_tokens) if prompts else None
-    provenance = Provenance("eagle", digests(train, val), target.info.identity, train.manifest.identity)
+    inputs = digests(train, val) | ({} if config.init in FRESH else starting_weights(config.init))
+    provenance = Provenance("eagle", inputs, target.info.identity, train.manifest.identity)
     probe_every = config.tau_every or config.val_every or data.order.steps_per_epoch
     return module, data, config, provenance, probe, probe_every
 
@@ -225,15 +237,41 @@ def make_head(config: TrainEagleConfig, target: CausalLM) -> EagleHead:
     """Initial weights depend on the seed (and the target) alone and leave torch's global generator as it was.
 
     Raises:
-        InputError: the target is of a family whose layers the head can not take its shape from.
+        InputError: the target is of a family whose layers the head can not take its shape from, or the head to
+            fine-tune is none, does not fit the target or contradicts the settings.
     """
     shape = target.config if isinstance(target, LlamaLM) else target_shape(config.target)
+    settings = eagle_settings(config, shape)
+    if config.init not in FRESH:
+        head = starting_head(config.init, "eagle", target.info.hidden_size, target.info.vocab_size)
+        assert isinstance(head, EagleHead)
+        return head
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        head = EagleHead(EagleConfig.for_target(shape, config.num_layers))
+        head = EagleHead(settings)
     if config.init == "target-last-layer":
         head.init_from_target(last_layer(config, target))
     return head
+
+
+def eagle_settings(config: TrainEagleConfig, target: LlamaConfig) -> EagleConfig:
+    """The shape of the head that is trained: after the target, or that of the head it starts from.
+
+    Raises:
+        InputError: `init` is no head, or one that `num_layers` or `rope` contradicts.
+    """
+    if config.init in FRESH:
+        return EagleConfig.for_target(target, config.num_layers, rope=config.rope)
+    settings = starting_settings(config.init, "eagle", target.hidden_size, target.vocab_size)
+    assert isinstance(settings, EagleConfig)
+    layers, scaling = settings.llama.num_layers, settings.llama.rope_scaling.kind
+    if layers != config.num_layers:
+        expected = f"{layers}, as the head of --init has"
+        raise InputError("num_layers", config.num_layers, expected, f"Pass --num-layers {layers}.")
+    if config.rope == "plain" and scaling != "default":
+        expected = f"target: the head of --init has rope scaling {scaling}"
+        raise InputError("rope", "plain", expected, "Leave --rope out, or start from another head.")
+    return settings
 
 
 def last_layer(config: TrainEagleConfig, target: CausalLM) -> dict[str, Tensor]:

@@ -20,7 +20,8 @@ import lightning.pytorch as pl
 import yaml
 from torch import nn
 
-from draftsmith.data.heads import save_head
+from draftsmith.data.card import model_card
+from draftsmith.data.heads import head_fields, save_head
 from draftsmith.data.manifest import (
     decisive,
     differences,
@@ -33,7 +34,6 @@ from draftsmith.data.manifest import (
 )
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import BetweenSteps, ProgressBar, SaveHead, say_on_rank_zero
-from draftsmith.train.card import model_card
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import HeadDataModule, Samples, fitting, held_out
@@ -133,7 +133,7 @@ def fit(
     telemetry = Telemetry()
     between = BetweenSteps(
         config.output,
-        _head_saver(config, provenance),
+        _head_saver(config, provenance, data),
         checkpoints,
         val_every=config.val_every or data.order.steps_per_epoch,
         log_every=config.log_every,
@@ -234,8 +234,10 @@ def _made_from(provenance: Provenance) -> dict[str, Any]:
     return made_from
 
 
-def _head_saver(config: TrainConfig, provenance: Provenance) -> SaveHead:
+def _head_saver(config: TrainConfig, provenance: Provenance, data: HeadDataModule) -> SaveHead:
     """Saves a head under output/NAME, with its manifest and model card."""
+    parts = {"training": data.train.lengths, "validation": data.val.lengths}
+    samples = {name: {"samples": len(lengths), "tokens": sum(lengths)} for name, lengths in parts.items()}
     made_with = {"packages": package_versions(), "git_commit": git_commit()}
 
     def save(head: nn.Module, name: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -244,13 +246,14 @@ def _head_saver(config: TrainConfig, provenance: Provenance) -> SaveHead:
             "models": provenance.models,
             "sampling": provenance.sampling,
             "inputs": provenance.inputs,
+            "samples": samples,
             "config": resolved(config),
             "seed": config.seed,
             "step": step,
             "metrics": dict(metrics),
             **made_with,
         }
-        card = model_card(provenance.job, manifest)
+        card = model_card(provenance.job, {"head": head_fields(head), **manifest})
         save_head(config.output / name, head, manifest, card)
 
     return save

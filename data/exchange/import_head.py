@@ -14,7 +14,7 @@ import torch
 
 from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
 from draftsmith.data.exchange.facts import facts_of
-from draftsmith.data.heads import check_sizes, head_classes, save_head
+from draftsmith.data.heads import build_head, check_sizes, save_head
 from draftsmith.data.manifest import file_sha256, git_commit, package_versions
 from draftsmith.data.models import load_lm, tokenizer_identity
 from draftsmith.data.progress import say
@@ -86,7 +86,8 @@ def run(config: ImportConfig) -> Path:
     parsed = importlib.import_module(f"draftsmith.modules.interop.{producer}").parse(package, model.facts)
     parsed = _with_run_time_values(config, kind, parsed)
     if model.info is not None:
-        check_sizes(dataclasses.asdict(parsed.config), model.info, config.directory)
+        settings = dataclasses.asdict(parsed.config)
+        check_sizes("head", config.directory, settings, model.info.hidden_size, model.info.vocab_size)
     head = build(kind, parsed, package)
     manifest = _manifest(config, kind, producer, parsed, model)
     save_head(config.output, head, manifest, card(kind, {**manifest, "head": dataclasses.asdict(parsed.config)}))
@@ -126,15 +127,6 @@ def build(kind: str, parsed: Parsed, package: Package) -> nn.Module:
     Raises:
         InputError: tensors that are missing, unknown or of another shape, or values that are no numbers.
     """
-    _, head_class = head_classes(kind)
-    with torch.device("meta"):
-        head = head_class(parsed.config)
-    wanted = dict(head.named_parameters())
-    wrong = sorted(wanted.keys() ^ parsed.state.keys())
-    wrong += [name for name in wanted if name in parsed.state and wanted[name].shape != parsed.state[name].shape]
-    if wrong:
-        found = f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:4])})"
-        raise InputError("weights", found, "the tensors that config.json asks for", "Check the head's config.json.")
     if odd := [name for name, tensor in parsed.state.items() if not bool(tensor.isfinite().all())]:
         raise InputError("weights", f"infinite or undefined values in {odd[0]}", "numbers", "Fetch the head again.")
     stored = {name.removeprefix("model."): tensor.dtype for name, tensor in package.tensors.items()}
@@ -143,8 +135,7 @@ def build(kind: str, parsed: Parsed, package: Package) -> nn.Module:
         name: tensor.to(stored[name]) if kind == "eagle" and stored.get(name) in NARROW else tensor
         for name, tensor in parsed.state.items()
     }
-    head.load_state_dict(state, strict=False, assign=True)  # not strict: tied blocks have names of their own
-    return head
+    return build_head(kind, parsed.config, state)
 
 
 NARROW = (torch.bfloat16, torch.float16)

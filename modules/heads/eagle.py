@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.decoding.chain import draft_chain
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source, StopPolicy
-from draftsmith.modules.layers import DecoderLayer, LlamaConfig, rope_table
+from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling, rope_table
 from draftsmith.modules.lean import LeanStack
 from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.packing import Documents
@@ -21,6 +21,7 @@ from draftsmith.modules.types import FeatureBatch, SamplingParams
 
 # Row t pairs tokens up to t + 2: so many rows fewer than tokens.
 LOOKAHEAD = 2
+Rope = Literal["target", "plain"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,26 @@ class EagleConfig:
     fc_bias: bool = False
 
     @classmethod
-    def for_target(cls, target: LlamaConfig, num_layers: int = 1, fc_bias: bool = False) -> EagleConfig:
-        """One layer like the target's. Embedding and lm_head are the target's and not part of the head."""
-        return cls(dataclasses.replace(target, num_layers=num_layers, sliding_window=None), fc_bias)
+    def for_target(
+        cls, target: LlamaConfig, num_layers: int = 1, fc_bias: bool = False, rope: Rope = "target"
+    ) -> EagleConfig:
+        """Layers like the target's, as far as other systems hold them. Embedding and lm_head are the target's and not
+        part of the head.
+
+        rope: `plain` leaves the target's rope scaling out; the base stays.
+        """
+        layer = dataclasses.replace(
+            target,
+            num_layers=num_layers,
+            sliding_window=None,
+            # A head has only what the EAGLE-1 layers of vLLM 0.33.0 and SGLang 0.5.23 (models/llama_eagle.py of both)
+            # and of SafeAILab/EAGLE (eagle/model/cnets1.py) all hold. None has q/k norms, SGLang biases no MLP, and
+            # SafeAILab no o_proj; biases of q, k and v they have.
+            qk_norm=False,
+            o_bias=False,
+            mlp_bias=False,
+        )
+        return cls(layer if rope == "target" else dataclasses.replace(layer, rope_scaling=RopeScaling()), fc_bias)
 
 
 @dataclass(frozen=True)
@@ -176,6 +194,8 @@ class EagleHead(nn.Module):
 
         A layer that already maps residual states to what the final norm reads needs less data than a random one.
         """
+        # Not strict: the head's first layer has no input norm, and none of a Qwen3 target's q/k norms, nor biases other
+        # than those of q, k and v. What the target's layer computes with these is lost and learned anew.
         self.layers[-1].load_state_dict({k: v.float() for k, v in layer_state.items()}, strict=False)
         size = self.fc.out_features
         with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data import heads
-from draftsmith.data.heads import head_config, kind_of, load_head, save_head
+from draftsmith.data.heads import head_config, kind_of, load_head, save_head, starting_head, starting_settings
 from draftsmith.data.models import load_lm
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
@@ -206,3 +206,25 @@ def test_the_registry_name_is_the_file_name(target):
     files = {file.stem for file in folder.glob("*.py")} - {"__init__"}
     # HEAD_MORE.py is more of the head HEAD: eagle_tree.py, its trees.
     assert set(heads.HEADS) == {name for name in files if name.rpartition("_")[0] not in files}
+
+
+def test_a_head_to_train_on_is_float32_trainable_and_of_no_particular_model(saved, other_target):
+    head = starting_head(saved, "eagle", HIDDEN, other_target.info.vocab_size)
+    assert head.training and all(p.requires_grad and p.dtype == torch.float32 for p in head.parameters())
+    frozen = load_head(saved).state_dict()
+    assert all(torch.equal(value, frozen[name]) for name, value in head.state_dict().items())
+    assert starting_settings(saved, "eagle", HIDDEN) == head.config
+
+
+@pytest.mark.parametrize(
+    ("directory", "kind", "width", "vocab", "expected"),
+    [
+        ("head", "eagle", 16, None, "init: found .* of width 32, expected width 16"),
+        ("head", "eagle", HIDDEN, 7, "init: found .* of vocabulary .*, expected 7"),
+        ("head", "acceptance", HIDDEN, None, "eagle head, expected an acceptance head"),
+        ("nowhere", "eagle", HIDDEN, None, "init: found .*nowhere"),
+    ],
+)
+def test_a_head_that_can_not_be_trained_on_is_refused(saved, directory, kind, width, vocab, expected):
+    with pytest.raises(InputError, match=expected):
+        starting_head(saved.with_name(directory), kind, width, vocab)

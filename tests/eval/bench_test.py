@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import transformers
 from tiny_models import tiny_llama_dir, tiny_tokenizer
 
 from draftsmith.data.heads import load_head, save_head
+from draftsmith.data.measured import read_measured
 from draftsmith.data.models import load_lm
 from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval import bench
@@ -298,3 +300,36 @@ def test_the_shipped_pair_in_batches_of_four(tmp_path):
     assert main(["eval", "bench", *arguments, "--methods", "spec:k=5,confidence", "--output", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "results.json").read_text())["methods"]
     assert [row["matches_ar"] for row in rows] == [True] * 3 and rows[1]["tau"] > 1.5
+
+
+def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, models, tmp_path):
+    heads = {flag: shutil.copytree(models[flag], tmp_path / flag) for flag in ("eagle", "acceptance")}
+    methods = "spec:k=3,specdec++:h=0.7:max=6,eagle:k=2"
+    paths = {flag: str(path) for flag, path in heads.items()}
+    carded = dataclasses.replace(config, **paths, methods=methods, repeats=1, card=True, output=tmp_path / "out")
+    found = bench.bench(carded)
+    wanted = {row["method"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["methods"]}
+    for flag, label in (("eagle", "eagle:k=2"), ("acceptance", "specdec++:h=0.7:max=6")):
+        card, measured = (heads[flag] / "README.md").read_text(), read_measured(heads[flag])
+        parts = {"all": wanted[label], **wanted[label]["by_task"]}
+        assert set(parts) == {"all", "a", "b"}
+        for task, part in parts.items():
+            numbers = f"{part['prompts']} | {part['tokens']:,} | {part['tau']:.3f} | {part['speedup']:.2f}x"
+            assert f"| {task} | {label} | {numbers} |" in card
+        assert "emitted tokens per target call under greedy decoding" in card and "spec:k=3" not in card
+        assert [row["method"] for row in measured["methods"]] == [label]
+        assert measured["methods"][0]["by_task"]["b"]["tau"] == wanted[label]["by_task"]["b"]["tau"]
+        assert measured["prompts"] == found["meta"]["prompts"] and measured["settings"]["max_new_tokens"] == NEW_TOKENS
+        assert load_head(heads[flag]).config == load_head(models[flag]).config
+    # What was measured of other weights is not of this head, and a head in another's place has nothing measured.
+    save_head(heads["eagle"], load_head(heads["acceptance"]), {}, "card")
+    assert read_measured(heads["eagle"]) is None and not (heads["eagle"] / "measured.json").exists()
+    shutil.copy(heads["acceptance"] / "measured.json", heads["eagle"])
+    (heads["acceptance"] / "measured.json").write_text('{"head_sha256": "0"}')
+    assert read_measured(heads["eagle"]) is not None and read_measured(heads["acceptance"]) is None
+
+
+def test_a_card_of_no_head_is_refused_before_anything_is_measured(config, tmp_path):
+    nothing = dataclasses.replace(config, methods="spec:k=3", card=True, output=tmp_path)
+    with pytest.raises(InputError, match="card: found no method that uses a head"):
+        bench.bench(nothing)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from tiny_models import tiny_llama_dir
 from trained_runs import newest_state
 
 from draftsmith.data.datasets import FeatureDataset, collate_features, pack_features
-from draftsmith.data.heads import load_head
+from draftsmith.data.heads import load_head, save_head
 from draftsmith.data.models import load_lm
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
@@ -24,7 +26,7 @@ from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.data_module import Key, Part, Samples
-from draftsmith.train.eagle import TrainEagleConfig, feature_std, held_out_prompts, make_head, run
+from draftsmith.train.eagle import TrainEagleConfig, feature_std, held_out_prompts, make_head, prepare, run
 from draftsmith.train.lit_eagle import LitEagle, TauProbe, num_loss_tokens
 
 QUICK = {
@@ -244,8 +246,6 @@ def test_features_of_another_target_are_refused(artefacts, tmp_path):
 
 
 def test_a_damaged_shard_is_named(artefacts, tmp_path):
-    import shutil
-
     copy = shutil.copytree(artefacts.features, tmp_path / "features")
     shard = next(copy.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
@@ -366,3 +366,64 @@ def test_a_draft_ends_with_its_document(artefacts, tmp_path):
     assert output.sums == output.counts
     # 14 rows of the pairing; the second document's first one continues no draft.
     assert [int(count) for count in output.counts.values()] == [14, 12]
+
+
+def test_fine_tuning_starts_at_the_heads_own_loss(artefacts, tmp_path, trained):
+    """Of a target that is not the recorded one, too: a head is fine-tuned for a changed model."""
+    other = tmp_path / "head"
+    shutil.copytree(trained / "best", other)
+    config_file = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config_file, "target": {"config": "another"}}))
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["sha256"]["config.json"] = hashlib.sha256((other / "config.json").read_bytes()).hexdigest()
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    module, data, *_ = prepare(config(artefacts, tmp_path / "run", init=str(other)))
+    part = a_part(artefacts, data.val.indices)
+    loaded = a_module(artefacts, tmp_path)
+    loaded.head = load_head(trained / "best")
+    fresh = a_module(artefacts, tmp_path)
+    found, wanted = module.validate([part]), loaded.validate([part])
+    assert {name: found[name] for name in wanted} == wanted and found["loss"] < fresh.validate([part])["loss"]
+    assert all(p.requires_grad for p in module.head.parameters())
+
+
+def test_a_fine_tuned_head_goes_on_only_from_the_same_start(artefacts, tmp_path, trained):
+    start = shutil.copytree(trained / "best", tmp_path / "start")
+    settings = config(artefacts, tmp_path / "run", init=str(start), max_steps=2, tau_prompts=0)
+    run(settings)
+    before, after = load_file(start / "model.safetensors"), load_file(tmp_path / "run" / "last" / "model.safetensors")
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    sha256 = hashlib.sha256((start / "model.safetensors").read_bytes()).hexdigest()
+    assert json.loads((tmp_path / "run" / "last" / "manifest.json").read_text())["inputs"]["init"] == sha256
+    (tmp_path / "run" / "training.json").unlink()  # as if it had been interrupted
+    shutil.rmtree(start)
+    save_head(start, a_module(artefacts, tmp_path).head, {}, "card")  # another head of the same shape at the same path
+    with pytest.raises(InputError, match=r"another inputs\.init"):
+        run(dataclasses.replace(settings, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_layers": 2}, r"num_layers: found 2, expected 1, .* Pass --num-layers 1\."),
+        ({"init": "target-first-layer"}, "init: found target-first-layer"),
+        ({"target": "NARROW"}, "init: found .* of width 32, expected width 16"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused(artefacts, tmp_path, trained, changes, expected):
+    settings = config(artefacts, tmp_path / "run", **{"init": str(trained / "best"), **changes})
+    if settings.target == "NARROW":
+        settings = dataclasses.replace(settings, target=str(tiny_llama_dir(tmp_path / "narrow", hidden=16)))
+    with pytest.raises(InputError, match=expected):
+        make_head(settings, load_lm(settings.target))
+
+
+def test_a_head_with_plain_positions_leaves_the_targets_scaling_out(artefacts, tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 64, "rope_theta": 5e5}
+    path = str(tiny_llama_dir(tmp_path / "scaled", rope_parameters=scaling))
+    heads = [make_head(config(artefacts, tmp_path, target=path, rope=r), load_lm(path)) for r in ("target", "plain")]
+    assert [head.config.llama.rope_scaling.kind for head in heads] == ["llama3", "default"]
+    saved = save_head(tmp_path / "head", heads[0], {}, "card")
+    with pytest.raises(InputError, match="rope: found plain, expected target"):
+        make_head(config(artefacts, tmp_path, target=path, rope="plain", init=str(saved)), load_lm(path))

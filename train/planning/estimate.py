@@ -23,13 +23,13 @@ from draftsmith.data.models import DTYPES, model_directory
 from draftsmith.data.ranks import place
 from draftsmith.modules import flops
 from draftsmith.modules.heads.acceptance import AcceptanceHead
-from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead
+from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleHead
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.llama import SUPPORTED, llama_config
 from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance import TrainAcceptanceConfig, head_settings
+from draftsmith.train.acceptance import TrainAcceptanceConfig, acceptance_settings
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.eagle import TrainEagleConfig, target_shape
+from draftsmith.train.eagle import TrainEagleConfig, eagle_settings, target_shape
 from draftsmith.train.planning import footprint
 from draftsmith.train.planning.documents import Documents
 from draftsmith.train.planning.footprint import PartShape
@@ -181,6 +181,11 @@ def order_of(config: TrainConfig, lengths: Sequence[int]) -> Any:
     return Order(lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length)
 
 
+def eagle_context(config: TrainEagleConfig, target: FrozenModel) -> int:
+    """Most tokens of a document: a head to fine-tune may reach less far than the target."""
+    return min(target.context, eagle_settings(config, target.llama or target_shape(config.target)).llama.max_position)
+
+
 def plan_eagle(
     config: TrainEagleConfig, target: FrozenModel, documents: Documents, world: int = 0, base: int | None = None
 ) -> Plan:
@@ -191,9 +196,10 @@ def plan_eagle(
         InputError: a target of a family that the head can not take its layer from.
     """
     llama = target.llama or target_shape(config.target)
+    settings = eagle_settings(config, llama)
     with torch.device("meta"):
-        head = HeadSizes.of(EagleHead(EagleConfig.for_target(llama, config.num_layers)))
-    shape = dataclasses.replace(llama, num_layers=config.num_layers)
+        head = HeadSizes.of(EagleHead(settings))
+    shape = settings.llama
     world = planned_world(config, world)
     order = order_of(config, documents.lengths)
     part = largest_part(order, documents, world * config.accumulate, packed=bool(config.tokens_per_batch))
@@ -233,7 +239,7 @@ def plan_acceptance(
     config: TrainAcceptanceConfig, draft: FrozenModel, documents: Documents, world: int = 0, base: int | None = None
 ) -> Plan:
     """As `plan_eagle`; the draft runs in every step, as its text changes with the epoch."""
-    settings = head_settings(config, draft.hidden_size)
+    settings = acceptance_settings(config, draft.hidden_size)
     with torch.device("meta"):
         head = HeadSizes.of(AcceptanceHead(settings))
     world = planned_world(config, world)

@@ -127,7 +127,7 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
     dtype = planned_dtype(config)
     if isinstance(config, TrainEagleConfig):
         target = frozen_model(config.target, dtype)
-        documents = documents_of(config, "responses", target.context, samples, length)
+        documents = documents_of(config, "responses", estimate.eagle_context(config, target), samples, length)
         return estimate.plan_eagle(config, target, documents, world)
     assert isinstance(config, TrainAcceptanceConfig)
     draft = frozen_model(config.draft, dtype)

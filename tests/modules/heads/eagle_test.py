@@ -11,7 +11,7 @@ from table_models import PROMPT, H, TableLM, V
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.heads.eagle import EagleConfig, EagleDrafter, EagleHead, shift
-from draftsmith.modules.layers import DecoderLayer, LlamaConfig
+from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import FeatureBatch, SamplingParams
 
@@ -219,3 +219,29 @@ def test_documents_laid_end_to_end_are_read_as_each_alone():
             expected = head.unroll(table[one.next_ids], one.features, num_passes, one.position_ids)[step]
             # Rows before the step mean nothing.
             torch.testing.assert_close(rows[:, step:], expected[:, step:], atol=1e-12, rtol=1e-12)
+
+
+def test_a_head_for_a_target_has_what_other_systems_hold_of_its_layers():
+    scaling = RopeScaling("llama3", 8.0, original_max_position=64)
+    switches = {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True, "sliding_window": 8}
+    target = dataclasses.replace(LLAMA, **switches, rope_theta=5e5, rope_scaling=scaling)
+    head = EagleHead(EagleConfig.for_target(target))
+    names = {name.removeprefix("layers.0.") for name, _ in head.named_parameters()}
+    attention = {f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")}
+    mlp = {f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    assert names == {"fc.weight", "self_attn.o_proj.weight", "post_attention_layernorm.weight"} | attention | mlp
+    assert (head.config.llama.rope_theta, head.config.llama.rope_scaling) == (5e5, scaling)
+    plain = EagleConfig.for_target(target, rope="plain").llama
+    assert plain == dataclasses.replace(head.config.llama, rope_scaling=RopeScaling())
+
+
+def test_a_head_starts_from_a_layer_that_has_more_than_it_holds():
+    """As a Qwen3 target's does: q/k norms and an output bias have no place in the head."""
+    layer = DecoderLayer(dataclasses.replace(LLAMA, qk_norm=True, o_bias=True, qkv_bias=True))
+    head = EagleHead(EagleConfig.for_target(dataclasses.replace(LLAMA, qk_norm=True, o_bias=True, qkv_bias=True)))
+    head.init_from_target(layer.state_dict())
+    state, given = head.layers[0].state_dict(), layer.state_dict()
+    assert all(torch.equal(value, given[name]) for name, value in state.items())
+    assert {name for name in given if name not in state} == {
+        "input_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias"
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,8 +12,10 @@ import torch
 from tiny_models import tiny_llama_dir
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from draftsmith.data.heads import save_head
 from draftsmith.data.models import load_lm
 from draftsmith.launch.cli import main
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, eagle
 from draftsmith.train.acceptance import TrainAcceptanceConfig
@@ -169,3 +172,15 @@ def test_measuring_runs_real_steps_and_leaves_nothing(artefacts, tmp_path):
     )
     assert measure(made_up, plan_of(made_up)).on_what == "16 made-up dialogues"
     assert torch.is_grad_enabled() and list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_of_fine_tuning_is_of_the_heads_own_shape(artefacts, tmp_path):
+    """Here a head of other sizes than one made for the target, and of a shorter reach than its documents."""
+    target = load_lm(str(artefacts.target))
+    layer = dataclasses.replace(target.config, intermediate_size=24, num_kv_heads=4, num_layers=1, max_position=40)
+    head = save_head(tmp_path / "head", EagleHead(EagleConfig(layer, fc_bias=True)), {}, "card")
+    config = eagle_config(artefacts, tmp_path / "run", init=str(head))
+    plan = plan_of(config)
+    module, data, *_ = eagle.prepare(config)
+    assert plan.trained == sum(p.numel() for p in module.head.parameters())
+    assert sorted(plan.documents.lengths) == sorted(data.train.lengths) and max(plan.documents.lengths) <= 40

@@ -1,0 +1,390 @@
+"""The model card of a head or of an export: what it is, what it was made from, what was measured, how to use it.
+
+Pure: from a head's manifest (train/fit.py writes it, an import writes a shorter one), its `measured.json`
+(data/measured.py) and what an export says of itself. A card never says more than these do: what they lack is unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+WHAT = {
+    "acceptance": (
+        "Acceptance head",
+        "Predicts from a draft model's last hidden state whether the target will keep the token the draft has just "
+        "read (SpecDec++, Huang et al. 2024). It stops drafts that are likely to fail.",
+    ),
+    "eagle": (
+        "EAGLE head",
+        "Drafts tokens from the target's own features (EAGLE, Li et al. 2024). Embedding and lm_head are the target's "
+        "and not in this directory.",
+    ),
+    "hf-assisted": (
+        "Draft model",
+        "A draft model for transformers' assisted generation, with the settings that were measured to suit it.",
+    ),
+}
+TAGS = {"acceptance": ["specdec++"], "eagle": ["eagle"], "hf-assisted": ["assisted-generation"]}
+# Library that an export's format belongs to, as the model hub names it.
+LIBRARIES = {"vllm": "vllm", "sglang": "sglang", "hf-assisted": "transformers"}
+MEANING = {
+    "kl": "binary KL from the acceptance probability, nats a token, unweighted, calibrated output",
+    "brier": "mean squared distance from the acceptance probability, calibrated output",
+    "ece": "calibration error, 15 bins of equal mass, corrected for the loss' weights only",
+    "ece_platt": "the same with the fitted scale and shift, 2-fold cross-fitted",
+    "auc": "AUC with soft labels: each token counts P as positive, 1-P as negative",
+    "auc_q": "the same for the draft's own probability of the token: what the head has to beat",
+    "loss": "training loss on held-out samples",
+    "feature_loss": "smooth-L1 distance of features",
+    "token_loss": "soft cross-entropy against the target's distribution, nats a token",
+    "top1": "share of response tokens where the head's first choice is the target's, teacher-forced",
+    "top3": "share where the target's choice is among the head's first three",
+    "tau": "emitted tokens per target call, greedy chains on held-out prompts",
+}
+STEPS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+# Settings of a training that decide its result, in the order in which a reader asks for them.
+SETTINGS = (
+    *("init", "num_layers", "rope", "num_blocks", "tied", "w_acc", "w_rej", "mix", "platt"),
+    *("feature_weight", "token_weight", "noise", "unroll", "unroll_after", "unroll_decay"),
+    *("epochs", "max_steps", "batch_size", "tokens_per_batch", "max_length", "optimizer", "lr", "schedule"),
+    *("warmup_share", "min_lr_share", "weight_decay", "betas", "clip", "precision", "model_dtype", "seed"),
+)
+NOT_STATED = "not stated"
+IMPORTED = "unknown: the head was imported"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card is made from. kind: of head. The others as `model_card` is given them."""
+
+    kind: str
+    manifest: Mapping[str, Any]
+    measured: Mapping[str, Any] | None
+    export: Mapping[str, Any] | None
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Settings of the training; none for an imported head."""
+        return self.manifest.get("config") or {}
+
+    @property
+    def imported(self) -> Mapping[str, Any] | None:
+        return self.manifest.get("imported")
+
+    @property
+    def unknown(self) -> str:
+        """What is said in the place of something that is not known."""
+        return IMPORTED if self.imported is not None else "unknown"
+
+    @property
+    def read_model(self) -> str | None:
+        """Path or hub id of the model whose hidden states the head reads."""
+        flag = "draft" if self.kind == "acceptance" else "target"
+        return self.config.get(flag) or (self.imported or {}).get(flag)
+
+    @property
+    def license(self) -> str:
+        """Empty where nobody has stated one."""
+        return self.manifest.get("license") or self.config.get("license") or ""
+
+
+def model_card(
+    kind: str,
+    manifest: Mapping[str, Any],
+    *,
+    measured: Mapping[str, Any] | None = None,
+    export: Mapping[str, Any] | None = None,
+) -> str:
+    """Markdown, after a front matter as the model hub reads it.
+
+    kind: acceptance, eagle, or hf-assisted for an export of a draft model.
+    manifest: the head's `manifest.json`, with the `head` of its `config.json` where that is at hand. All of it is
+        optional: an imported head has `imported` (producer, path, ...) in the place of config, step and metrics.
+    measured: the content of `measured.json`.
+    export: of an exported directory: `format`; `serve`, the command line that serves it; `checks`, lines that say what
+        was checked and passed; `head_sha256` of the weights it was made from; `notes`, lines, where there are any. For
+        hf-assisted also `target` and `draft`, as given.
+    """
+    facts = Facts(kind, manifest, measured, export)
+    title, what = WHAT[kind]
+    heading = f"{title}, exported for {export['format']}" if export else title
+    parts = [front_matter(facts), f"# {heading}\n\n{what}", *shape(facts)]
+    wanted = SECTIONS if kind != "hf-assisted" else {name: SECTIONS[name] for name in OF_A_DRAFT_MODEL}
+    parts += [f"## {name}\n\n{section(facts)}" for name, section in wanted.items()]
+    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def front_matter(facts: Facts) -> str:
+    """The fields by which the model hub finds a model. It takes `other` with a name for a licence that it does not
+    list, and hub ids only as base models."""
+    stated = {"license": facts.license} if facts.license else {"license": "other", "license_name": "not-stated"}
+    export_format = facts.export["format"] if facts.export else None
+    fields: dict[str, Any] = {
+        **stated,
+        "library_name": LIBRARIES.get(export_format, export_format) if export_format else "draftsmith",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "draftsmith", *TAGS[facts.kind]],
+    }
+    if is_hub_id(facts.read_model):
+        fields["base_model"] = facts.read_model
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
+
+
+def is_hub_id(path: str | None) -> bool:
+    """OWNER/NAME that is not a directory here: what `data.models.model_directory` fetches from the hub."""
+    return path is not None and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not Path(path).exists()
+
+
+def shape(facts: Facts) -> list[str]:
+    """Sizes of the head, and where an imported or exported one is from."""
+    lines = []
+    head = facts.manifest.get("head") or {}
+    if "llama" in head:
+        llama = head["llama"]
+        kind = llama["rope_scaling"]["kind"]
+        lines.append(
+            f"- {llama['num_layers']} decoder layer(s) of width {llama['hidden_size']}: {llama['num_heads']} heads of "
+            f"{llama['head_dim']} ({llama['num_kv_heads']} of keys and values), MLP of {llama['intermediate_size']}, "
+            f"vocabulary of {llama['vocab_size']}; rotary base {llama['rope_theta']:g}, scaling {kind}"
+        )
+    elif "num_blocks" in head:
+        blocks = f"{head['num_blocks']} {'tied ' if head.get('tied') else ''}residual block(s)"
+        lines.append(f"- {blocks} of width {head['hidden_size']}, then one logit")
+    if facts.imported is not None:
+        source = {key: value for key, value in facts.imported.items() if key not in ("producer", "notes")}
+        lines.append(f"- imported from {facts.imported.get('producer', 'an unknown producer')}: {code(source)}")
+        lines += [f"- {note}" for note in facts.imported.get("notes", ())]
+    if facts.export is not None:
+        if facts.kind != "hf-assisted":
+            lines.append(f"- made from the head with sha256 `{facts.export.get('head_sha256', facts.unknown)}`")
+        lines += [f"- {note}" for note in facts.export.get("notes", ())]
+    return ["\n".join(lines)]
+
+
+def target(facts: Facts) -> str:
+    if facts.kind == "hf-assisted":
+        export = facts.export or {}
+        return "\n".join(f"- {flag}: {code(export.get(flag)) or facts.unknown}" for flag in ("target", "draft"))
+    models = facts.manifest.get("models") or {}
+    flag = "draft" if facts.kind == "acceptance" else "target"
+    lines = [f"- {flag}, whose hidden states it reads: {code(facts.read_model) or facts.unknown}"]
+    lines.append(f"- identity of the {flag}: {code(facts.manifest.get('target')) or facts.unknown}")
+    if flag == "draft":
+        lines.append(
+            f"- identity of the target, whose verdicts it predicts: {code(models.get('target')) or facts.unknown}"
+        )
+    lines.append(f"- tokenizer: {code(models.get('tokenizer')) or facts.unknown}")
+    lines.append(f"- chat template: {code(models.get('chat_template')) or facts.unknown}")
+    refused = "Identities are hashes of content; `draftsmith` refuses other models."
+    taken = "No identity is recorded: `draftsmith` takes any model of its width and vocabulary."
+    return "\n".join([*lines, "", refused if facts.manifest.get("target") else taken])
+
+
+def data(facts: Facts) -> str:
+    inputs, counts = facts.manifest.get("inputs") or {}, facts.manifest.get("samples") or {}
+    lines = []
+    for name, said in (("data", "trained on"), ("val", "validated on")):
+        if name in inputs:
+            lines.append(f"- {said}: {code(facts.config.get(name)) or 'unknown path'}, digest `{inputs[name]}`")
+    for name, part in counts.items():
+        lines.append(f"- {name}: {part['samples']:,} samples, {part['tokens']:,} tokens")
+    if "init" in inputs:
+        lines.append(f"- started from: {code(facts.config.get('init'))}, weights' sha256 `{inputs['init']}`")
+    return "\n".join(lines) or sentence(facts.unknown)
+
+
+def training(facts: Facts) -> str:
+    if not facts.config:
+        return sentence(facts.unknown)
+    rows = [(f"`{name}`", code(facts.config[name])) for name in SETTINGS if name in facts.config]
+    step = facts.manifest.get("step")
+    steps = f"{step:,} steps. Settings of `draftsmith train {facts.kind}` that decide the result:\n\n" if step else ""
+    return steps + "\n".join(markdown_lines(("setting", "value"), rows))
+
+
+def held_out(facts: Facts) -> str:
+    metrics = facts.manifest.get("metrics") or {}
+    if not metrics:
+        return sentence(facts.unknown) if facts.imported is not None else "Not validated yet."
+    rows = "\n".join(f"| {name} | {value:.4g} | {meaning(name)} |" for name, value in sorted(metrics.items()))
+    return f"After step {facts.manifest.get('step')}:\n\n| metric | value | meaning |\n|---|---|---|\n{rows}"
+
+
+def meaning(name: str) -> str:
+    """Of a metric, in words; nothing for one that is not known."""
+    stem, _, number = name.rpartition("_")
+    if stem == "agreement" and number.isdigit():
+        step = STEPS[int(number) - 1] if 0 < int(number) <= len(STEPS) else f"{number}th"
+        return f"share of drafts whose {step} token is the target's choice, of those that were right until then"
+    return MEANING.get(name, "")
+
+
+def tau_by_task(facts: Facts) -> str:
+    if facts.measured is None:
+        found = "measures it" if facts.kind == "hf-assisted" else "measures it and writes it here"
+        return f"Not measured yet. This {found}:\n\n{shell(bench_command(facts))}"
+    rows = []
+    for row in facts.measured["methods"]:
+        rows.append(("all", *tau_cells(row["method"], row)))
+        rows += [(task, *tau_cells(row["method"], part)) for task, part in (row.get("by_task") or {}).items()]
+    headings = ("task", "method", "prompts", "tokens", "tau", "speed-up")
+    return "\n".join([*markdown_lines(headings, rows), "", counting_rule(facts.measured)])
+
+
+def tau_cells(method: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    return method, str(row["prompts"]), f"{row['tokens']:,}", f"{row['tau']:.3f}", f"{row['speedup']:.2f}x"
+
+
+def counting_rule(measured: Mapping[str, Any]) -> str:
+    """What tau counts, and how the numbers were taken."""
+    settings, prompts = measured["settings"], measured["prompts"]
+    if settings["temperature"] == 0:
+        mode = "greedy decoding"
+    else:
+        kept = f"top-k {settings['top_k'] or 'all'}, top-p {settings['top_p']:g}"
+        mode = f"sampling at temperature {settings['temperature']:g}, {kept}"
+    clock = "CPU time" if measured["clock"] == "cpu" else "wall time"
+    machine = measured["hardware"].get("gpu") or measured["hardware"].get("cpu", "unknown")
+    rule = (
+        f"tau is emitted tokens per target call under {mode}. Emitted tokens are cut at the end token (kept) and at "
+        f"{settings['max_new_tokens']} before they are counted; the token that the target adds to a draft (the bonus "
+        "token) is one of them; the prefill is one of the target's calls. Over prompts it is a ratio of sums, never a "
+        f"mean of ratios. Speed-up is tokens per second of {clock}, over autoregressive decoding by the same engine in "
+        "the same run."
+    )
+    how = (
+        f"Prompts: {code(prompts['source'])}, {prompts['count']}, sha256 `{prompts['sha256']}`. Machine: {machine}, "
+        f"{settings['dtype']} on {settings['device']}, {settings['num_threads']} thread(s), {settings['batch_size']} "
+        f"prompt(s) at a time, {settings['repeats']} repeat(s). Date: {measured['date']}, commit "
+        f"{measured.get('git_commit') or 'unknown'}."
+    )
+    return f"{rule}\n\n{how}"
+
+
+def bench_command(facts: Facts) -> str:
+    words = f"{models_words(facts)} --methods {method(facts)} --prompts FILE --output runs/bench"
+    return f"draftsmith eval bench {words}" + ("" if facts.kind == "hf-assisted" else " --card")
+
+
+def method(facts: Facts) -> str:
+    return {"eagle": "eagle:k=5", "acceptance": "specdec++:h=0.7", "hf-assisted": "hf-assisted:k=5"}[facts.kind]
+
+
+def models_words(facts: Facts) -> str:
+    """Words of a command line that name the models; what is not known is left to the reader, in capitals."""
+    path = shlex.quote(facts.read_model) if facts.read_model else None
+    if facts.kind == "eagle":
+        return f"--target {path or 'TARGET'} --eagle DIR"
+    if facts.kind == "acceptance":
+        return f"--target TARGET --draft {path or 'DRAFT'} --acceptance DIR"
+    return "--target TARGET --draft DIR"
+
+
+def calibration(facts: Facts) -> str:
+    if facts.kind != "acceptance":
+        return "None: it proposes tokens, and the target's verdict does not depend on how sure it was of them."
+    head, metrics = facts.manifest.get("head") or {}, facts.manifest.get("metrics") or {}
+    sampling = facts.manifest.get("sampling")
+    lines = [f"Labels and calibration hold for this sampling only: {code(sampling)}."]
+    if not sampling:
+        lines = [f"The sampling that its labels were made with is {facts.unknown}."]
+    if head:
+        scale, shift = head.get("calibration", (1.0, 0.0))
+        weights = f"w_acc {head['w_acc']:g} and w_rej {head['w_rej']:g}"
+        log_ratio = math.log(head["w_rej"] / head["w_acc"])
+        lines.append(
+            f"The loss weighs rejected tokens otherwise than accepted ones ({weights}), so the raw output is no "
+            "probability. The calibrated logit is scale * (logit + log(w_rej / w_acc)) + shift; the logarithm is "
+            f"{log_ratio:.4g}, scale {scale:.4g}, shift {shift:.4g}."
+        )
+    errors = {"ece": "with the correction for the weights alone", "ece_platt": "with scale and shift, cross-fitted"}
+    known = [f"{metrics[name]:.4g} {said}" for name, said in errors.items() if name in metrics]
+    lines.append(f"Calibration error on held-out tokens: {', '.join(known) or facts.unknown}.")
+    return "\n\n".join(lines)
+
+
+def usage(facts: Facts) -> str:
+    """Command lines; DIR is this directory."""
+    if facts.export is not None:
+        checks = "\n".join(f"- {check}" for check in facts.export.get("checks", ())) or "- none"
+        return f"{shell(facts.export['serve'])}\n\nChecked when it was written, and passed:\n\n{checks}"
+    lines = [f"draftsmith decode PROMPT {models_words(facts)} --method {method(facts)}"]
+    if facts.kind == "eagle":
+        of = f" --target {shlex.quote(facts.read_model)}" if facts.read_model else " --target TARGET"
+        lines += [
+            f"draftsmith export --head DIR --format {name} --output DIR-{name}{of}" for name in ("vllm", "sglang")
+        ]
+    elif exportable(facts):
+        lines.append("draftsmith export --head DIR --format specdec_pp --output DIR-specdec_pp")
+    return f"DIR is this directory.\n\n{shell(*lines)}"
+
+
+def exportable(facts: Facts) -> bool:
+    """SpecDec_pp's layout holds one block, or several that are the same one."""
+    head = facts.manifest.get("head") or {}
+    return bool(head.get("tied")) or head.get("num_blocks", 2) <= 1
+
+
+def licence(facts: Facts) -> str:
+    said = f"`{facts.license}`, as stated when it was made." if facts.license else f"{sentence(NOT_STATED)}"
+    model = code(facts.read_model) or "the target"
+    return (
+        f"{said} What it may be used for depends on the licence of {model}, whose hidden states it was made from, and "
+        "on that of the data. This program knows neither: look both up before you share the head."
+    )
+
+
+def versions(facts: Facts) -> str:
+    packages = facts.manifest.get("packages") or {}
+    known = {name: packages.get(name) or "unknown (not installed)" for name in ("draftsmith", "torch", "transformers")}
+    lines = [", ".join(f"{name} {version}" for name, version in known.items()) if packages else sentence(facts.unknown)]
+    if facts.manifest.get("git_commit"):
+        lines[0] += f"; commit {facts.manifest['git_commit']}"
+    if facts.export is None:
+        lines.append("`manifest.json` holds everything, with hashes.")
+    return "\n\n".join(lines)
+
+
+SECTIONS: dict[str, Callable[[Facts], str]] = {
+    "Target and tokenizer": target,
+    "Data": data,
+    "Training": training,
+    "Measured on held-out samples": held_out,
+    "tau by task": tau_by_task,
+    "Calibration": calibration,
+    "How to use it": usage,
+    "Licence": licence,
+    "Versions": versions,
+}
+# Whose own card says the rest.
+OF_A_DRAFT_MODEL = ("Target and tokenizer", "tau by task", "How to use it", "Licence", "Versions")
+
+
+def code(value: Any) -> str:
+    """As Markdown code, on one line; nothing for nothing."""
+    if value is None or value == {}:
+        return ""
+    return f"`{value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)}`"
+
+
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def shell(*lines: str) -> str:
+    return "\n".join(["```sh", *lines, "```"])
+
+
+def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table; the first column is text, the others are numbers."""
+    lines = ["| " + " | ".join(headings) + " |", "|---" + "|---:" * (len(headings) - 1) + "|"]
+    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

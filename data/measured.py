@@ -1,0 +1,54 @@
+"""`measured.json` of a head directory: what a benchmark has measured of the head, and the card that says it.
+
+It lies beside what the training wrote and is not part of it: a head loads with it and without it, and one that is saved
+in the place of another has none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.card import model_card
+from draftsmith.data.heads import head_config
+from draftsmith.data.manifest import file_sha256, publish, read_json, write_json
+
+MEASURED, CARD, WEIGHTS = "measured.json", "README.md", "model.safetensors"
+
+
+def write_measured(directory: str | Path, measured: Mapping[str, Any]) -> None:
+    """Keep what was measured of the head, in the place of what was there before, and write its card anew.
+
+    measured: `settings`, `methods`, `prompts`, `clock`, `hardware`, `date`, `git_commit` (eval/cards.py).
+
+    Raises:
+        InputError: not a head directory.
+    """
+    directory = Path(directory)
+    head_config(directory)
+    write_json(directory / MEASURED, {**measured, "head_sha256": file_sha256(directory / WEIGHTS)})
+    write_card(directory)
+
+
+def read_measured(directory: str | Path) -> dict[str, Any] | None:
+    """What `write_measured` kept; None where nothing was measured, or it was of other weights."""
+    directory = Path(directory)
+    if not (directory / MEASURED).exists():
+        return None
+    measured = read_json(directory / MEASURED)
+    return measured if measured.get("head_sha256") == file_sha256(directory / WEIGHTS) else None
+
+
+def write_card(directory: str | Path) -> None:
+    """The card of a head directory anew, atomically, from the files beside it."""
+    directory = Path(directory)
+    config = head_config(directory)
+    manifest = {"head": config["head"], **read_json(directory / "manifest.json")}
+    temporary = directory / f"{CARD}.tmp-{os.getpid()}"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(model_card(config["kind"], manifest, measured=read_measured(directory)))
+        file.flush()
+        os.fsync(file.fileno())
+    publish(temporary, directory / CARD)
