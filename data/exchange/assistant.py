@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,45 @@ def _files(source: Path) -> list[Path]:
         found = f"{source}, which brings its own code"
         raise InputError("draft", found, "a model that transformers has built in", "Export another draft.")
     return kept
+
+
+def assistant_card(
+    draft: str, target: str, tuning: Tuning, identity: Mapping[str, str], command: str, license: str = ""
+) -> str:
+    """README.md of an exported draft: what it is, how it was tuned and how it is used."""
+    hashes = {**identity, **tokenizer_identity(draft)}
+    return f"""---
+license: {"other" if not license else json.dumps(license)}
+library_name: transformers
+pipeline_tag: text-generation
+tags: [speculative-decoding, assisted-generation]
+---
+
+# Draft model for {target}
+
+The weights of `{draft}`, unchanged, with settings for transformers' assisted generation in `{SETTINGS}`:
+
+| field | value |
+|---|---|
+| {FIELDS[0]} | {tuning.k} |
+| {FIELDS[1]} | constant |
+| {FIELDS[2]} | {tuning.threshold:g}{" (off)" if not tuning.threshold else ""} |
+
+Chosen by measurement: {tuning.measured}. Where scikit-learn is installed, transformers re-tunes a threshold above 0 in
+every round, so that it is a first value only.
+
+- draft: `{json.dumps(hashes, sort_keys=True)}`
+
+## How to use
+
+```python
+{command}
+```
+
+## Licence
+
+{license or f"Not stated: that of `{draft}` holds."}
+"""
 
 
 def check_assistant(directory: str | Path, target: str) -> tuple[list[Finding], dict[str, Any]]:

@@ -23,6 +23,7 @@ from draftsmith.data.exchange.record import against_record, read_record
 from draftsmith.data.heads import build_head, load_head
 from draftsmith.data.models import load_lm
 from draftsmith.modules.interop import FORMATS
+from draftsmith.modules.interop.hf_assisted import FIELDS
 from draftsmith.modules.interop.base import Finding, Package, Reading, TargetFacts
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
@@ -79,7 +80,9 @@ def run(config: CheckConfig) -> int:
         InputError: no such directory, or the model is missing or another kind.
     """
     if config.format == "hf-assisted":
-        report = check_hf_assisted(config)
+        if config.target is None:
+            raise InputError("target", "none", "the target that the draft assists", "Pass --target.")
+        report = report_of_assistant(config.directory, config.target)
     else:
         path, lm = model_for(config.format, config.target, config.draft, config)
         head = load_head(config.head, lm, kind=FORMATS[config.format]) if config.head is not None else None
@@ -88,11 +91,19 @@ def run(config: CheckConfig) -> int:
     return 1 if report.failures else 0
 
 
-def check_hf_assisted(config: CheckConfig) -> Report:
-    if config.target is None:
-        raise InputError("target", "none", "the target that the draft assists", "Pass --target.")
-    findings, measures = check_assistant(config.directory, config.target)
-    return Report(findings, measures)
+def report_of_assistant(directory: Path, target: str) -> Report:
+    """Of a draft for transformers' assisted generation: what transformers itself does with it."""
+    findings, seen = check_assistant(directory, target)
+    report = Report(findings)
+    if "rounds" in seen:
+        k = seen["num_assistant_tokens"]
+        value = f"at most {seen['longest_round']} in {seen['rounds']} rounds"
+        report.measures.append(Measure("tokens that generate drafts", value, f"at most {k}", seen["longest_round"] <= k))
+        equal = not any(finding.where == "generate" for finding in findings)
+        text = "as the target alone" if equal else "another"
+        report.measures.append(Measure("greedy answers to two prompts", text, "the target's own", equal))
+    report.findings += [Finding("note", name, str(seen[name])) for name in FIELDS if name in seen]
+    return report
 
 
 def model_for(format: str, target: str | None, draft: str | None, how: Any) -> tuple[str, CausalLM]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,18 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from draftsmith.data.card import model_card
-from draftsmith.data.exchange.check import Format, Report, check_head, check_hf_assisted, model_for, print_report
+from draftsmith.data.exchange.assistant import assistant_card, write_assistant
+from draftsmith.data.exchange.check import Format, Report, check_head, model_for, print_report, report_of_assistant
 from draftsmith.data.exchange.record import RECORD, make_record
-from draftsmith.data.heads import head_config, load_head, measured_of
+from draftsmith.data.heads import head_config, load_head
 from draftsmith.data.manifest import git_commit, package_versions, read_json, write_json
-from draftsmith.data.models import DTYPES
-from draftsmith.modules.interop import FORMATS
+from draftsmith.data.measured import measured_of
+from draftsmith.data.models import DTYPES, load_lm
+from draftsmith.modules.interop import FORMATS, hf_assisted
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
 
+CHAIN = re.compile(r"eagle:k=(\d+)")
 # Drafted tokens a round in the printed command where nothing was measured.
 NUM_DRAFTED = 5
 
@@ -147,3 +150,24 @@ def write_package(directory: Path, package: Package) -> None:
     tensors = {name: tensor.contiguous() for name, tensor in package.tensors.items()}
     # transformers and the servers want to know that the tensors are torch's.
     save_file(tensors, directory / "model.safetensors", {"format": "pt", **package.metadata})
+
+
+def best_chain(head: Path) -> int:
+    """Drafted tokens a round of the fastest `eagle:k=K` that was measured of this head; 0 where none was."""
+    rows = [row for row in (measured_of(head) or {"methods": []})["methods"] if CHAIN.fullmatch(row["method"])]
+    return int(CHAIN.fullmatch(max(rows, key=lambda row: row["speedup"])["method"])[1]) if rows else 0  # type: ignore
+
+
+def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str]:
+    """Write and check a draft model with measured settings; the report, and the lines of Python that use it."""
+    for flag, what in {"draft": "the draft model", "target": "its target", "results": "a directory of eval bench"}.items():
+        if getattr(config, flag) is None:
+            raise InputError(flag, "none", what, f"Pass --{flag}.")
+    draft, target, results = str(config.draft), str(config.target), Path(str(config.results))
+    if not (results / "results.json").exists():
+        raise InputError("results", f"{results} without results.json", "a directory of eval bench", "Check the path.")
+    identity = load_lm(draft, "auto", engine=config.engine, trust_remote_code=config.trust_remote_code).info.identity
+    tuning = hf_assisted.choose_tuning(read_json(results / "results.json"), identity)
+    command = hf_assisted.serve(target, str(config.output))
+    write_assistant(draft, tuning, directory, assistant_card(draft, target, tuning, identity, command, config.license))
+    return report_of_assistant(directory, target), command
