@@ -20,7 +20,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 SCHEMA_VERSION = 1
 # Registry name = file name in modules/heads; the classes that hold its settings and its weights.
@@ -160,19 +160,31 @@ def _settings(config: dict[str, Any]) -> Any:
     return config_class(**fields)
 
 
+def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
+    """A head of these settings and weights, in float32.
+
+    state: by the names of `named_parameters`; of a tied block, once.
+
+    Raises:
+        InputError: a tensor is missing, unknown or of another shape.
+    """
+    _, head_class = _classes(kind)
+    head = head_class(config)
+    expected = {name: tensor.shape for name, tensor in head.named_parameters()}
+    wrong = sorted(set(expected) ^ set(state))
+    wrong += sorted(name for name in set(expected) & set(state) if state[name].shape != expected[name])
+    if wrong:
+        found = f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:4])})"
+        raise InputError("model.safetensors", found, "the tensors that config.json asks for", "Copy or train it again.")
+    head.load_state_dict(state, strict=False)  # a tied block's other names are not in `state`
+    return head
+
+
 def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
     """In float32, on the CPU."""
     from safetensors.torch import load_file
 
-    _, head_class = _classes(config["kind"])
-    head: nn.Module = head_class(_settings(config))
-    missing, unknown = head.load_state_dict(load_file(Path(directory) / "model.safetensors"), strict=False)
-    aliases = set(head.state_dict()) - {name for name, _ in head.named_parameters()}
-    if unknown or set(missing) - aliases:
-        raise InputError(
-            "model.safetensors", f"missing {missing}, unknown {unknown}", "the head's tensors", "Train it again."
-        )
-    return head
+    return build_head(config["kind"], _settings(config), load_file(Path(directory) / "model.safetensors"))
 
 
 def _check_sizes(field: str, directory: str | Path, config: dict[str, Any], width: int, vocab_size: int | None) -> None:
