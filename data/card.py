@@ -6,16 +6,17 @@ Pure: from a head's manifest (train/fit.py writes it, an import writes a shorter
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from draftsmith.data.markdown import code, markdown_lines, sentence, shell
 
 WHAT = {
     "acceptance": (
@@ -54,9 +55,9 @@ STEPS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eig
 # Settings of a training that decide its result, in the order in which a reader asks for them.
 SETTINGS = (
     *("init", "num_layers", "rope", "num_blocks", "tied", "w_acc", "w_rej", "mix", "platt"),
-    *("feature_weight", "token_weight", "noise", "unroll", "unroll_after", "unroll_decay"),
+    *("features", "feature_dtype", "feature_weight", "token_weight", "noise", "unroll", "unroll_after", "unroll_decay"),
     *("epochs", "max_steps", "batch_size", "tokens_per_batch", "max_length", "optimizer", "lr", "schedule"),
-    *("warmup_share", "min_lr_share", "weight_decay", "betas", "clip", "precision", "model_dtype", "seed"),
+    *("warmup_share", "min_lr_share", "weight_decay", "betas", "clip", "precision", "model_dtype", "val_share", "seed"),
 )
 NOT_STATED = "not stated"
 IMPORTED = "unknown: the head was imported"
@@ -110,9 +111,9 @@ def model_card(
     manifest: the head's `manifest.json`, with the `head` of its `config.json` where that is at hand. All of it is
         optional: an imported head has `imported` (producer, path, ...) in the place of config, step and metrics.
     measured: the content of `measured.json`.
-    export: of an exported directory: `format`; `serve`, the command line that serves it; `checks`, lines that say what
-        was checked and passed; `head_sha256` of the weights it was made from; `notes`, lines, where there are any. For
-        hf-assisted also `target` and `draft`, as given.
+    export: of an exported directory: `format`; `command`, which serves it; `checks`, lines that say what was checked
+        and passed; `head`, `path` and `sha256` of what it was made from; `weights`, their type; `notes`, lines. For
+        hf-assisted `target` and `draft`, as given, and no head.
     """
     facts = Facts(kind, manifest, measured, export)
     title, what = WHAT[kind]
@@ -164,8 +165,10 @@ def shape(facts: Facts) -> list[str]:
         lines.append(f"- imported from {facts.imported.get('producer', 'an unknown producer')}: {code(source)}")
         lines += [f"- {note}" for note in facts.imported.get("notes", ())]
     if facts.export is not None:
-        if facts.kind != "hf-assisted":
-            lines.append(f"- made from the head with sha256 `{facts.export.get('head_sha256', facts.unknown)}`")
+        if origin := facts.export.get("head"):
+            lines.append(f"- made from the head {code(origin.get('path'))}, weights' sha256 `{origin['sha256']}`")
+        if "weights" in facts.export:
+            lines.append(f"- weights in {facts.export['weights']}")
         lines += [f"- {note}" for note in facts.export.get("notes", ())]
     return ["\n".join(lines)]
 
@@ -203,9 +206,14 @@ def data(facts: Facts) -> str:
 
 
 def training(facts: Facts) -> str:
-    if not facts.config:
+    config = dict(facts.config)
+    # Of two settings of which one decides, the other is not shown.
+    for decides, other in (("max_steps", "epochs"), ("tokens_per_batch", "batch_size")):
+        if decides in config:
+            config.pop(other if config[decides] else decides, None)
+    rows = [(f"`{name}`", code(config[name])) for name in SETTINGS if config.get(name) is not None]
+    if not rows:
         return sentence(facts.unknown)
-    rows = [(f"`{name}`", code(facts.config[name])) for name in SETTINGS if name in facts.config]
     step = facts.manifest.get("step")
     steps = f"{step:,} steps. Settings of `draftsmith train {facts.kind}` that decide the result:\n\n" if step else ""
     return steps + "\n".join(markdown_lines(("setting", "value"), rows))
@@ -316,7 +324,7 @@ def usage(facts: Facts) -> str:
     """Command lines; DIR is this directory."""
     if facts.export is not None:
         checks = "\n".join(f"- {check}" for check in facts.export.get("checks", ())) or "- none"
-        return f"{shell(facts.export['serve'])}\n\nChecked when it was written, and passed:\n\n{checks}"
+        return f"{shell(facts.export['command'])}\n\nChecked when it was written, and passed:\n\n{checks}"
     lines = [f"draftsmith decode PROMPT {models_words(facts)} --method {method(facts)}"]
     if facts.kind == "eagle":
         of = f" --target {shlex.quote(facts.read_model)}" if facts.read_model else " --target TARGET"
@@ -367,24 +375,3 @@ SECTIONS: dict[str, Callable[[Facts], str]] = {
 }
 # Whose own card says the rest.
 OF_A_DRAFT_MODEL = ("Target and tokenizer", "tau by task", "How to use it", "Licence", "Versions")
-
-
-def code(value: Any) -> str:
-    """As Markdown code, on one line; nothing for nothing."""
-    if value is None or value == {}:
-        return ""
-    return f"`{value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)}`"
-
-
-def sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def shell(*lines: str) -> str:
-    return "\n".join(["```sh", *lines, "```"])
-
-
-def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table; the first column is text, the others are numbers."""
-    lines = ["| " + " | ".join(headings) + " |", "|---" + "|---:" * (len(headings) - 1) + "|"]
-    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

@@ -32,7 +32,7 @@ def write_measured(directory: str | Path, measured: Mapping[str, Any]) -> None:
     write_card(directory)
 
 
-def read_measured(directory: str | Path) -> dict[str, Any] | None:
+def measured_of(directory: str | Path) -> dict[str, Any] | None:
     """What `write_measured` kept; None where nothing was measured, or it was of other weights."""
     directory = Path(directory)
     if not (directory / MEASURED).exists():
@@ -48,7 +48,7 @@ def write_card(directory: str | Path) -> None:
     manifest = {"head": config["head"], **read_json(directory / "manifest.json")}
     temporary = directory / f"{CARD}.tmp-{os.getpid()}"
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(model_card(config["kind"], manifest, measured=read_measured(directory)))
+        file.write(model_card(config["kind"], manifest, measured=measured_of(directory)))
         file.flush()
         os.fsync(file.fileno())
     publish(temporary, directory / CARD)

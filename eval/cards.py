@@ -51,11 +51,11 @@ def write_cards(results: Mapping[str, Any], named: Sequence[Named], paths: Mappi
     """
     heads = heads_of(named, paths)
     for flag, directory in heads.items():
-        write_measured(directory, measured_of(results, named, flag))
+        write_measured(directory, of_head(results, named, flag))
     return list(heads.values())
 
 
-def measured_of(results: Mapping[str, Any], named: Sequence[Named], flag: str) -> dict[str, Any]:
+def of_head(results: Mapping[str, Any], named: Sequence[Named], flag: str) -> dict[str, Any]:
     """What `measured.json` holds of one head: the rows of the methods that used it, and how they were taken."""
     meta, labels = results["meta"], {item.label for item in named if flag in item.method.needs}
     rows = []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.batched import answer_all, row_uniforms
-from draftsmith.data.card import markdown_lines
+from draftsmith.data.markdown import markdown_lines
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength

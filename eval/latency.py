@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from rich.console import Console
 
-from draftsmith.data.card import markdown_lines
+from draftsmith.data.markdown import markdown_lines
 from draftsmith.data.manifest import git_commit, package_versions, resolved, write_json
 from draftsmith.data.models import DTYPES
 from draftsmith.data.progress import say

@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from draftsmith.data.card import markdown_lines
+from draftsmith.data.markdown import markdown_lines
 
 HEADINGS = ("method", "tokens/s", "speed-up", "95 % CI", "tau", "target calls", "discarded", "= ar")
 METHOD_WIDTH = 12  # narrower terminals fold a method's name, not the numbers

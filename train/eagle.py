@@ -50,9 +50,9 @@ class TrainEagleConfig(TrainConfig):
         feature_dtype: What the cache stores: bf16, or fp8 with a scale for each token, half the bytes.
         target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
             tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
-        num_layers: Decoder layers of the head.
-        rope: Rotary positions of the head: the target's, or plain without the target's scaling, which SafeAILab's code
-            has for no head but linear and dynamic ones; vLLM and SGLang hold both.
+        num_layers: Decoder layers of the head. Default: 1, or those of the head it starts from.
+        rope: Rotary positions of the head: the target's, or plain, without the target's scaling: SafeAILab's code knows
+            none but linear and dynamic. vLLM and SGLang hold both.
         init: random; target-last-layer, where the head's last layer starts as the target's last one; or the directory
             of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its width and vocabulary have to
             be this target's: a head of the model before its own fine-tuning, merging or quantising is a good start. At
@@ -83,7 +83,7 @@ class TrainEagleConfig(TrainConfig):
     lr: float = 3e-5
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 0.5
-    num_layers: int = 1
+    num_layers: int | None = None
     rope: Rope = "target"
     init: str = "random"
     feature_weight: float = 1.0
@@ -112,8 +112,9 @@ class TrainEagleConfig(TrainConfig):
             raise InputError("unroll_decay", self.unroll_decay, "a weight in (0, 1]", "Change it.")
         if not self.noise >= 0:
             raise InputError("noise", self.noise, "0 or more", "Change it.")
+        if self.num_layers is not None and self.num_layers < 1:
+            raise InputError("num_layers", self.num_layers, "1 or more", "Change it.")
         for name, least in {
-            "num_layers": 1,
             "agreement_steps": 0,
             "tau_every": 0,
             "tau_prompts": 0,
@@ -261,13 +262,15 @@ def eagle_settings(config: TrainEagleConfig, target: LlamaConfig) -> EagleConfig
         InputError: `init` is no head, or one that `num_layers` or `rope` contradicts.
     """
     if config.init in FRESH:
-        return EagleConfig.for_target(target, config.num_layers, rope=config.rope)
+        return EagleConfig.for_target(target, config.num_layers or 1, rope=config.rope)
     settings = starting_settings(config.init, "eagle", target.hidden_size, target.vocab_size)
     assert isinstance(settings, EagleConfig)
     layers, scaling = settings.llama.num_layers, settings.llama.rope_scaling.kind
-    if layers != config.num_layers:
+    if config.num_layers not in (None, layers):
         expected = f"{layers}, as the head of --init has"
-        raise InputError("num_layers", config.num_layers, expected, f"Pass --num-layers {layers}.")
+        raise InputError(
+            "num_layers", config.num_layers, expected, "Leave --num-layers out, or start from another head."
+        )
     if config.rope == "plain" and scaling != "default":
         expected = f"target: the head of --init has rope scaling {scaling}"
         raise InputError("rope", "plain", expected, "Leave --rope out, or start from another head.")

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -132,7 +133,9 @@ class WandbLogger(Logger):
     def log_head(self, directory: Path) -> None:
         """A head directory as the next version of the artifact `JOB-RUN`, with its card as the description.
 
-        Its files are referred to where they lie, not copied: an offline run reads them when it is uploaded.
+        Its files are referred to where they lie, not copied: an offline run reads them when it is uploaded. Only the
+        card is copied into the run's directory: a benchmark may have written it anew by then (`eval bench --card`),
+        and a file that has changed is not taken.
         """
         import wandb
 
@@ -144,8 +147,10 @@ class WandbLogger(Logger):
             description=(directory / "README.md").read_text("utf-8"),
             metadata=metadata,
         )
+        card = shutil.copy(directory / "README.md", Path(self._run.dir).resolve().parent / "head-card.md")
         for path in sorted(directory.resolve().iterdir()):
-            artifact.add_file(str(path), policy="immutable", skip_cache=True)
+            source = card if path.name == "README.md" else path
+            artifact.add_file(str(source), name=path.name, policy="immutable", skip_cache=True)
         self._run.log_artifact(artifact, aliases=["best", f"step-{manifest['step']}"])
 
     def finalize(self, status: str) -> None:

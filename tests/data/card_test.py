@@ -12,13 +12,13 @@ import yaml
 from draftsmith.data.card import SECTIONS, model_card
 from draftsmith.data.heads import head_fields, save_head
 from draftsmith.data.manifest import package_versions
-from draftsmith.data.measured import read_measured, write_measured
+from draftsmith.data.measured import measured_of, write_measured
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig
 
 LLAMA = LlamaConfig(50, 8, 16, 1, 2, 1, 4, 64, rope_theta=5e5)
-SETTINGS = {"lr": 3e-5, "init": "random", "license": "", "wandb": "off"}
+SETTINGS = {"lr": 3e-5, "init": "random", "license": "", "wandb": "off", "epochs": 3, "max_steps": 1500}
 TRAINED: dict[str, Any] = {
     "target": {"config": "aaaa", "lm_head": "bbbb"},
     "models": {"tokenizer": "cccc", "chat_template": "dddd", "target": {"config": "aaaa"}, "draft": {"config": "eeee"}},
@@ -64,7 +64,9 @@ def test_a_trained_heads_card_has_every_section():
         "draftsmith unknown (not installed), torch 2.8": "Versions",
     }.items():  # fmt: skip
         assert words in sections[section], section
-    assert "wandb" not in sections["Training"] and "unknown:" not in str(sections)
+    assert "wandb" not in sections["Training"] and "epochs" not in sections["Training"]  # steps decide
+    assert "| `max_steps` | `1500` |" in sections["Training"]
+    assert "unknown:" not in str(sections)
     assert matter["base_model"] == "owner/model" and matter["library_name"] == "draftsmith"
 
 
@@ -88,7 +90,7 @@ def test_a_licence_is_stated_or_said_not_to_be():
 @pytest.mark.parametrize("kind", ["eagle", "acceptance"])
 def test_an_imported_heads_card_says_what_it_does_not_know(kind):
     imported = {"producer": "SafeAILab EAGLE-1", "path": "heads/theirs", "notes": ["no fc bias: the default"]}
-    card = model_card(kind, {"imported": imported})
+    card = model_card(kind, {"imported": imported, "config": {"license": "apache-2.0"}})  # as stated at its export
     _, sections = parts(card)
     assert list(sections) == list(SECTIONS)
     for section in ("Target and tokenizer", "Data", "Training", "Measured on held-out samples", "Versions"):
@@ -122,13 +124,15 @@ def test_what_was_measured_is_on_the_card_with_its_counting_rule():
 
 
 def test_an_exports_card_says_how_to_serve_it_and_what_was_checked():
-    export = {"format": "vllm", "serve": "vllm serve owner/model", "checks": ["logits as ours"], "head_sha256": "7777"}
+    export = {"format": "vllm", "command": "vllm serve owner/model", "checks": ["logits as ours"]}
+    export |= {"head": {"path": "runs/head", "sha256": "7777"}, "weights": "bfloat16"}
     card = model_card("eagle", eagle_manifest(), export=export)
     matter, sections = parts(card)
     assert matter["library_name"] == "vllm" and "# EAGLE head, exported for vllm" in card and "`7777`" in card
+    assert "- weights in bfloat16" in card
     assert "vllm serve owner/model" in sections["How to use it"] and "- logits as ours" in sections["How to use it"]
     assert "draftsmith export" not in card
-    draft = {"format": "hf-assisted", "serve": "python serve.py", "target": "owner/model", "draft": "owner/draft"}
+    draft = {"format": "hf-assisted", "command": "python serve.py", "target": "owner/model", "draft": "owner/draft"}
     _, sections = parts(model_card("hf-assisted", {}, export=draft))
     assert "`owner/draft`" in sections["Target and tokenizer"] and "Training" not in sections
 
@@ -141,7 +145,7 @@ def test_a_card_is_written_anew_with_what_was_measured(tmp_path):
     write_measured(head, MEASURED)
     wanted = model_card("eagle", {**manifest, "head": head_fields(module)}, measured=MEASURED)
     assert (head / "README.md").read_text() == wanted
-    assert read_measured(head)["methods"] == MEASURED["methods"]
+    assert measured_of(head)["methods"] == MEASURED["methods"]
     assert {file.name for file in head.iterdir()} == {
         "config.json", "model.safetensors", "manifest.json", "README.md", "measured.json"
     }  # fmt: skip

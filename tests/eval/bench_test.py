@@ -13,7 +13,7 @@ import transformers
 from tiny_models import tiny_llama_dir, tiny_tokenizer
 
 from draftsmith.data.heads import load_head, save_head
-from draftsmith.data.measured import read_measured
+from draftsmith.data.measured import measured_of
 from draftsmith.data.models import load_lm
 from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval import bench
@@ -310,7 +310,7 @@ def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, mo
     found = bench.bench(carded)
     wanted = {row["method"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["methods"]}
     for flag, label in (("eagle", "eagle:k=2"), ("acceptance", "specdec++:h=0.7:max=6")):
-        card, measured = (heads[flag] / "README.md").read_text(), read_measured(heads[flag])
+        card, measured = (heads[flag] / "README.md").read_text(), measured_of(heads[flag])
         parts = {"all": wanted[label], **wanted[label]["by_task"]}
         assert set(parts) == {"all", "a", "b"}
         for task, part in parts.items():
@@ -323,10 +323,10 @@ def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, mo
         assert load_head(heads[flag]).config == load_head(models[flag]).config
     # What was measured of other weights is not of this head, and a head in another's place has nothing measured.
     save_head(heads["eagle"], load_head(heads["acceptance"]), {}, "card")
-    assert read_measured(heads["eagle"]) is None and not (heads["eagle"] / "measured.json").exists()
+    assert measured_of(heads["eagle"]) is None and not (heads["eagle"] / "measured.json").exists()
     shutil.copy(heads["acceptance"] / "measured.json", heads["eagle"])
     (heads["acceptance"] / "measured.json").write_text('{"head_sha256": "0"}')
-    assert read_measured(heads["eagle"]) is not None and read_measured(heads["acceptance"]) is None
+    assert measured_of(heads["eagle"]) is not None and measured_of(heads["acceptance"]) is None
 
 
 def test_a_card_of_no_head_is_refused_before_anything_is_measured(config, tmp_path):

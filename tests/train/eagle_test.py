@@ -405,7 +405,7 @@ def test_a_fine_tuned_head_goes_on_only_from_the_same_start(artefacts, tmp_path,
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"num_layers": 2}, r"num_layers: found 2, expected 1, .* Pass --num-layers 1\."),
+        ({"num_layers": 2}, r"num_layers: found 2, expected 1, as the head of --init has"),
         ({"init": "target-first-layer"}, "init: found target-first-layer"),
         ({"target": "NARROW"}, "init: found .* of width 32, expected width 16"),
     ],

@@ -114,9 +114,12 @@ def test_the_head_is_an_artifact_of_the_completed_run_with_its_card(tracked):
     assert artifact.description == (best / "README.md").read_text()
     assert json.loads(artifact.metadata)["metrics"] == manifest["metrics"]
     assert set(artifact.aliases) >= {"best", f"step-{manifest['step']}"}
-    # Referred to, not copied: what is uploaded later lies in best/.
+    # Referred to, not copied: what is uploaded later lies in best/. But for the card, which may be written anew.
     files = {entry.path: (entry.local_path, entry.size) for entry in artifact.manifest.contents}
-    assert files == {path.name: (str(path), path.stat().st_size) for path in best.iterdir()}
+    card, size = files.pop("README.md")
+    assert Path(card).read_text() == artifact.description and size == Path(card).stat().st_size
+    assert Path(card).parent == tracked.sessions[1].directory.resolve()
+    assert files == {path.name: (str(path), path.stat().st_size) for path in best.iterdir() if path.name != "README.md"}
 
 
 def test_machine_and_process_are_not_told(tracked):

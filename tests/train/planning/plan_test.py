@@ -177,7 +177,7 @@ def test_measuring_runs_real_steps_and_leaves_nothing(artefacts, tmp_path):
 def test_a_plan_of_fine_tuning_is_of_the_heads_own_shape(artefacts, tmp_path):
     """Here a head of other sizes than one made for the target, and of a shorter reach than its documents."""
     target = load_lm(str(artefacts.target))
-    layer = dataclasses.replace(target.config, intermediate_size=24, num_kv_heads=4, num_layers=1, max_position=40)
+    layer = dataclasses.replace(target.config, intermediate_size=24, num_kv_heads=4, num_layers=2, max_position=40)
     head = save_head(tmp_path / "head", EagleHead(EagleConfig(layer, fc_bias=True)), {}, "card")
     config = eagle_config(artefacts, tmp_path / "run", init=str(head))
     plan = plan_of(config)
