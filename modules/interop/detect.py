@@ -6,7 +6,7 @@ Names are what a loader goes by; a config is often copied from the target or edi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,8 @@ class Seen:
     def architecture(self) -> str:
         """The first of `architectures`, which every system goes by; empty where there is none."""
         names = self.config.get("architectures")
-        return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+        first = names[0] if isinstance(names, list) and names else None
+        return first if isinstance(first, str) and first.isprintable() else ""
 
     def has(self, pattern: str) -> bool:
         """Does a tensor's bare name begin with this?"""
@@ -119,7 +120,7 @@ class Rule:
     remedy: str = LATER
 
 
-def _speculators(seen: Seen, kinds: Iterable[str] = ()) -> bool:
+def _speculators(seen: Seen, kinds: tuple[str, ...] = ()) -> bool:
     kind = seen.config.get("speculators_model_type")
     return kind in kinds if kinds else kind is not None or "speculators_config" in seen.config
 
@@ -182,7 +183,7 @@ REFUSED = (
     Rule(
         "one of draftsmith's own heads",
         _own,
-        "It needs no import: pass it with --head, or write it for another system with draftsmith export.",
+        "It needs no import: pass it with --eagle or --acceptance, or write it for others with draftsmith export.",
     ),
     Rule("an EAGLE head in the old layout of speculators (fusion_fc, transformer)", _old_speculators),
     Rule("a P-EAGLE head of speculators (peagle)", lambda seen: _speculators(seen, ("peagle",))),
