@@ -91,10 +91,11 @@ def eagle_format(seen: Seen) -> str:
         raise InputError("directory", f"an EAGLE-1 head of the architecture {name}", CAN_READ, LATER)
     if "fc.bias" in seen.bare:  # vLLM drops it
         return "eagle"
-    # SafeAILab's layer has head_dim = width / heads, no bias but those of q, k and v, and its rope settings are
-    # rope_theta and {type, factor} (eagle/model/cnets1.py).
+    # SafeAILab's layer has head_dim = width / heads, no bias but, with qkv_bias, those of q, k and v, and its rope
+    # settings are rope_theta and {type, factor} (eagle/model/cnets1.py).
     wide = seen.rows("layers.0.self_attn.q_proj.weight") not in (None, seen.rows("fc.weight"))
     biased = seen.has(r"layers\.\d+\.(self_attn\.o_proj|mlp\.\w+)\.bias$")
+    biased |= seen.has(r"layers\.\d+\.self_attn\.q_proj\.bias$") and "qkv_bias" not in seen.config
     newer = "rope_parameters" in seen.config and "rope_theta" not in seen.config
     rope = seen.config.get("rope_scaling")
     simple = not rope or (isinstance(rope, Mapping) and rope.keys() == {"type", "factor"})
