@@ -50,6 +50,8 @@ def read_package(path: str) -> Package:
             raise InputError(str(file), f"{twice[0]}, which another shard has", "every tensor once", FETCH)
         tensors |= found
         metadata |= about
+    if odd := [name for name in tensors if not name.isprintable()]:  # messages show names, and a terminal obeys them
+        raise InputError(str(files[0]), f"a tensor named {odd[0]!r}", "names that can be printed", FETCH)
     if index is not None:
         _check_index(index, tensors)
     if files[0].suffix == ".safetensors" and (directory / SAFEAI).exists():
@@ -145,7 +147,7 @@ def read_torch(file: Path) -> dict[str, Tensor]:
         raise InputError(str(file), _why_refused(error), STORED, FETCH) from error
     if not isinstance(content, Mapping):
         raise InputError(str(file), f"a {type(content).__name__}", STORED, FETCH)
-    wrong = [f"{name} ({what})" for name, value in content.items() if (what := _not_plain(name, value))]
+    wrong = [f"{name!r} ({what})" for name, value in content.items() if (what := _not_plain(name, value))]
     if wrong:
         raise InputError(str(file), ", ".join(wrong[:3]), STORED, "Save the head's state_dict alone.")
     return {name: tensor.detach() for name, tensor in content.items()}
@@ -155,14 +157,14 @@ def _why_refused(error: Exception) -> str:
     """torch's own message ends with the advice to switch its check off; only its facts are kept."""
     text = " ".join(str(error).split())
     if code := re.search(r"(?:GLOBAL|class|function) ([\w.]+\.\w+)", text):
-        return f"a pickle that would call {code[1]}, which is code and not weights"
+        return f"a pickle that asks for {code[1]}, which is code and not weights"
     if "TorchScript" in text:
         return "a TorchScript program"
     if "legacy .tar" in text:
         return "a tar of pickles, torch's form before 2017"
     if "weights_only" in text:
         return "a pickle of other things than tensors, or no weights at all"
-    return f"damaged ({text[:120] or type(error).__name__})"
+    return f"damaged ({type(error).__name__}: {text[:120]})"
 
 
 def _not_plain(name: Any, value: Any) -> str:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # Kind of head -> flag of the model whose hidden states it reads.
 READS = {"eagle": "target", "acceptance": "draft"}
+NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,9 @@ def _with_run_time_values(config: ImportConfig, kind: str, parsed: Parsed) -> Pa
     if kind != "acceptance" or config.w_rej == 1.0:
         return parsed
     changed = dataclasses.replace(parsed.config, w_rej=config.w_rej)
-    return dataclasses.replace(parsed, config=changed, notes=(*parsed.notes, f"w_rej {config.w_rej:g}, as given"))
+    return dataclasses.replace(
+        parsed, config=changed, notes=(*parsed.notes, f"w_rej {config.w_rej:g} is taken, as given")
+    )
 
 
 def build(kind: str, parsed: Parsed, package: Package) -> nn.Module:
@@ -136,9 +139,6 @@ def build(kind: str, parsed: Parsed, package: Package) -> nn.Module:
         for name, tensor in parsed.state.items()
     }
     return build_head(kind, parsed.config, state)
-
-
-NARROW = (torch.bfloat16, torch.float16)
 
 
 def _manifest(config: ImportConfig, kind: str, producer: str, parsed: Parsed, model: ReadModel) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _report(config: ImportConfig, kind: str, producer: str, parsed: Parsed, mode
     """What came of it, what a user should know of it, and what to do next."""
     out, flag = shlex.quote(str(config.output)), READS[kind]
     path = shlex.quote(model.path) if model.path else flag.upper()
-    say(f"{kind} head of {producer}: {config.output}")
+    say(f"{kind} head, read as {producer} does: {config.output}")
     for note in parsed.notes:
         say(f"  note: {note}")
     if model.path is None:

@@ -6,7 +6,7 @@ Names are what a loader goes by; a config is often copied from the target or edi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,8 @@ class Seen:
     def architecture(self) -> str:
         """The first of `architectures`, which every system goes by; empty where there is none."""
         names = self.config.get("architectures")
-        return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+        first = names[0] if isinstance(names, list) and names else None
+        return first if isinstance(first, str) and first.isprintable() else ""
 
     def has(self, pattern: str) -> bool:
         """Does a tensor's bare name begin with this?"""
@@ -90,10 +91,11 @@ def eagle_format(seen: Seen) -> str:
         raise InputError("directory", f"an EAGLE-1 head of the architecture {name}", CAN_READ, LATER)
     if "fc.bias" in seen.bare:  # vLLM drops it
         return "eagle"
-    # SafeAILab's layer has head_dim = width / heads, no bias but those of q, k and v, and its rope settings are
-    # rope_theta and {type, factor} (eagle/model/cnets1.py).
+    # SafeAILab's layer has head_dim = width / heads, no bias but, with qkv_bias, those of q, k and v, and its rope
+    # settings are rope_theta and {type, factor} (eagle/model/cnets1.py).
     wide = seen.rows("layers.0.self_attn.q_proj.weight") not in (None, seen.rows("fc.weight"))
     biased = seen.has(r"layers\.\d+\.(self_attn\.o_proj|mlp\.\w+)\.bias$")
+    biased |= seen.has(r"layers\.\d+\.self_attn\.q_proj\.bias$") and "qkv_bias" not in seen.config
     newer = "rope_parameters" in seen.config and "rope_theta" not in seen.config
     rope = seen.config.get("rope_scaling")
     simple = not rope or (isinstance(rope, Mapping) and rope.keys() == {"type", "factor"})
@@ -119,7 +121,7 @@ class Rule:
     remedy: str = LATER
 
 
-def _speculators(seen: Seen, kinds: Iterable[str] = ()) -> bool:
+def _speculators(seen: Seen, kinds: tuple[str, ...] = ()) -> bool:
     kind = seen.config.get("speculators_model_type")
     return kind in kinds if kinds else kind is not None or "speculators_config" in seen.config
 
@@ -182,7 +184,7 @@ REFUSED = (
     Rule(
         "one of draftsmith's own heads",
         _own,
-        "It needs no import: pass it with --head, or write it for another system with draftsmith export.",
+        "It needs no import: pass it with --eagle or --acceptance, or write it for others with draftsmith export.",
     ),
     Rule("an EAGLE head in the old layout of speculators (fusion_fc, transformer)", _old_speculators),
     Rule("a P-EAGLE head of speculators (peagle)", lambda seen: _speculators(seen, ("peagle",))),

@@ -130,17 +130,23 @@ def test_code_in_a_pickle_beside_good_safetensors_is_refused(head, tmp_path):
     [
         (torch.ones(3), "a Tensor"),
         ([torch.ones(3)], "a list"),
-        ({"state_dict": weights()}, "state_dict (dict)"),
-        ({**weights(), "step": 3}, "step (int)"),
+        ({"state_dict": weights()}, "'state_dict' (dict)"),
+        ({**weights(), "step": 3}, "'step' (int)"),
         ({0: torch.ones(2)}, "0 (no name)"),
-        ({"fc.weight": torch.eye(3).to_sparse()}, "fc.weight (sparse or quantised)"),
-        ({"fc.weight": torch.empty(3, device="meta")}, "fc.weight (without values)"),
+        ({"fc.weight": torch.eye(3).to_sparse()}, "'fc.weight' (sparse or quantised)"),
+        ({"fc.weight": torch.empty(3, device="meta")}, "'fc.weight' (without values)"),
     ],
     ids=["a tensor", "a list", "nested", "a number", "no name", "sparse", "meta"],
 )
 def test_other_content_than_named_tensors_is_refused(head, content, said):
     save_torch(content, head / "pytorch_model.bin")
     assert said in refusal(head)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_names_that_a_terminal_would_obey_are_refused(head, file):
+    (save_file if file.endswith(".safetensors") else save_torch)({"\x1b[2Jfc.weight": torch.ones(2)}, head / file)
+    assert "\x1b" not in refusal(head)
 
 
 def test_a_torchscript_program_is_refused(head):

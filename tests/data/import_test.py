@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from draftsmith.eval.decode import DecodeConfig
 from draftsmith.eval.decode import run as decode
 from draftsmith.launch.cli import main
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.types import InputError
 
 WIDTH = 32
@@ -130,6 +132,21 @@ def test_a_qwen_head_keeps_its_biases(tmp_path, qwen, file, producer):
     found = stored(tmp_path / "ours")
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
     assert head_config(tmp_path / "ours")["head"]["llama"]["qkv_bias"]
+
+
+@pytest.mark.parametrize("name", [name for name, kind in FORMATS.items() if kind == "eagle"])
+def test_what_we_write_for_another_system_comes_back_without_being_named(tmp_path, target, qwen, name):
+    module = importlib.import_module(f"draftsmith.modules.interop.{name}")
+    for model in (target, qwen):
+        head = original(model, torch.bfloat16)
+        state = dict(head.named_parameters())
+        package = module.write(head.config, state, torch.bfloat16)
+        kind = Path(model).name
+        theirs = write(tmp_path / kind, dict(package.config), dict(package.tensors), "model.safetensors")
+        output = run(ImportConfig(theirs, tmp_path / f"{kind}-ours", target=model))
+        found = load_head(output)
+        assert found.config == head.config
+        assert all(torch.equal(tensor, state[key]) for key, tensor in found.named_parameters())
 
 
 def test_an_imported_head_drafts_as_the_original_does(tmp_path, target):

@@ -60,6 +60,7 @@ READ = {
     "vLLM, attention biases": (
         "vllm", EAGLE_1 | {"attention_bias": True}, EAGLE | QKV_BIAS | {"layers.0.self_attn.o_proj.bias": (H,)},
     ),
+    "vLLM, biases of q, k and v only": ("vllm", EAGLE_1 | {"attention_bias": True}, EAGLE | QKV_BIAS),
     "vLLM, rope in the new spelling": (
         "vllm", {"rope_parameters": {"rope_theta": 1e6}} | {k: v for k, v in EAGLE_1.items() if "rope" not in k}, EAGLE,
     ),
