@@ -131,7 +131,7 @@ def check_assistant(directory: str | Path, target: str) -> tuple[list[Finding], 
         draft = load_transformers(source, torch.float32).eval()
     except ValueError as error:  # ours, and what transformers says of a config that it does not know
         return [Finding("error", str(directory), str(error).strip().splitlines()[0])], {}
-    settings = {name: getattr(draft.generation_config, name, None) for name in FIELDS}
+    settings: dict[str, Any] = {name: getattr(draft.generation_config, name, None) for name in FIELDS}
     facts: dict[str, Any] = {
         **settings,
         "vocab_size": draft.config.get_text_config().vocab_size,

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama_dir
 
+from draftsmith.data.exchange import assistant
 from draftsmith.data.exchange.assistant import check_assistant, write_assistant
 from draftsmith.data.models import resolve_model
 from draftsmith.modules.interop.hf_assisted import FIELDS, Tuning, serve
@@ -81,7 +82,7 @@ def test_a_good_directory_passes_and_drafts_as_told(written, tmp_path):
 
 def test_with_scikit_learn_a_threshold_is_said_to_move(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.utils.is_sklearn_available", lambda: True)
-    monkeypatch.setattr("draftsmith.data.exchange.assistant.MAX_NEW_TOKENS", 2)
+    monkeypatch.setattr(assistant, "MAX_NEW_TOKENS", 2)
     directory = write_assistant(DRAFT, Tuning(3, 0.3), tmp_path / "draft", CARD)
     findings, _ = check_assistant(directory, TARGET)
     assert [(finding.level, finding.where) for finding in findings] == [("note", "assistant_confidence_threshold")]
@@ -130,6 +131,20 @@ def test_a_broken_directory_is_an_error(kind, written):
     spoil(written)
     found = errors(written)
     assert text in found[where or str(written)]
+
+
+def test_an_answer_that_is_not_the_targets_own_is_an_error(written, monkeypatch):
+    """A draft that changes answers is a defect of transformers; the one put in here changes the third token."""
+    answered = assistant._assisted
+
+    def defective(*args):
+        tokens, fed = answered(*args)
+        tokens[0, args[2].shape[1] + 2] += 1
+        return tokens, fed
+
+    monkeypatch.setattr(assistant, "_assisted", defective)
+    monkeypatch.setattr(assistant, "MAX_NEW_TOKENS", 4)
+    assert "leaves the target's own at token 2" in errors(written)["generate"]
 
 
 def test_another_vocabulary_or_tokenizer_is_an_error(written, tmp_path):
