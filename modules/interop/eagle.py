@@ -16,8 +16,8 @@ from torch import Tensor
 from draftsmith.modules.heads.eagle import EagleConfig
 from draftsmith.modules.interop.base import Package, Parsed, Reading, TargetFacts
 from draftsmith.modules.interop.llama_layer import Producer, parse_head, write_head
-from draftsmith.modules.interop.reading import Biases, Reader, sizes, slots
-from draftsmith.modules.interop.rope import safeailab_rope, transformers_rope
+from draftsmith.modules.interop.reading import Biases, Reader, positions, sizes, slots
+from draftsmith.modules.interop.rope import conflict, safeailab_rope, transformers_rope
 from draftsmith.modules.types import InputError
 
 SYSTEM = "SafeAILab/EAGLE"
@@ -65,12 +65,13 @@ def parse(package: Package, target: TargetFacts | None) -> Parsed:
     """
     raw = package.config
     theirs, said = safeailab_rope(raw), transformers_rope(raw)
-    if said.kind == "linear" and theirs.theta != said.theta:
+    differ = (said.kind, said.theta) != (theirs.kind, theirs.theta) and said.kind in ("default", "linear")
+    if differ and conflict(raw) is None:
         raise InputError(
             "rope_theta",
-            f"{said.theta:g} with linear scaling",
-            f"10000, which {SYSTEM} computes with whatever the field says, where vLLM takes the field",
-            "Import it with --format vllm if vLLM's rule is meant, else write 10000 into config.json.",
+            str(said),
+            f"{theirs}, which {SYSTEM} computes with here, where vLLM goes by the field",
+            f"Import it with --format vllm if vLLM's rule is meant, else write {theirs.theta:g} into config.json.",
         )
     biases = _biases(raw)
     return parse_head(package, target, Producer(SYSTEM, biases, sizes(raw)))
@@ -104,11 +105,10 @@ def read(package: Package, target: TargetFacts | None) -> Reading:
         _load(reader, name, biases)
     reader.missing("random numbers")
     reader.surroundings(truncates=False)
-    if target is not None:
-        longest = max(reader.settings["max_position"], target.raw.get("max_position_embeddings", 0))
-        if longest > reader.settings["max_position"]:
-            reader.note("max_position_embeddings", f"grows its rotary table on demand, to the target's {longest}")
-            reader.settings["max_position"] = longest
+    longest = positions(target)
+    if longest > reader.settings["max_position"]:
+        reader.note("max_position_embeddings", f"grows its rotary table on demand, to the target's {longest}")
+        reader.settings["max_position"] = longest
     return reader.reading()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 from draftsmith.modules.interop.base import Package, Parsed, TargetFacts
-from draftsmith.modules.interop.reading import ROTARY_BUFFERS, Biases, Sizes, same_values
+from draftsmith.modules.interop.reading import ROTARY_BUFFERS, Biases, Sizes, number, positions, positive, same_values
 from draftsmith.modules.interop.rope import conflict, missing_keys, transformers_rope
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_settings
 from draftsmith.modules.types import InputError
@@ -124,9 +124,9 @@ def parse_head(package: Package, target: TargetFacts | None, producer: Producer)
     raw, size, notes = package.config, producer.sizes, list[str]()
     theta, scaling = _checked_fields(raw, size, target)
     tensors = _own_tensors(package, target, notes)
-    kept = _kept_biases(tensors, producer, notes)
-    max_position = int(raw.get("max_position_embeddings", 2048))
-    longest = max(max_position, 0 if target is None else int(target.raw.get("max_position_embeddings", 0)))
+    kept = _kept_biases(tensors, producer, raw.get("bias") is False, notes)
+    max_position = positive(raw, "max_position_embeddings")
+    longest = max(max_position, positions(target))
     if longest > max_position:
         notes.append(f"max_position_embeddings {max_position} is raised to the target's {longest}, as vLLM does")
     if "rms_norm_eps" not in raw:
@@ -140,7 +140,7 @@ def parse_head(package: Package, target: TargetFacts | None, producer: Producer)
         num_kv_heads=size.kv_heads,
         head_dim=size.head_dim,
         max_position=longest,
-        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_eps=number(raw, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=kept.qkv,
@@ -233,13 +233,14 @@ def _kind(name: str) -> str | None:
     return "qkv" if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias")) else None
 
 
-def _kept_biases(tensors: dict[str, Tensor], producer: Producer, notes: list[str]) -> Biases:
+def _kept_biases(tensors: dict[str, Tensor], producer: Producer, unbiased: bool, notes: list[str]) -> Biases:
     """Which biases our head has; the others are taken out of `tensors`.
 
     Kept: those that the system uses, unless they are zero (a format's filling), except in q, k and v.
+    unbiased: config.json says `bias: false`, by which whoever trained the head means fc.
     """
     remedies = {
-        "fc": 'Add "bias": false to config.json if the head was trained without, and import it as --format eagle.',
+        "fc": 'Add "bias": false to config.json if the head was trained without.',
         "qkv": 'Set "attention_bias" and "qkv_bias" to false in config.json if the head was trained without.',
         "o": 'Write "qkv_bias": true in place of "attention_bias" if only q, k and v have one.',
         "mlp": 'Set "mlp_bias" to false in config.json if the head was trained without.',
@@ -248,7 +249,9 @@ def _kept_biases(tensors: dict[str, Tensor], producer: Producer, notes: list[str
     for kind, remedy in remedies.items():
         names = [name for name in tensors if _kind(name) == kind]
         used = getattr(producer.biases, kind)
-        if used and not names and not (kind == "o" and producer.zero_o_bias):
+        if kind == "fc" and used and not names and unbiased:
+            notes.append(f"fc has no bias, as config.json says; {producer.system} itself would make up a random one")
+        elif used and not names and not (kind == "o" and producer.zero_o_bias):
             found = f"no {kind} bias in the file, where config.json makes {producer.system} create one"
             raise InputError("weights", found, "its values, which would be random", remedy)
         zero = not any(bool(tensors[name].any()) for name in names)

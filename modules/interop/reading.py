@@ -68,6 +68,19 @@ def positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
+def number(raw: Mapping[str, Any], key: str, default: float) -> float:
+    """A number in a `config.json`, `default` where it is absent."""
+    value = raw.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InputError(f"config.json, {key}", repr(value), "a number", "Correct config.json.")
+    return float(value)
+
+
+def positions(target: TargetFacts | None) -> int:
+    """How many the target has, 0 where that is not known."""
+    return 0 if target is None else int(target.raw.get("max_position_embeddings") or 0)
+
+
 def sizes(raw: Mapping[str, Any], head_dim: bool = True) -> Sizes:
     """head_dim: the system honours the field; else it is hidden_size / num_attention_heads whatever the field says.
 
@@ -147,14 +160,13 @@ class Reader:
     def take(self, size: Sizes, made: dict[str, Slot], rope: Rope) -> None:
         """The sizes, parameters and rotary settings that the system goes by."""
         raw = self.raw
-        eps = raw.get("rms_norm_eps", DEFAULTS["rms_norm_eps"])
         self.slots = made
         self.settings |= {
             "num_layers": size.layers,
             "num_heads": size.heads,
             "num_kv_heads": size.kv_heads,
             "head_dim": size.head_dim,
-            "rms_eps": float(eps),
+            "rms_eps": number(raw, "rms_norm_eps", 1e-6),
             "inv_freq": inverse_frequencies(rope, size.head_dim),
             "max_position": positive(raw, "max_position_embeddings"),
         }

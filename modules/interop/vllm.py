@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.modules.heads.eagle import EagleConfig
 from draftsmith.modules.interop.base import Package, Parsed, Reading, TargetFacts
 from draftsmith.modules.interop.llama_layer import Producer, parse_head, write_head
-from draftsmith.modules.interop.reading import ROTARY_BUFFERS, Biases, Reader, sizes, slots
+from draftsmith.modules.interop.reading import ROTARY_BUFFERS, Biases, Reader, number, positions, sizes, slots
 from draftsmith.modules.interop.rope import transformers_rope
 
 SYSTEM = "vLLM"
@@ -72,11 +72,10 @@ def read(package: Package, target: TargetFacts | None) -> Reading:
         _load(reader, name)
     reader.missing("uninitialised memory")
     reader.surroundings(truncates=True)
-    if target is not None and rope.kind in RESIZED:
-        own, theirs = reader.settings["max_position"], target.raw.get("max_position_embeddings", 0)
-        if theirs > own:
-            reader.note("max_position_embeddings", f"raises {own} to the target's {theirs}")
-            reader.settings["max_position"] = theirs
+    own, theirs = reader.settings["max_position"], positions(target)
+    if theirs > own and rope.kind in RESIZED:
+        reader.note("max_position_embeddings", f"raises {own} to the target's {theirs}")
+        reader.settings["max_position"] = theirs
     return reader.reading()
 
 
@@ -103,8 +102,8 @@ def _check_config(reader: Reader) -> None:
         reader.error("is_causal", "attends to later tokens")
     if "sliding_attention" in (raw.get("layer_types") or []):
         reader.error("layer_types", "attends within a sliding window, which this check and our head do not")
-    scale = raw.get("logit_scale", 1.0)
-    reader.settings["logit_scale"] = float(scale)
+    scale = number(raw, "logit_scale", 1.0)
+    reader.settings["logit_scale"] = scale
     if scale != 1.0:
         reader.error("logit_scale", f"multiplies the draft's logits by {scale}, which our head does not")
     if raw.get("hot_vocab_size"):

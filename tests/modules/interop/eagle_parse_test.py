@@ -71,10 +71,12 @@ def test_fc_bias_is_kept_where_its_system_uses_it():
 
 
 def test_a_bias_that_its_system_would_make_up_is_refused_with_the_way_out():
-    for kind, config in (("eagle", {"bias": ...}), ("eagle", {"bias": True}), ("sglang", {})):
+    for kind, config in (("eagle", {"bias": ...}), ("eagle", {"bias": True}), ("sglang", {"bias": ...})):
         copy = changed(written(kind), config, {"fc.bias": None})
         with pytest.raises(InputError, match=r'no fc bias.*Add "bias": false to config.json if'):
             SYSTEMS[kind].parse(copy, TARGET)
+    said = SYSTEMS["sglang"].parse(changed(written("sglang"), {"bias": False}, {"fc.bias": None}), TARGET)
+    assert not said.config.fc_bias and "would make up a random one" in said.notes[0]
     for kind in SYSTEMS:
         names = [name for name in written(kind, "qwen2").tensors if name.endswith("_proj.bias")]
         copy = changed(written(kind, "qwen2"), {}, dict.fromkeys(names))
@@ -141,7 +143,10 @@ def test_a_table_of_positions_grows_to_the_targets():
 def test_linear_scaling_on_another_base_is_two_things_to_two_systems():
     package = written("vllm", "linear rope, other base")
     assert SYSTEMS["vllm"].parse(package, TARGET).config.llama.rope_theta == 5000
-    with pytest.raises(InputError, match=r"expected 10000, .*--format vllm"):
+    new_only = changed(written("eagle"), {"rope_theta": ..., "rope_scaling": ...})
+    with pytest.raises(InputError, match=r"found base 5000, expected base 10000"):
+        SYSTEMS["eagle"].parse(new_only, TARGET)
+    with pytest.raises(InputError, match=r"expected base 10000, .*--format vllm"):
         SYSTEMS["eagle"].parse(package, TARGET)
 
 

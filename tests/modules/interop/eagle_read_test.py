@@ -326,7 +326,7 @@ def test_what_a_target_of_llama3_rope_gives_is_as_the_target(kind):
 @pytest.mark.parametrize(
     ("config", "field"),
     [({"hidden_size": "wide"}, "hidden_size"), ({"num_attention_heads": 0}, "num_attention_heads"),
-     ({"rope_scaling": "linear"}, "rope_scaling")],
+     ({"rope_scaling": "linear"}, "rope_scaling"), ({"rms_norm_eps": None}, "rms_norm_eps")],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", SYSTEMS)
 def test_a_field_that_is_no_number_is_one_line(kind, config, field):
