@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import nn
 
 from draftsmith.data.exchange.assistant import check_assistant
-from draftsmith.data.exchange.compare import Measure, compare_acceptance, compare_eagle
+from draftsmith.data.exchange.compare import DRAFT_STEPS, Measure, compare_acceptance, compare_eagle
 from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.facts import facts_of
 from draftsmith.data.exchange.probe import make_probes
@@ -173,7 +173,8 @@ def measures_of(
     package: Package,
 ) -> list[Measure]:
     if FORMATS[format] == "eagle":
-        probes = make_probes(path, lm, head.config.llama.max_position)
+        # A draft goes on behind a probe's end, and has to have positions there.
+        probes = make_probes(path, lm, min(head.config.llama.max_position, lm.info.max_position) - DRAFT_STEPS)
         return compare_eagle(reading, head, facts, probes, package)
     states = torch.cat([probe.features[probe.start :] for probe in make_probes(path, lm, lm.info.max_position)])
     return compare_acceptance(module.accept_prob(reading, states), torch.sigmoid(head(states)))

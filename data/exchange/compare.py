@@ -57,6 +57,7 @@ class Rows:
 Forward = Callable[[Tensor, Tensor], Tensor]  # embeddings and features [T, H] -> the head's hidden states [T, H]
 
 
+@torch.no_grad()
 def compare_eagle(
     reading: Reading, head: nn.Module, facts: TargetFacts, probes: Sequence[Probe], package: Package
 ) -> list[Measure]:

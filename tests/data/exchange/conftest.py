@@ -63,8 +63,10 @@ def copy_of(exported, tmp_path) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def checked(tiny_target, capsys) -> Callable[..., tuple[int, str]]:
+def checked(tiny_target, capsys, monkeypatch) -> Callable[..., tuple[int, str]]:
     """What `draftsmith check` says of a directory: its exit code, and what it prints."""
+
+    monkeypatch.setenv("COLUMNS", "400")  # no folded names
 
     def run(directory: Path, format: str, target: Path = tiny_target, **more: Any) -> tuple[int, str]:
         capsys.readouterr()

@@ -60,7 +60,7 @@ def test_tau_is_that_of_a_plain_loop_over_transformers_and_the_exported_director
     slow, counts = SlowEagle(tiny_target, exported(format)), Counts()
     eos = set(target.info.eos_ids)
     assert [slow.decode(prompt, K, NEW_TOKENS, eos, counts) for prompt in prompts] == answers
-    assert counts.tau == ours > 1.3
+    assert counts.tau == ours > 1.2  # drafts are accepted, and others are not
 
 
 def test_weights_may_be_written_in_another_type(eagle_dir, tmp_path):
