@@ -85,7 +85,7 @@ def run(config: CheckConfig) -> int:
         report = report_of_assistant(config.directory, config.target)
     else:
         path, lm = model_for(config.format, config.target, config.draft, config)
-        head = load_head(config.head, lm, kind=FORMATS[config.format]) if config.head is not None else None
+        head = original(config.head, FORMATS[config.format], lm) if config.head is not None else None
         report = check_head(config.directory, config.format, path, lm, head)
     print_report(report, str(config.directory), config.format)
     return 1 if report.failures else 0
@@ -116,6 +116,16 @@ def model_for(format: str, target: str | None, draft: str | None, how: Any) -> t
         whose = "the target" if flag == "target" else "the draft model whose hidden states the head reads"
         raise InputError(flag, "none", whose, f"Pass --{flag}.")
     return path, load_lm(path, how.dtype, how.device, how.engine, how.trust_remote_code)
+
+
+def original(directory: Path, kind: str, lm: CausalLM) -> nn.Module:
+    """A head as it was trained, in the type of its file.
+
+    Raises:
+        InputError: no head of this kind, or one for another model than `lm`.
+    """
+    load_head(directory, lm, kind=kind)  # compares identities; the copy is in the model's type, which rounds
+    return load_head(directory)
 
 
 def check_head(directory: Path, format: str, path: str, lm: CausalLM, head: nn.Module | None) -> Report:

@@ -86,8 +86,8 @@ def compare_eagle(
         drafted = max(drafted, largest(their_logits[count:] - our_logits[count:]))
     number = sum(len(row.next_ids) for row in rows)
     return [
-        difference(f"logits, {number} rows of target features", fed),
-        difference(f"logits, {DRAFT_STEPS} steps of {len(rows)} drafts on its own features", drafted),
+        difference(f"logits of {number} rows", fed),
+        difference(f"logits in {len(rows)} drafts", drafted),
         working(reading, facts, rows, probes, package),
     ]
 
@@ -111,7 +111,7 @@ def largest(difference: Tensor) -> float:
 
 
 def difference(name: str, value: float) -> Measure:
-    return Measure(name, f"{value:.1e} largest difference", f"at most {LARGEST_DIFFERENCE:g}", value <= LARGEST_DIFFERENCE)
+    return Measure(name, f"differ by {value:.1e}", f"at most {LARGEST_DIFFERENCE:g}", value <= LARGEST_DIFFERENCE)
 
 
 def working(
@@ -146,7 +146,7 @@ def working(
     if better:
         share, name = max(better)
         said += f"; {share:.1%} with {name}"
-    return Measure("its first choice is the target's", said, "no other reading clearly better", not better)
+    return Measure("chooses as the target", said, "no other reading better", not better)
 
 
 Inputs = list[tuple[Tensor, Tensor]]
@@ -191,7 +191,7 @@ def compare_acceptance(accept_prob: Tensor, ours: Tensor) -> list[Measure]:
     return [
         Measure(
             f"P(accept) of {ours.numel()} hidden states",
-            f"{value:.1e} largest difference",
+            f"differ by {value:.1e}",
             f"at most {LARGEST_DIFFERENCE:g}",
             value <= LARGEST_DIFFERENCE,
         ),

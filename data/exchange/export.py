@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from draftsmith.data.card import model_card
 from draftsmith.data.exchange.assistant import assistant_card, write_assistant
-from draftsmith.data.exchange.check import Format, Report, check_head, model_for, print_report, report_of_assistant
+from draftsmith.data.exchange.check import Format, Report, check_head, model_for, original, print_report, report_of_assistant
 from draftsmith.data.exchange.record import RECORD, make_record
-from draftsmith.data.heads import head_config, load_head
+from draftsmith.data.heads import build_head, head_config
 from draftsmith.data.manifest import git_commit, package_versions, read_json, write_json
 from draftsmith.data.measured import measured_of
-from draftsmith.data.models import DTYPES, load_lm
+from draftsmith.data.models import DTYPES, load_lm, resolve_model
 from draftsmith.modules.interop import FORMATS, hf_assisted
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
@@ -106,9 +106,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     path, lm = model_for(
         config.format, config.target or recorded.get("target"), config.draft or recorded.get("draft"), config
     )
-    head: Any = load_head(config.head, lm, kind=kind)
-    stored = load_head(config.head, kind=kind)  # as the file has it, not in the model's type
-    state = exported_state(stored, config.weights)
+    head: Any = original(config.head, kind, lm)
+    state = exported_state(head, config.weights)
     module = importlib.import_module(f"draftsmith.modules.interop.{config.format}")
     package: Package = module.write(head.config, state, next(iter(state.values())).dtype)
     write_package(directory, package)
@@ -119,9 +118,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     }
     made_with = {"packages": package_versions(), "git_commit": git_commit()}
     write_json(directory / RECORD, make_record(config.format, head.config, state, origin, made_with))
-    head.float().load_state_dict(state, strict=False)  # what was exported, its rounding included
-    report = check_head(directory, config.format, path, lm, head)
-    command = module.serve(path, str(config.output), config.num_drafted or best_chain(config.head) or NUM_DRAFTED)
+    report = check_head(directory, config.format, path, lm, build_head(kind, head.config, state))
+    command = module.serve(resolve_model(path), str(config.output), num_drafted(config))
     export = {
         "format": config.format,
         "command": command,
@@ -150,12 +148,16 @@ def write_package(directory: Path, package: Package) -> None:
     tensors = {name: tensor.contiguous() for name, tensor in package.tensors.items()}
     # transformers and the servers want to know that the tensors are torch's.
     save_file(tensors, directory / "model.safetensors", {"format": "pt", **package.metadata})
+    # safetensors keeps others from reading it; a server often runs as somebody else.
+    (directory / "model.safetensors").chmod((directory / "config.json").stat().st_mode)
 
 
-def best_chain(head: Path) -> int:
-    """Drafted tokens a round of the fastest `eagle:k=K` that was measured of this head; 0 where none was."""
-    rows = [row for row in (measured_of(head) or {"methods": []})["methods"] if CHAIN.fullmatch(row["method"])]
-    return int(CHAIN.fullmatch(max(rows, key=lambda row: row["speedup"])["method"])[1]) if rows else 0  # type: ignore
+def num_drafted(config: ExportConfig) -> int:
+    """Drafted tokens a round: as asked for, or of the fastest `eagle:k=K` that was measured of this head."""
+    assert config.head is not None
+    measured = measured_of(config.head) or {"methods": []}
+    speeds = {int(k[1]): row["speedup"] for row in measured["methods"] if (k := CHAIN.fullmatch(row["method"]))}
+    return config.num_drafted or max(speeds, key=speeds.__getitem__, default=NUM_DRAFTED)
 
 
 def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str]:
@@ -168,6 +170,6 @@ def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str
         raise InputError("results", f"{results} without results.json", "a directory of eval bench", "Check the path.")
     identity = load_lm(draft, "auto", engine=config.engine, trust_remote_code=config.trust_remote_code).info.identity
     tuning = hf_assisted.choose_tuning(read_json(results / "results.json"), identity)
-    command = hf_assisted.serve(target, str(config.output))
+    command = hf_assisted.serve(resolve_model(target), str(config.output))
     write_assistant(draft, tuning, directory, assistant_card(draft, target, tuning, identity, command, config.license))
     return report_of_assistant(directory, target), command

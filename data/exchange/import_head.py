@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from draftsmith.data.card import model_card
 from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
 from draftsmith.data.exchange.facts import facts_of
 from draftsmith.data.heads import build_head, check_sizes, save_head
@@ -91,7 +92,7 @@ def run(config: ImportConfig) -> Path:
         check_sizes("head", config.directory, settings, model.info.hidden_size, model.info.vocab_size)
     head = build(kind, parsed, package)
     manifest = _manifest(config, kind, producer, parsed, model)
-    save_head(config.output, head, manifest, card(kind, {**manifest, "head": dataclasses.asdict(parsed.config)}))
+    save_head(config.output, head, manifest, model_card(kind, {**manifest, "head": dataclasses.asdict(parsed.config)}))
     _report(config, kind, producer, parsed, model)
     return config.output
 
@@ -159,11 +160,6 @@ def _manifest(config: ImportConfig, kind: str, producer: str, parsed: Parsed, mo
         "packages": package_versions(),
         "git_commit": git_commit(),
     }
-
-
-def card(kind: str, manifest: Mapping[str, Any]) -> str:
-    """The model card, of which an imported head has little to say."""
-    return f"# Imported {kind} head\n\nFrom `{manifest['imported']['path']}` ({manifest['imported']['producer']}).\n"
 
 
 def _report(config: ImportConfig, kind: str, producer: str, parsed: Parsed, model: ReadModel) -> None:
