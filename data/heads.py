@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.manifest import file_sha256
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ SCHEMA_VERSION = 1
 HEADS = {"acceptance": ("AcceptanceHeadConfig", "AcceptanceHead"), "eagle": ("EagleConfig", "EagleHead")}
 
 
-def _classes(kind: str) -> tuple[Any, Any]:
+def head_classes(kind: str) -> tuple[Any, Any]:
+    """The classes that hold a head's settings and its weights, by its registry name."""
     module = importlib.import_module(f"draftsmith.modules.heads.{kind}")
     config_class, head_class = HEADS[kind]
     return getattr(module, config_class), getattr(module, head_class)
@@ -133,7 +134,7 @@ def load_head(
     """
     config = _config_of_kind(directory, kind)
     if target is not None:
-        _check_sizes("head", directory, config, target.info.hidden_size, target.info.vocab_size)
+        check_sizes(config["head"], target.info, directory)
         _check_identity(directory, config, target.info.identity if identity is None else identity)
     head = _read_head(directory, config).eval().requires_grad_(False)
     return head if target is None else head.to(target.device, target.dtype if config["kind"] == "eagle" else None)
@@ -150,7 +151,7 @@ def _config_of_kind(directory: str | Path, kind: str | None) -> dict[str, Any]:
 
 def _settings(config: dict[str, Any]) -> Any:
     """The head's own config dataclass."""
-    config_class, _ = _classes(config["kind"])
+    config_class, _ = head_classes(config["kind"])
     fields = dict(config["head"])
     if "llama" in fields:
         layer = dict(fields["llama"])
@@ -168,7 +169,7 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     Raises:
         InputError: a tensor is missing, unknown or of another shape.
     """
-    _, head_class = _classes(kind)
+    _, head_class = head_classes(kind)
     head = head_class(config)
     expected = {name: tensor.shape for name, tensor in head.named_parameters()}
     wrong = sorted(set(expected) ^ set(state))
@@ -187,16 +188,24 @@ def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
     return build_head(config["kind"], _settings(config), load_file(Path(directory) / "model.safetensors"))
 
 
-def _check_sizes(field: str, directory: str | Path, config: dict[str, Any], width: int, vocab_size: int | None) -> None:
-    """The head reads hidden states of `width`, and where it has a vocabulary it is of `vocab_size`."""
-    head = config["head"]
+def check_sizes(head: Mapping[str, Any], info: ModelInfo, named: str | Path) -> None:
+    """Does a head (its settings as in `config.json`) fit the model that it reads? named: what the message calls it.
+
+    Raises:
+        InputError: it has another width or vocabulary.
+    """
+    _check_sizes("head", named, head, info.hidden_size, info.vocab_size)
+
+
+def _check_sizes(field: str, named: str | Path, head: Mapping[str, Any], width: int, vocab_size: int | None) -> None:
+    """field: what the user passed the head as. vocab_size: None where the model's is of no concern."""
     own_width = head.get("hidden_size") or head["llama"]["hidden_size"]
     if own_width != width:
-        found = f"{directory} of width {own_width}"
+        found = f"{named} of width {own_width}"
         raise InputError(field, found, f"width {width}", "Pass the model it was trained for.")
     own_vocab = head.get("llama", {}).get("vocab_size")
     if None not in (own_vocab, vocab_size) and own_vocab != vocab_size:
-        raise InputError(field, f"{directory} of vocabulary {own_vocab}", f"{vocab_size}", "Pass its own target.")
+        raise InputError(field, f"{named} of vocabulary {own_vocab}", f"{vocab_size}", "Pass its own target.")
 
 
 def _check_identity(directory: str | Path, config: dict[str, Any], identity: Mapping[str, str]) -> None:
@@ -225,7 +234,7 @@ def starting_settings(directory: str | Path, kind: str, width: int, vocab_size: 
     if not Path(directory).is_dir():
         raise InputError("init", directory, "one of the names in --help, or a head directory", "Check the path.")
     config = _config_of_kind(directory, kind)
-    _check_sizes("init", directory, config, width, vocab_size)
+    _check_sizes("init", directory, config["head"], width, vocab_size)
     return _settings(config)
 
 
