@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from draftsmith.data.markdown import code, markdown_lines, sentence, shell
+from draftsmith.data.meaning import meaning
 
 WHAT = {
     "acceptance": (
@@ -37,21 +38,6 @@ WHAT = {
 TAGS = {"acceptance": ["specdec++"], "eagle": ["eagle"], "hf-assisted": ["assisted-generation"]}
 # Library that an export's format belongs to, as the model hub names it.
 LIBRARIES = {"vllm": "vllm", "sglang": "sglang", "hf-assisted": "transformers"}
-MEANING = {
-    "kl": "binary KL from the acceptance probability, nats a token, unweighted, calibrated output",
-    "brier": "mean squared distance from the acceptance probability, calibrated output",
-    "ece": "calibration error, 15 bins of equal mass, corrected for the loss' weights only",
-    "ece_platt": "the same with the fitted scale and shift, 2-fold cross-fitted",
-    "auc": "AUC with soft labels: each token counts P as positive, 1-P as negative",
-    "auc_q": "the same for the draft's own probability of the token: what the head has to beat",
-    "loss": "training loss on held-out samples",
-    "feature_loss": "smooth-L1 distance of features",
-    "token_loss": "soft cross-entropy against the target's distribution, nats a token",
-    "top1": "share of response tokens where the head's first choice is the target's, teacher-forced",
-    "top3": "share where the target's choice is among the head's first three",
-    "tau": "emitted tokens per target call, greedy chains on held-out prompts",
-}
-STEPS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 # Settings of a training that decide its result, in the order in which a reader asks for them.
 SETTINGS = (
     *("init", "num_layers", "rope", "num_blocks", "tied", "w_acc", "w_rej", "mix", "platt"),
@@ -91,6 +77,12 @@ class Facts:
         """Path or hub id of the model whose hidden states the head reads."""
         flag = "draft" if self.kind == "acceptance" else "target"
         return self.config.get(flag) or (self.imported or {}).get(flag)
+
+    @property
+    def target(self) -> str | None:
+        """Path or hub id of the target: of an acceptance head only a benchmark knows it."""
+        measured = (self.measured or {}).get("settings", {}).get("target")
+        return self.config.get("target") or (self.imported or {}).get("target") or measured
 
     @property
     def license(self) -> str:
@@ -227,15 +219,6 @@ def held_out(facts: Facts) -> str:
     return f"After step {facts.manifest.get('step')}:\n\n| metric | value | meaning |\n|---|---|---|\n{rows}"
 
 
-def meaning(name: str) -> str:
-    """Of a metric, in words; nothing for one that is not known."""
-    stem, _, number = name.rpartition("_")
-    if stem == "agreement" and number.isdigit():
-        step = STEPS[int(number) - 1] if 0 < int(number) <= len(STEPS) else f"{number}th"
-        return f"share of drafts whose {step} token is the target's choice, of those that were right until then"
-    return MEANING.get(name, "")
-
-
 def tau_by_task(facts: Facts) -> str:
     if facts.measured is None:
         found = "measures it" if facts.kind == "hf-assisted" else "measures it and writes it here"
@@ -289,12 +272,12 @@ def method(facts: Facts) -> str:
 
 def models_words(facts: Facts) -> str:
     """Words of a command line that name the models; what is not known is left to the reader, in capitals."""
-    path = shlex.quote(facts.read_model) if facts.read_model else None
+    target = shlex.quote(facts.target or "TARGET")
     if facts.kind == "eagle":
-        return f"--target {path or 'TARGET'} --eagle DIR"
+        return f"--target {target} --eagle DIR"
     if facts.kind == "acceptance":
-        return f"--target TARGET --draft {path or 'DRAFT'} --acceptance DIR"
-    return "--target TARGET --draft DIR"
+        return f"--target {target} --draft {shlex.quote(facts.read_model or 'DRAFT')} --acceptance DIR"
+    return f"--target {target} --draft DIR"
 
 
 def calibration(facts: Facts) -> str:
@@ -306,18 +289,24 @@ def calibration(facts: Facts) -> str:
     if not sampling:
         lines = [f"The sampling that its labels were made with is {facts.unknown}."]
     if head:
-        scale, shift = head.get("calibration", (1.0, 0.0))
-        weights = f"w_acc {head['w_acc']:g} and w_rej {head['w_rej']:g}"
-        log_ratio = math.log(head["w_rej"] / head["w_acc"])
-        lines.append(
-            f"The loss weighs rejected tokens otherwise than accepted ones ({weights}), so the raw output is no "
-            "probability. The calibrated logit is scale * (logit + log(w_rej / w_acc)) + shift; the logarithm is "
-            f"{log_ratio:.4g}, scale {scale:.4g}, shift {shift:.4g}."
-        )
+        lines.append(corrections(head, facts.imported is not None))
     errors = {"ece": "with the correction for the weights alone", "ece_platt": "with scale and shift, cross-fitted"}
     known = [f"{metrics[name]:.4g} {said}" for name, said in errors.items() if name in metrics]
     lines.append(f"Calibration error on held-out tokens: {', '.join(known) or facts.unknown}.")
     return "\n\n".join(lines)
+
+
+def corrections(head: Mapping[str, Any], assumed: bool) -> str:
+    """From the raw output to a probability. assumed: the weights of the loss are those that an import takes."""
+    scale, shift = head.get("calibration", (1.0, 0.0))
+    weights = f"w_acc {head['w_acc']:g} and w_rej {head['w_rej']:g}{', as its import assumes' if assumed else ''}"
+    alike = head["w_acc"] == head["w_rej"]
+    said = "accepted and rejected tokens alike" if alike else "rejected tokens otherwise than accepted ones"
+    return (
+        f"The loss weighs {said} ({weights}){'' if alike else ', so the raw output is no probability'}. The calibrated "
+        "logit is scale * (logit + log(w_rej / w_acc)) + shift; the logarithm is "
+        f"{math.log(head['w_rej'] / head['w_acc']):.4g}, scale {scale:.4g}, shift {shift:.4g}."
+    )
 
 
 def usage(facts: Facts) -> str:
@@ -327,7 +316,7 @@ def usage(facts: Facts) -> str:
         return f"{shell(facts.export['command'])}\n\nChecked when it was written, and passed:\n\n{checks}"
     lines = [f"draftsmith decode PROMPT {models_words(facts)} --method {method(facts)}"]
     if facts.kind == "eagle":
-        of = f" --target {shlex.quote(facts.read_model)}" if facts.read_model else " --target TARGET"
+        of = f" --target {shlex.quote(facts.target or 'TARGET')}"
         lines += [
             f"draftsmith export --head DIR --format {name} --output DIR-{name}{of}" for name in ("vllm", "sglang")
         ]
@@ -344,10 +333,17 @@ def exportable(facts: Facts) -> bool:
 
 def licence(facts: Facts) -> str:
     said = f"`{facts.license}`, as stated when it was made." if facts.license else f"{sentence(NOT_STATED)}"
-    model = code(facts.read_model) or "the target"
+    model = code(facts.read_model) or ("the draft" if facts.kind == "acceptance" else "the target")
+    others = (
+        "of the target, whose verdicts it predicts, and of the data" if facts.kind == "acceptance" else "of the data"
+    )
+    if facts.kind == "hf-assisted":
+        return (
+            f"{said} It is that of the draft model, which this program does not know: look it up before you share it."
+        )
     return (
         f"{said} What it may be used for depends on the licence of {model}, whose hidden states it was made from, and "
-        "on that of the data. This program knows neither: look both up before you share the head."
+        f"on those {others}. This program knows none of them: look them up before you share the head."
     )
 
 

@@ -161,15 +161,8 @@ def _settings(config: dict[str, Any]) -> Any:
     return config_class(**fields)
 
 
-def _read_head(directory: str | Path, config: dict[str, Any]) -> Any:
-    """On the CPU, in the type of the file."""
-    from safetensors.torch import load_file
-
-    return build_head(config["kind"], _settings(config), load_file(Path(directory) / "model.safetensors"))
-
-
-def build_head(kind: str, settings: Any, state: Mapping[str, Tensor]) -> Any:
-    """A head of these settings and weights, in the weights' own type.
+def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
+    """A head of these settings and weights, in the type of the weights.
 
     state: by the names of `named_parameters`; of a tied block, once.
 
@@ -177,7 +170,7 @@ def build_head(kind: str, settings: Any, state: Mapping[str, Tensor]) -> Any:
         InputError: a tensor is missing, unknown or of another shape.
     """
     _, head_class = head_classes(kind)
-    head = head_class(settings)
+    head = head_class(config)
     expected = {name: tensor.shape for name, tensor in head.named_parameters()}
     wrong = sorted(set(expected) ^ set(state))
     wrong += sorted(name for name in set(expected) & set(state) if state[name].shape != expected[name])
@@ -189,24 +182,29 @@ def build_head(kind: str, settings: Any, state: Mapping[str, Tensor]) -> Any:
     return head
 
 
-def check_sizes(
-    field: str, directory: str | Path, head: Mapping[str, Any], width: int, vocab_size: int | None
-) -> None:
-    """A head (its settings as in `config.json`) that reads hidden states of `width`, and where it has a vocabulary, one
-    of `vocab_size`.
+def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
+    """On the CPU, in the type of its file."""
+    from safetensors.torch import load_file
 
-    field, directory: what the message names.
+    return build_head(config["kind"], _settings(config), load_file(Path(directory) / "model.safetensors"))
+
+
+def check_sizes(field: str, named: str | Path, head: Mapping[str, Any], width: int, vocab_size: int | None) -> None:
+    """Does a head (its settings as in `config.json`) fit a model of this width and vocabulary? vocab_size: None where
+    the model's is of no concern.
+
+    field, named: what the user passed the head as, and what the message calls it.
 
     Raises:
         InputError: it has another width or vocabulary.
     """
     own_width = head.get("hidden_size") or head["llama"]["hidden_size"]
     if own_width != width:
-        found = f"{directory} of width {own_width}"
+        found = f"{named} of width {own_width}"
         raise InputError(field, found, f"width {width}", "Pass the model it was trained for.")
     own_vocab = head.get("llama", {}).get("vocab_size")
     if None not in (own_vocab, vocab_size) and own_vocab != vocab_size:
-        raise InputError(field, f"{directory} of vocabulary {own_vocab}", f"{vocab_size}", "Pass its own target.")
+        raise InputError(field, f"{named} of vocabulary {own_vocab}", f"{vocab_size}", "Pass its own target.")
 
 
 def _check_identity(directory: str | Path, config: dict[str, Any], identity: Mapping[str, str]) -> None:

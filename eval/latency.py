@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from rich.console import Console
 
-from draftsmith.data.markdown import markdown_lines
 from draftsmith.data.manifest import git_commit, package_versions, resolved, write_json
+from draftsmith.data.markdown import markdown_lines
 from draftsmith.data.models import DTYPES
 from draftsmith.data.progress import say
 from draftsmith.eval.bench import check_device, hardware

@@ -10,8 +10,8 @@ import torch
 
 from draftsmith.data.batched import set_threads
 from draftsmith.data.datasets import AcceptanceDataset, collate_acceptance
-from draftsmith.data.heads import starting_head
-from draftsmith.data.manifest import file_sha256, volatile
+from draftsmith.data.heads import starting_head, starting_settings, starting_weights
+from draftsmith.data.manifest import volatile
 from draftsmith.data.models import load_lm
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
@@ -103,7 +103,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     module = LitAcceptance(head, draft, config, data.total_steps, platt=config.platt, greedy=greedy)
     inputs = digests(train, val)
     if config.init is not None:
-        inputs["init"] = file_sha256(config.init / "model.safetensors")
+        inputs |= starting_weights(config.init)
     provenance = Provenance("acceptance", inputs, draft.info.identity, manifest.identity, manifest.sampling)
     return module, data, config, provenance
 
@@ -117,7 +117,7 @@ def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> Acce
     blocks: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "tied": False}
     given = {name: getattr(config, name) for name in blocks if getattr(config, name) is not None}
     if config.init is not None:
-        settings = starting_head(config.init, "acceptance", hidden_size).config
+        settings = starting_settings(config.init, "acceptance", hidden_size)
         blocks = {name: getattr(settings, name) for name in blocks}
         differing = [name for name, value in given.items() if blocks[name] != value]
         if differing:

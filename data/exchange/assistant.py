@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ PROMPTS = ("def add(a, b):", "The first of them is")
 MAX_NEW_TOKENS = 24
 
 
-def write_assistant(draft_path: str, tuning: Tuning, directory: str | Path, card: str) -> Path:
-    """The draft's own files with `generation_config.json` set by the tuning and `card` as README.md; whole or not at
-    all. Weights are safetensors only.
+def write_assistant(draft_path: str, tuning: Tuning, directory: str | Path) -> Path:
+    """The draft's own files with `generation_config.json` set by the tuning; whole or not at all. Weights are
+    safetensors only. The draft's own README.md is left out: the directory is another one.
 
     Raises:
         InputError: a draft without safetensors, with shards missing or code of its own; `directory` is there already.
@@ -47,7 +46,6 @@ def write_assistant(draft_path: str, tuning: Tuning, directory: str | Path, card
     for file in files:
         shutil.copyfile(file, partial / file.name)  # the content: a hub cache holds links
     write_json(partial / SETTINGS, hf_assisted.generation_config(fields, tuning))
-    (partial / "README.md").write_text(card, encoding="utf-8")
     if directory.exists():
         directory.rmdir()
     return partial.rename(directory)
@@ -70,45 +68,6 @@ def _files(source: Path) -> list[Path]:
         found = f"{source}, which brings its own code"
         raise InputError("draft", found, "a model that transformers has built in", "Export another draft.")
     return kept
-
-
-def assistant_card(
-    draft: str, target: str, tuning: Tuning, identity: Mapping[str, str], command: str, license: str = ""
-) -> str:
-    """README.md of an exported draft: what it is, how it was tuned and how it is used."""
-    hashes = {**identity, **tokenizer_identity(draft)}
-    return f"""---
-license: {"other" if not license else json.dumps(license)}
-library_name: transformers
-pipeline_tag: text-generation
-tags: [speculative-decoding, assisted-generation]
----
-
-# Draft model for {target}
-
-The weights of `{draft}`, unchanged, with settings for transformers' assisted generation in `{SETTINGS}`:
-
-| field | value |
-|---|---|
-| {FIELDS[0]} | {tuning.k} |
-| {FIELDS[1]} | constant |
-| {FIELDS[2]} | {tuning.threshold:g}{" (off)" if not tuning.threshold else ""} |
-
-Chosen by measurement: {tuning.measured}. Where scikit-learn is installed, transformers re-tunes a threshold above 0 in
-every round, so that it is a first value only.
-
-- draft: `{json.dumps(hashes, sort_keys=True)}`
-
-## How to use
-
-```python
-{command}
-```
-
-## Licence
-
-{license or f"Not stated: that of `{draft}` holds."}
-"""
 
 
 def check_assistant(directory: str | Path, target: str) -> tuple[list[Finding], dict[str, Any]]:

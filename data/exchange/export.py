@@ -15,13 +15,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from draftsmith.data.card import model_card
-from draftsmith.data.exchange.assistant import assistant_card, write_assistant
+from draftsmith.data.exchange.assistant import write_assistant
 from draftsmith.data.exchange.check import Format, Report, check_head, model_for, original, print_report, report_of_assistant
 from draftsmith.data.exchange.record import RECORD, make_record
-from draftsmith.data.heads import build_head, head_config
+from draftsmith.data.heads import build_head, head_config, head_fields
 from draftsmith.data.manifest import git_commit, package_versions, read_json, write_json
 from draftsmith.data.measured import measured_of
-from draftsmith.data.models import DTYPES, load_lm, resolve_model
+from draftsmith.data.models import DTYPES, load_lm, resolve_model, tokenizer_identity
 from draftsmith.modules.interop import FORMATS, hf_assisted
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
@@ -116,19 +116,20 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
         "sha256": manifest["sha256"]["model.safetensors"],
         "target": manifest.get("target"),
     }
-    made_with = {"packages": package_versions(), "git_commit": git_commit()}
-    write_json(directory / RECORD, make_record(config.format, head.config, state, origin, made_with))
+    write_json(directory / RECORD, make_record(config.format, head.config, state, origin, made_with()))
     report = check_head(directory, config.format, path, lm, build_head(kind, head.config, state))
     command = module.serve(resolve_model(path), str(config.output), num_drafted(config))
     export = {
         "format": config.format,
         "command": command,
-        "checks": [f"{measure.name}: {measure.value} ({measure.bar})" for measure in report.measures],
+        "checks": passed(report),
         "head": origin,
         "weights": str(next(iter(state.values())).dtype).removeprefix("torch."),
     }
-    licensed = {**manifest, "config": {**recorded, **({"license": config.license} if config.license else {})}}
-    card = model_card(kind, licensed, measured=measured_of(config.head), export=export)
+    facts = {**manifest, "head": head_fields(head)}
+    if config.license:
+        facts["config"] = {**recorded, "license": config.license}
+    card = model_card(kind, facts, measured=measured_of(config.head), export=export)
     (directory / "README.md").write_text(card, "utf-8")
     return report, command
 
@@ -171,5 +172,19 @@ def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str
     identity = load_lm(draft, "auto", engine=config.engine, trust_remote_code=config.trust_remote_code).info.identity
     tuning = hf_assisted.choose_tuning(read_json(results / "results.json"), identity)
     command = hf_assisted.serve(resolve_model(target), str(config.output))
-    write_assistant(draft, tuning, directory, assistant_card(draft, target, tuning, identity, command, config.license))
-    return report_of_assistant(directory, target), command
+    write_assistant(draft, tuning, directory)
+    report = report_of_assistant(directory, target)
+    export = {"format": config.format, "command": command, "target": target, "draft": draft, "checks": passed(report)}
+    export["notes"] = [f"settings: {tuning.measured}"]
+    facts = {"models": {"draft": identity, **tokenizer_identity(draft)}, "license": config.license, **made_with()}
+    (directory / "README.md").write_text(model_card("hf-assisted", facts, export=export), "utf-8")
+    return report, command
+
+
+def passed(report: Report) -> list[str]:
+    """What the card says of the check."""
+    return [f"{measure.name}: {measure.value} ({measure.bar})" for measure in report.measures]
+
+
+def made_with() -> dict[str, Any]:
+    return {"packages": package_versions(), "git_commit": git_commit()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +14,7 @@ import torch
 from draftsmith.data.card import model_card
 from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
 from draftsmith.data.exchange.facts import facts_of
-from draftsmith.data.heads import build_head, check_sizes, save_head
+from draftsmith.data.heads import build_head, check_sizes, head_fields, save_head
 from draftsmith.data.manifest import file_sha256, git_commit, package_versions
 from draftsmith.data.models import load_lm, tokenizer_identity
 from draftsmith.data.progress import say
@@ -92,7 +91,7 @@ def run(config: ImportConfig) -> Path:
         check_sizes("head", config.directory, settings, model.info.hidden_size, model.info.vocab_size)
     head = build(kind, parsed, package)
     manifest = _manifest(config, kind, producer, parsed, model)
-    save_head(config.output, head, manifest, model_card(kind, {**manifest, "head": dataclasses.asdict(parsed.config)}))
+    save_head(config.output, head, manifest, model_card(kind, {**manifest, "head": head_fields(head)}))
     _report(config, kind, producer, parsed, model)
     return config.output
 

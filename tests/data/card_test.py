@@ -110,6 +110,13 @@ def test_the_calibration_of_an_acceptance_head_is_on_its_card():
     assert "0.2 with the correction" in text and "0.05 with scale and shift" in text
     use = sections["How to use it"]
     assert "--draft 'a draft' --acceptance DIR" in use and "--format specdec_pp" in use
+    alike = model_card("acceptance", {**manifest, "head": {**manifest["head"], "w_rej": 1.0}})
+    assert "tokens alike (w_acc 1 and w_rej 1)." in alike and "no probability" not in alike
+    assert "--target TARGET" in use
+    known = model_card(
+        "acceptance", manifest, measured={**MEASURED, "settings": {**MEASURED["settings"], "target": "t"}}
+    )
+    assert "decode PROMPT --target t --draft 'a draft'" in known
     untied = {**manifest, "head": {**manifest["head"], "tied": False}}
     assert "specdec_pp" not in model_card("acceptance", untied)
 
