@@ -166,10 +166,13 @@ def shape(facts: Facts) -> list[str]:
 
 
 def target(facts: Facts) -> str:
+    models = facts.manifest.get("models") or {}
     if facts.kind == "hf-assisted":
         export = facts.export or {}
-        return "\n".join(f"- {flag}: {code(export.get(flag)) or facts.unknown}" for flag in ("target", "draft"))
-    models = facts.manifest.get("models") or {}
+        lines = [f"- {flag}: {code(export.get(flag)) or facts.unknown}" for flag in ("target", "draft")]
+        lines.append(f"- identity of the draft: {code(models.get('draft')) or facts.unknown}")
+        lines.append(f"- tokenizer: {code(models.get('tokenizer')) or facts.unknown}")
+        return "\n".join(lines)
     flag = "draft" if facts.kind == "acceptance" else "target"
     lines = [f"- {flag}, whose hidden states it reads: {code(facts.read_model) or facts.unknown}"]
     lines.append(f"- identity of the {flag}: {code(facts.manifest.get('target')) or facts.unknown}")
@@ -313,7 +316,9 @@ def usage(facts: Facts) -> str:
     """Command lines; DIR is this directory."""
     if facts.export is not None:
         checks = "\n".join(f"- {check}" for check in facts.export.get("checks", ())) or "- none"
-        return f"{shell(facts.export['command'])}\n\nChecked when it was written, and passed:\n\n{checks}"
+        language = "python" if facts.kind == "hf-assisted" else "sh"
+        command = shell(facts.export["command"], language=language)
+        return f"{command}\n\nChecked when it was written, and passed:\n\n{checks}"
     lines = [f"draftsmith decode PROMPT {models_words(facts)} --method {method(facts)}"]
     if facts.kind == "eagle":
         of = f" --target {shlex.quote(facts.target or 'TARGET')}"

@@ -18,8 +18,8 @@ def sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def shell(*lines: str) -> str:
-    return "\n".join(["```sh", *lines, "```"])
+def shell(*lines: str, language: str = "sh") -> str:
+    return "\n".join([f"```{language}", *lines, "```"])
 
 
 def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -82,6 +82,7 @@ def run(config: DemoConfig) -> Path:
     chosen = choose(read_results(sized / "dev"))
     methods = [*chosen.values(), "hf", "hf-assisted:k=5"]
     execute(bench_step(config, profile, sized, "test", methods, profile.test_prompts, profile.repeats), console)
+    execute(export_step(sized), console)
     report(console, config, sized, chosen, time.monotonic() - started)
     return config.output
 
@@ -95,7 +96,9 @@ def execute(step: Step, console: Console) -> None:
     if step.done.exists():
         return
     started = time.monotonic()
-    dispatch(list(step.argv))
+    code = dispatch(list(step.argv))
+    if code:  # what it found is on the screen
+        raise SystemExit(code)
     console.print(f"  [dim]{time.monotonic() - started:.0f} s[/dim]")
 
 
@@ -157,6 +160,12 @@ def bench_step(
     return Step(title, argv, sized / split / "results.json")
 
 
+def export_step(sized: Path) -> Step:
+    """The EAGLE head as vLLM loads it, read back by vLLM's rules."""
+    argv = ("export", "--format", "vllm", "--head", str(sized / "eagle-head" / "best"), "--output", str(sized / "vllm"))
+    return Step("The EAGLE head for vLLM, checked", argv, sized / "vllm" / "README.md")
+
+
 def dev_methods() -> list[str]:
     """Every setting that the dev prompts choose from."""
     spec = [f"spec:k={k}" for k in SPEC_K]
@@ -210,6 +219,7 @@ def report(console: Console, config: DemoConfig, sized: Path, chosen: Mapping[st
         "results": sized / "test" / "results.json",
         "EAGLE head": sized / "eagle-head" / "best",
         "acceptance head": sized / "acceptance-head" / "best",
+        "EAGLE head for vLLM": sized / "vllm",
     }
     (sized / "REPORT.md").write_text("\n".join([markdown_table(results), "", *(f"- {line}" for line in lines), ""]))
     for name, path in places.items():

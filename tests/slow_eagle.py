@@ -1,4 +1,4 @@
-"""Greedy EAGLE decoding at its plainest: an exported directory, transformers' target and layers, nothing of this project.
+"""Greedy EAGLE decoding at its plainest: an exported directory, transformers' target and layers, no code of ours.
 
 No cache and no tree: every round reads everything again. It is what the decoder's tau is compared with.
 """

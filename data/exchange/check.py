@@ -23,8 +23,8 @@ from draftsmith.data.exchange.record import against_record, read_record
 from draftsmith.data.heads import build_head, load_head
 from draftsmith.data.models import load_lm
 from draftsmith.modules.interop import FORMATS
-from draftsmith.modules.interop.hf_assisted import FIELDS
 from draftsmith.modules.interop.base import Finding, Package, Reading, TargetFacts
+from draftsmith.modules.interop.hf_assisted import FIELDS
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -98,7 +98,7 @@ def report_of_assistant(directory: Path, target: str) -> Report:
     if "rounds" in seen:
         k = seen["num_assistant_tokens"]
         value = f"at most {seen['longest_round']} in {seen['rounds']} rounds"
-        report.measures.append(Measure("tokens that generate drafts", value, f"at most {k}", seen["longest_round"] <= k))
+        report.measures.append(Measure("tokens drafted", value, f"at most {k}", seen["longest_round"] <= k))
         equal = not any(finding.where == "generate" for finding in findings)
         text = "as the target alone" if equal else "another"
         report.measures.append(Measure("greedy answers to two prompts", text, "the target's own", equal))
@@ -134,7 +134,7 @@ def check_head(directory: Path, format: str, path: str, lm: CausalLM, head: nn.M
     path, lm: the model it reads. head: the original, if there is one; else the directory is imported.
     """
     module = importlib.import_module(f"draftsmith.modules.interop.{format}")
-    package = read_package(directory)
+    package = read_package(str(directory))
     facts = facts_of(path, lm)
     reading: Reading = module.read(package, facts)
     report = Report(list(reading.findings), num_used=len(reading.used))
@@ -172,6 +172,7 @@ def unreadable(reading: Reading) -> list[Finding]:
     ]
 
 
+@torch.no_grad()
 def measures_of(
     format: str,
     module: Any,

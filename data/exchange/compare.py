@@ -57,7 +57,6 @@ class Rows:
 Forward = Callable[[Tensor, Tensor], Tensor]  # embeddings and features [T, H] -> the head's hidden states [T, H]
 
 
-@torch.no_grad()
 def compare_eagle(
     reading: Reading, head: nn.Module, facts: TargetFacts, probes: Sequence[Probe], package: Package
 ) -> list[Measure]:
@@ -117,8 +116,8 @@ def difference(name: str, value: float) -> Measure:
 def working(
     reading: Reading, facts: TargetFacts, rows: Sequence[Rows], probes: Sequence[Probe], package: Package
 ) -> Measure:
-    """Whether the head, read by the system's rules, drafts what the target says; and whether it would do so clearly more
-    often when read another way, which is then how it was made.
+    """Whether the head, read by the system's rules, drafts what the target says; and whether it would do so clearly
+    more often when read another way, which is then how it was made.
 
     Neither needs our reading of the directory: this is what finds a mistake that all readers share.
     """
@@ -174,7 +173,8 @@ def other_readings(
     yield "each feature beside its own token instead of the next", reading, inputs
     bias = package.tensors.get("fc.bias")
     if bias is not None and "fc.bias" not in reading.weights:
-        yield "the fc.bias of the file", dataclasses.replace(reading, weights={**reading.weights, "fc.bias": bias.float()}), served
+        biased = {**reading.weights, "fc.bias": bias.float()}
+        yield "the fc.bias of the file", dataclasses.replace(reading, weights=biased), served
     frequencies = reading.settings["inv_freq"]
     if facts.raw.get("model_type") in SUPPORTED:
         other = rope_frequencies(llama_config(facts.raw))
@@ -187,13 +187,9 @@ def other_readings(
 
 def compare_acceptance(accept_prob: Tensor, ours: Tensor) -> list[Measure]:
     """P(accept) by the system's rules and by ours, of the same hidden states."""
-    value = largest(accept_prob - ours)
+    value, low, high = largest(accept_prob - ours), float(ours.min()), float(ours.max())
+    name, bar = f"P(accept) of {ours.numel()} states", f"at most {LARGEST_DIFFERENCE:g}"
     return [
-        Measure(
-            f"P(accept) of {ours.numel()} hidden states",
-            f"differ by {value:.1e}",
-            f"at most {LARGEST_DIFFERENCE:g}",
-            value <= LARGEST_DIFFERENCE,
-        ),
-        Measure("opinions", f"P from {float(ours.min()):.3f} to {float(ours.max()):.3f}", "not all the same", bool(ours.max() > ours.min())),
+        Measure(name, f"differs by {value:.1e}", bar, value <= LARGEST_DIFFERENCE),
+        Measure("its opinions", f"P from {low:.3f} to {high:.3f}", "not all the same", high > low),
     ]

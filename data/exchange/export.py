@@ -10,13 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from rich.console import Console
 from torch import Tensor, nn
 
 from draftsmith.data.card import model_card
 from draftsmith.data.exchange.assistant import write_assistant
-from draftsmith.data.exchange.check import Format, Report, check_head, model_for, original, print_report, report_of_assistant
+from draftsmith.data.exchange.check import (
+    Format,
+    Report,
+    check_head,
+    model_for,
+    original,
+    print_report,
+    report_of_assistant,
+)
 from draftsmith.data.exchange.record import RECORD, make_record
 from draftsmith.data.heads import build_head, head_config, head_fields
 from draftsmith.data.manifest import git_commit, package_versions, read_json, write_json
@@ -27,8 +34,8 @@ from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
 
 CHAIN = re.compile(r"eagle:k=(\d+)")
-# Drafted tokens a round in the printed command where nothing was measured.
-NUM_DRAFTED = 5
+# Drafted tokens a round in the printed command where nothing was measured: of a chain, and at most with a stop rule.
+NUM_DRAFTED = {"eagle": 5, "acceptance": 20}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +48,11 @@ class ExportConfig:
         output: The directory to write; it must not exist.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
-        draft: The draft model: whose hidden states an acceptance head reads (default: the one named in its manifest), or
-            the one to be exported as hf-assisted.
+        draft: The draft model to be exported as hf-assisted, or whose hidden states an acceptance head reads (default:
+            the one named in its manifest).
         results: Directory of an `eval bench` with this draft, for hf-assisted: the fastest settings are taken from it.
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
-            else 5.
+            else 5 (20 with a stop rule).
         weights: Type of the exported weights; auto keeps the head's.
         license: Licence of the head, for the card.
         dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.
@@ -89,7 +96,7 @@ def run(config: ExportConfig) -> int:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"\nWritten to {config.output}. Serve it with:\n\n{command}", markup=False)
+    console.print(f"\nWritten to {config.output}. Use it with:\n\n{command}", markup=False)
     return 0
 
 
@@ -116,9 +123,12 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
         "sha256": manifest["sha256"]["model.safetensors"],
         "target": manifest.get("target"),
     }
-    write_json(directory / RECORD, make_record(config.format, head.config, state, origin, made_with()))
+    # By the names that the check reads: ours for EAGLE heads, the format's own for acceptance heads.
+    tensors = state if kind == "eagle" else package.tensors
+    write_json(directory / RECORD, make_record(config.format, head.config, tensors, origin, made_with()))
     report = check_head(directory, config.format, path, lm, build_head(kind, head.config, state))
-    command = module.serve(resolve_model(path), str(config.output), num_drafted(config))
+    verifier = {"verifier": resolve_model(config.target)} if kind == "acceptance" and config.target else {}
+    command = module.serve(resolve_model(path), str(config.output), num_drafted(config, kind), **verifier)
     export = {
         "format": config.format,
         "command": command,
@@ -153,17 +163,18 @@ def write_package(directory: Path, package: Package) -> None:
     (directory / "model.safetensors").chmod((directory / "config.json").stat().st_mode)
 
 
-def num_drafted(config: ExportConfig) -> int:
+def num_drafted(config: ExportConfig, kind: str) -> int:
     """Drafted tokens a round: as asked for, or of the fastest `eagle:k=K` that was measured of this head."""
     assert config.head is not None
     measured = measured_of(config.head) or {"methods": []}
     speeds = {int(k[1]): row["speedup"] for row in measured["methods"] if (k := CHAIN.fullmatch(row["method"]))}
-    return config.num_drafted or max(speeds, key=speeds.__getitem__, default=NUM_DRAFTED)
+    return config.num_drafted or max(speeds, key=speeds.__getitem__, default=NUM_DRAFTED[kind])
 
 
 def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     """Write and check a draft model with measured settings; the report, and the lines of Python that use it."""
-    for flag, what in {"draft": "the draft model", "target": "its target", "results": "a directory of eval bench"}.items():
+    wanted = {"draft": "the draft model", "target": "its target", "results": "a directory of eval bench"}
+    for flag, what in wanted.items():
         if getattr(config, flag) is None:
             raise InputError(flag, "none", what, f"Pass --{flag}.")
     draft, target, results = str(config.draft), str(config.target), Path(str(config.results))

@@ -21,6 +21,7 @@ from draftsmith.data.progress import say
 from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.interop.base import Package, Parsed, TargetFacts
 from draftsmith.modules.interop.detect import detect
+from draftsmith.modules.interop.specdec_pp import UNCORRECTED
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -33,17 +34,18 @@ NARROW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """Writes a head of another system as one of ours, which decodes, is measured and is trained on.
+    """Write a head of another system as one of ours, which decodes, is measured and is trained on.
 
-    directory: local directory or hub id of the head: config.json and model.safetensors or pytorch_model.bin.
-    output: new head directory.
-    target: model that an EAGLE head drafts for. Recorded, and the head is refused on other models.
-    draft: draft model that an acceptance head was trained for. Recorded in the same way.
-    format: whose head it is: eagle (SafeAILab), vllm, sglang, specdec_pp, or auto, which finds out.
-    w_rej: loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's --weight_mismatch),
-        which no file says; it corrects the calibrated output.
-    engine: how the target or draft is read: lean (Llama family), hf (any transformers model), or auto.
-    trust_remote_code: run code that comes with the target or draft; never with the head.
+    Attributes:
+        directory: The head: a local directory or a hub id, with config.json and model.safetensors or pytorch_model.bin.
+        output: The head directory to write; it must not exist.
+        target: The model that an EAGLE head drafts for. It is recorded, and the head is refused on other models.
+        draft: The draft model that an acceptance head was trained for; recorded in the same way.
+        format: Whose head it is: eagle (SafeAILab), vllm, sglang, specdec_pp; auto finds out.
+        w_rej: Loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's
+            --weight_mismatch), which no file says; it corrects the calibrated output.
+        engine: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.
+        trust_remote_code: Run code that comes with the target or draft; never with the head.
     """
 
     directory: str
@@ -119,9 +121,8 @@ def _with_run_time_values(config: ImportConfig, kind: str, parsed: Parsed) -> Pa
     if kind != "acceptance" or config.w_rej == 1.0:
         return parsed
     changed = dataclasses.replace(parsed.config, w_rej=config.w_rej)
-    return dataclasses.replace(
-        parsed, config=changed, notes=(*parsed.notes, f"w_rej {config.w_rej:g} is taken, as given")
-    )
+    notes = [note for note in parsed.notes if note != UNCORRECTED]
+    return dataclasses.replace(parsed, config=changed, notes=(*notes, f"w_rej {config.w_rej:g} is taken, as given"))
 
 
 def build(kind: str, parsed: Parsed, package: Package) -> nn.Module:
@@ -171,7 +172,7 @@ def _report(config: ImportConfig, kind: str, producer: str, parsed: Parsed, mode
     if model.path is None:
         say(f"  note: no --{flag} was given: nothing is recorded of it, and other models are not refused")
     say("Next:")
-    say(f"  draftsmith check {shlex.quote(config.directory)} --format {producer} --target {path}")
+    say(f"  draftsmith check {shlex.quote(config.directory)} --format {producer} --{flag} {path}")
     if kind == "eagle":
         say(f"  draftsmith eval bench --target {path} --eagle {out} --methods eagle:k=5 --prompts FILE")
         say(f"  draftsmith train eagle --init {out} --target {path} --data FILE --output DIR")

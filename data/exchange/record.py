@@ -77,8 +77,9 @@ def against_record(record: Mapping[str, Any], reading: Reading, kind: str) -> li
 def settings_differ(config: Mapping[str, Any], reading: Reading) -> list[Finding]:
     """Sizes and rotary frequencies of the exported head against those that the system takes."""
     llama = LlamaConfig(**{**config["llama"], "rope_scaling": RopeScaling(**config["llama"]["rope_scaling"])})
-    wanted = {"num_layers": llama.num_layers, "num_heads": llama.num_heads, "num_kv_heads": llama.num_kv_heads}
-    wanted |= {"head_dim": llama.head_dim, "rms_eps": llama.rms_eps}
+    wanted = {
+        name: config["llama"][name] for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps")
+    }
     settings = reading.settings
     found = [
         Finding("error", name, f"{settings[name]} in this system, exported with {value}")

@@ -1,16 +1,16 @@
 """What a public format is to this project. Each file of `FORMATS` has four functions:
 
 write(config, state, dtype) -> Package
-    Our head (its config dataclass and its `named_parameters`) as that system wants it. Raises InputError with the reason
-    and the remedy where the format can not hold the head.
+    Our head (its config dataclass and its `named_parameters`) as that system wants it. Raises InputError with the
+    reason and the remedy where the format can not hold the head.
 read(package, target) -> Reading
-    What that system would compute with: its names, prefixes, skips, defaults, silent drops and errors, as its own source
-    has them and never as ours. Every tensor of the package is either used or has a finding, so has every tensor of the
-    system that the package does not fill.
+    What that system would compute with: its names, prefixes, skips, defaults, silent drops and errors, as its own
+    source has them and never as ours. Every tensor of the package is either used or has a finding, so has every tensor
+    of the system that the package does not fill.
 parse(package, target) -> Parsed
     The head as one of ours. Raises InputError for what our head can not be.
 serve(target, directory, num_drafted) -> str
-    The command line that serves it.
+    The command line that serves it. For an acceptance head `target` is the draft, and `verifier=` names the target.
 """
 
 from __future__ import annotations

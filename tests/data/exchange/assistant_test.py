@@ -18,7 +18,6 @@ from draftsmith.modules.interop.hf_assisted import FIELDS, Tuning, serve
 from draftsmith.modules.types import InputError
 
 TARGET, DRAFT = "embedded:target", "embedded:draft"
-CARD = "# A draft\n"
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +37,7 @@ def no_tuning(monkeypatch):
 
 @pytest.fixture
 def written(tmp_path) -> Path:
-    return write_assistant(DRAFT, Tuning(3, 0.0), tmp_path / "draft", CARD)
+    return write_assistant(DRAFT, Tuning(3, 0.0), tmp_path / "draft")
 
 
 def change(directory: Path, name: str, **fields) -> None:
@@ -53,9 +52,9 @@ def errors(directory: Path, target: str = TARGET) -> dict[str, str]:
     return {finding.where: finding.text for finding in findings if finding.level == "error"}
 
 
-def test_the_draft_is_copied_with_its_settings_and_a_card(written):
+def test_the_draft_is_copied_with_its_settings(written):
     source = Path(resolve_model(DRAFT))
-    assert {file.name for file in written.iterdir()} == {file.name for file in source.iterdir()} | {"README.md"}
+    assert {file.name for file in written.iterdir()} == {file.name for file in source.iterdir()}
     for file in source.iterdir():
         same = (written / file.name).read_bytes() == file.read_bytes()
         assert same == (file.name != "generation_config.json"), file.name
@@ -66,7 +65,6 @@ def test_the_draft_is_copied_with_its_settings_and_a_card(written):
         "num_assistant_tokens_schedule": "constant",
         "assistant_confidence_threshold": 0.0,
     }
-    assert (written / "README.md").read_text() == CARD
 
 
 def test_a_good_directory_passes_and_drafts_as_told(written, tmp_path):
@@ -75,7 +73,7 @@ def test_a_good_directory_passes_and_drafts_as_told(written, tmp_path):
     assert (facts["num_assistant_tokens"], facts["assistant_confidence_threshold"]) == (3, 0.0)
     assert facts["longest_round"] == 3 and facts["drafted"] > facts["rounds"]
 
-    careful = write_assistant(DRAFT, Tuning(3, 0.99), tmp_path / "careful", CARD)
+    careful = write_assistant(DRAFT, Tuning(3, 0.99), tmp_path / "careful")
     findings, shorter = check_assistant(careful, TARGET)
     assert findings == [] and shorter["drafted"] / shorter["rounds"] < facts["drafted"] / facts["rounds"]
 
@@ -83,7 +81,7 @@ def test_a_good_directory_passes_and_drafts_as_told(written, tmp_path):
 def test_with_scikit_learn_a_threshold_is_said_to_move(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.utils.is_sklearn_available", lambda: True)
     monkeypatch.setattr(assistant, "MAX_NEW_TOKENS", 2)
-    directory = write_assistant(DRAFT, Tuning(3, 0.3), tmp_path / "draft", CARD)
+    directory = write_assistant(DRAFT, Tuning(3, 0.3), tmp_path / "draft")
     findings, _ = check_assistant(directory, TARGET)
     assert [(finding.level, finding.where) for finding in findings] == [("note", "assistant_confidence_threshold")]
     assert "every round re-tunes it" in findings[0].text
@@ -175,7 +173,7 @@ def test_a_draft_that_cannot_be_shipped_is_refused(spoil, message, tmp_path):
     source = a_copy(tmp_path)
     spoil(source)
     with pytest.raises(InputError, match=f"draft: found .*{message}"):
-        write_assistant(str(source), Tuning(3), tmp_path / "out", CARD)
+        write_assistant(str(source), Tuning(3), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -183,18 +181,18 @@ def test_weights_in_pickles_and_other_files_stay_behind(tmp_path):
     source = a_copy(tmp_path)
     for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "optimizer.pt", "run.py", "LICENSE"):
         (source / name).write_text("{}")
-    names = {file.name for file in write_assistant(str(source), Tuning(3), tmp_path / "out", CARD).iterdir()}
+    names = {file.name for file in write_assistant(str(source), Tuning(3), tmp_path / "out").iterdir()}
     assert "LICENSE" in names and not {name for name in names if name.endswith((".bin", ".pt", ".py", "index.json"))}
 
 
 def test_end_tokens_of_the_config_are_kept_where_there_was_no_file(tmp_path):
     source = a_copy(tmp_path)
     (source / "generation_config.json").unlink()
-    directory = write_assistant(str(source), Tuning(3), tmp_path / "out", CARD)
+    directory = write_assistant(str(source), Tuning(3), tmp_path / "out")
     expected = json.loads((source / "config.json").read_text())["eos_token_id"]
     assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == expected
 
 
 def test_what_is_there_is_not_overwritten(written):
     with pytest.raises(InputError, match=r"output: found .*which holds files"):
-        write_assistant(DRAFT, Tuning(3), written, CARD)
+        write_assistant(DRAFT, Tuning(3), written)

@@ -100,7 +100,7 @@ def test_what_a_system_would_read_otherwise_is_found_without_the_original(copy_o
 RECORDED = {
     "positions": lambda d: d.set(rope_theta=123.0, rope_parameters={"rope_theta": 123.0, "rope_type": "default"}),
     "another epsilon": lambda d: d.set(rms_norm_eps=1e-3),
-    "one changed value": lambda d: d.change("layers.0.mlp.down_proj.weight", lambda w: w.index_fill(0, torch.tensor(0), 0)),
+    "one changed row": lambda d: d.change("fc.weight", lambda w: w.index_fill(0, torch.tensor(0), 0.0)),
     "a bias of fc": lambda d: d.add("fc.bias", torch.full((48,), 0.5)),
 }
 

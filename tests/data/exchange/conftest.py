@@ -36,7 +36,7 @@ def tiny_target(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def eagle_dir(tiny_target) -> Path:
-    """A head that was trained on the very answers it is checked on: to show what a check sees, not how good a head is."""
+    """Trained on the very answers that it is checked on: to show what a check sees, not how good a head is."""
     lm = load_lm(str(tiny_target))
     probes = make_probes(str(tiny_target), lm, lm.info.max_position)
     head = quick_eagle_head(lm, [probe.ids.tolist() for probe in probes], steps=200)

@@ -43,7 +43,9 @@ def prompts(tiny_target):
 
 
 @pytest.mark.parametrize("format", ["eagle", "vllm", "sglang"])
-def test_tau_of_an_exported_and_imported_head_is_the_originals(exported, eagle_dir, tiny_target, prompts, tmp_path, format):
+def test_tau_of_an_exported_and_imported_head_is_the_originals(
+    exported, eagle_dir, tiny_target, prompts, tmp_path, format
+):
     import_head(ImportConfig(directory=str(exported(format)), target=str(tiny_target), output=tmp_path / "head"))
     target = load_lm(str(tiny_target))
     original, again = load_head(eagle_dir, target), load_head(tmp_path / "head", target)
@@ -79,7 +81,7 @@ def test_an_export_has_a_card_with_the_command_that_serves_it(exported):
 
 
 def test_an_existing_output_is_refused(exported, eagle_dir):
-    with pytest.raises(InputError, match="output: found .* which exists"):
+    with pytest.raises(InputError, match=r"output: found .* which exists"):
         export(ExportConfig(format="vllm", head=eagle_dir, output=exported("vllm")))
 
 
