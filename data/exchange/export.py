@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import re
@@ -28,7 +29,7 @@ from draftsmith.data.exchange.record import RECORD, make_record
 from draftsmith.data.heads import build_head, head_config, head_fields
 from draftsmith.data.manifest import git_commit, package_versions, read_json, write_json
 from draftsmith.data.measured import measured_of
-from draftsmith.data.models import DTYPES, load_lm, resolve_model, tokenizer_identity
+from draftsmith.data.models import DTYPES, load_lm, read_config, resolve_model, tokenizer_identity
 from draftsmith.modules.interop import FORMATS, hf_assisted
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
@@ -117,6 +118,8 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     state = exported_state(head, config.weights)
     module = importlib.import_module(f"draftsmith.modules.interop.{config.format}")
     package: Package = module.write(head.config, state, next(iter(state.values())).dtype)
+    if kind == "eagle":
+        package = dataclasses.replace(package, config={**package.config, **served_dtype(path)})
     write_package(directory, package)
     origin = {
         "path": str(config.head),
@@ -142,6 +145,14 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     card = model_card(kind, facts, measured=measured_of(config.head), export=export)
     (directory / "README.md").write_text(card, "utf-8")
     return report, command
+
+
+def served_dtype(target: str) -> dict[str, str]:
+    """The fields of a config that say in what type to run: the target's, whatever type the weights are stored in.
+    SGLang would otherwise run a head in another type than its target."""
+    raw = read_config(target)
+    named = raw.get("dtype") or raw.get("torch_dtype")
+    return {"torch_dtype": named, "dtype": named} if named else {}
 
 
 def exported_state(head: nn.Module, weights: str) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
 from draftsmith.modules.types import InputError
 
 RECORD = "draftsmith.json"
+SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps")
 
 
 def content_hash(tensor: Tensor) -> str:
@@ -77,14 +78,11 @@ def against_record(record: Mapping[str, Any], reading: Reading, kind: str) -> li
 def settings_differ(config: Mapping[str, Any], reading: Reading) -> list[Finding]:
     """Sizes and rotary frequencies of the exported head against those that the system takes."""
     llama = LlamaConfig(**{**config["llama"], "rope_scaling": RopeScaling(**config["llama"]["rope_scaling"])})
-    wanted = {
-        name: config["llama"][name] for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps")
-    }
     settings = reading.settings
     found = [
         Finding("error", name, f"{settings[name]} in this system, exported with {value}")
-        for name, value in wanted.items()
-        if settings[name] != value
+        for name in SIZES
+        if settings[name] != (value := config["llama"][name])
     ]
     frequencies = rope_frequencies(llama)
     if settings["inv_freq"].shape != frequencies.shape or not torch.allclose(

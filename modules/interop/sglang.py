@@ -85,6 +85,7 @@ def read(package: Package, target: TargetFacts | None) -> Reading:
     reader.missing("random numbers")
     reader.surroundings(truncates=True)
     _check_length(reader)
+    _check_dtype(reader)
     return reader.reading()
 
 
@@ -114,6 +115,23 @@ def _check_config(reader: Reader) -> None:
             "hot_vocab_size",
             f"drafts from the target's whole lm_head, not from {hot} tokens, without --speculative-token-map",
         )
+
+
+def _check_dtype(reader: Reader) -> None:
+    """With `--dtype auto` target and draft each run in the type that their own config names, and in float16 where that
+    is float32 (configs/model_config.py, _get_and_verify_dtype)."""
+    if reader.target is None:
+        return
+    own, theirs = (_dtype(raw) for raw in (reader.raw, reader.target.raw))
+    if own == theirs:
+        reader.note("dtype", f"runs head and target in {own}")
+    else:
+        reader.note("dtype", f"runs the head in {own} and the target in {theirs}, unless --dtype says otherwise")
+
+
+def _dtype(raw: Mapping[str, Any]) -> str:
+    named = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    return "float16" if named == "float32" else str(named)
 
 
 def _load(reader: Reader, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -71,7 +72,24 @@ def test_weights_may_be_written_in_another_type(eagle_dir, tmp_path):
     assert export(ExportConfig(format="vllm", head=eagle_dir, output=tmp_path / "out", weights="bfloat16")) == 0
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_the_config_names_the_type_of_the_target_which_servers_run_the_head_in(
+    eagle_dir, tiny_target, tmp_path, capsys
+):
+    """SGLang runs each model in the type that its config names; a head beside its target has to run as that does."""
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    lm = load_lm(str(target), "float32")
+    save_head(tmp_path / "head", load_head(eagle_dir), {"target": lm.info.identity}, "card")
+    out = tmp_path / "out"
+    how = {"target": str(target), "dtype": "float32"}
+    assert export(ExportConfig(format="sglang", head=tmp_path / "head", output=out, **how)) == 0
+    written = json.loads((out / "config.json").read_text())
+    assert written["torch_dtype"] == written["dtype"] == "bfloat16"
+    assert "runs head and target in bfloat16" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_export_has_a_card_with_the_command_that_serves_it(exported):
