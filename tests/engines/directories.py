@@ -1,0 +1,144 @@
+"""Exported heads and what our own head says with them, for the engines' own code to be held against.
+
+    python directories.py OUT
+
+writes for every case OUT/CASE/target (a transformers directory), OUT/CASE/FORMAT (an export) for each of its formats,
+and OUT/CASE/ours.safetensors:
+
+ids [T + 1], features, hidden [T, H], logits [T, V]
+    Row t has ids[t + 1] and the feature of ids[t], sits at position t and scores ids[t + 2]; float32.
+embed_tokens, lm_head [V, H]
+    Of the target.
+state.NAME
+    The head's parameters.
+
+It runs with this project's Python. The engines live in environments of their own and read only what is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.models import load_lm, read_config
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+
+LENGTH = 48
+SPREAD = 0.1  # of random weights: far from any initial value
+
+
+@dataclass(frozen=True)
+class Case:
+    """family, extra: as `tiny_llama_dir` takes them; formats: those that can hold such a head."""
+
+    formats: tuple[str, ...]
+    family: str = "llama"
+    num_layers: int = 1
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+CASES = {
+    "llama": Case(("eagle", "vllm", "sglang")),
+    "two-layers": Case(("eagle", "vllm", "sglang"), num_layers=2),
+    "theta": Case(("eagle", "vllm", "sglang"), extra={"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "llama3-rope": Case(("vllm", "sglang"), extra={"rope_parameters": LLAMA3_ROPE}),
+    "head-dim": Case(("vllm", "sglang"), extra={"head_dim": 16}),
+    "qwen2": Case(("eagle", "vllm", "sglang"), family="qwen2"),
+}
+
+
+def random_head(target: Path, num_layers: int) -> EagleHead:
+    config = load_lm(str(target), engine="lean").config
+    torch.manual_seed(1)
+    head = EagleHead(EagleConfig.for_target(config, num_layers))
+    for name, parameter in head.named_parameters():
+        parameter.data.normal_(1.0 if "layernorm" in name else 0.0, SPREAD)
+    return head
+
+
+def export(head: EagleHead, target: Path, kind: str, directory: Path) -> None:
+    """The one place that knows how a head is exported."""
+    raw = read_config(str(target))
+    llama = head.config.llama
+    rope = raw.get("rope_parameters") or {"rope_type": "default", "rope_theta": llama.rope_theta}
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle" if kind == "sglang" else "LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": llama.vocab_size,
+        "hidden_size": llama.hidden_size,
+        "intermediate_size": llama.intermediate_size,
+        "num_hidden_layers": llama.num_layers,
+        "num_attention_heads": llama.num_heads,
+        "num_key_value_heads": llama.num_kv_heads,
+        "head_dim": llama.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": llama.max_position,
+        "rms_norm_eps": llama.rms_eps,
+        "rope_theta": llama.rope_theta,
+        "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if rope["rope_type"] != "default" else None,
+        "rope_parameters": {**rope, "rope_theta": llama.rope_theta},
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "dtype": "float32",
+        "bias": False,
+    }
+    state = {name: tensor.detach().contiguous() for name, tensor in head.named_parameters()}
+    if llama.qkv_bias and kind == "sglang":
+        config["attention_bias"] = True
+        for i in range(llama.num_layers):
+            state[f"layers.{i}.self_attn.o_proj.bias"] = torch.zeros(llama.hidden_size)
+    elif llama.qkv_bias:
+        config["qkv_bias"] = True
+    if kind == "sglang":
+        state["fc.bias"] = torch.zeros(llama.hidden_size)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+
+
+@torch.inference_mode()
+def write(case: Case, directory: Path) -> None:
+    target = tiny_llama_dir(directory / "target", layers=3, family=case.family, **case.extra)
+    head = random_head(target, case.num_layers)
+    for kind in case.formats:
+        export(head, target, kind, directory / kind)
+    lm = load_lm(str(target), engine="lean")
+    ids = torch.randint(lm.info.vocab_size, (1, LENGTH + 1))
+    features = lm.features(ids)[:, :-1]
+    hidden = head(lm.embed(ids[:, 1:]), features)
+    save_file(
+        {
+            "ids": ids[0],
+            "features": features[0].contiguous(),
+            "hidden": hidden[0].contiguous(),
+            "logits": lm.lm_head(hidden)[0].contiguous(),
+            "embed_tokens": lm.model.embed_tokens.weight.detach().contiguous(),
+            "lm_head": lm.model.lm_head.weight.detach().clone(),
+            **{f"state.{name}": tensor.detach().contiguous() for name, tensor in head.named_parameters()},
+        },
+        directory / "ours.safetensors",
+    )
+
+
+def main(output: Path) -> None:
+    for name, case in CASES.items():
+        (output / name).mkdir(parents=True)
+        write(case, output / name)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,72 @@
+"""What `directories.py` wrote, for the engines' tests, which know nothing else of this project."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+WORLD = Path(os.environ["DRAFTSMITH_ENGINES"])
+Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One case: directories, and our own results (see `directories.py`)."""
+
+    target: Path
+    directory: Path
+    ours: dict[str, Tensor]
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {name.removeprefix("state."): t for name, t in self.ours.items() if name.startswith("state.")}
+
+
+def cases(kind: str) -> list[str]:
+    """Names of the cases that were exported in that format."""
+    names = sorted(path.parent.name for path in WORLD.glob(f"*/{kind}"))
+    assert names, f"{WORLD} has no export in the format {kind}"
+    return names
+
+
+def read(case: str, kind: str) -> Exported:
+    return Exported(WORLD / case / "target", WORLD / case / kind, load_file(WORLD / case / "ours.safetensors"))
+
+
+def edited(exported: Exported, copy: Path, edit: Edit) -> Exported:
+    """A copy of the directory after `edit` changed its config and tensors."""
+    shutil.copytree(exported.directory, copy)
+    config, tensors = json.loads((copy / "config.json").read_text()), load_file(copy / "model.safetensors")
+    edit(config, tensors)
+    (copy / "config.json").write_text(json.dumps(config))
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    return Exported(exported.target, copy, exported.ours)
+
+
+class CausalAttention(nn.Module):
+    """One sequence without a cache, in place of an engine's compiled attention: q [T, heads * D] and k, v in, the heads'
+    outputs out. Projections, biases, rotation and scale are the engine's."""
+
+    def __init__(self, heads: int, kv_heads: int, scale: float):
+        super().__init__()
+        self.heads, self.kv_heads, self.scale = heads, kv_heads, scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        rows = len(query)
+        query, key, value = (
+            x.reshape(rows, heads, -1).transpose(0, 1)
+            for x, heads in ((query, self.heads), (key, self.kv_heads), (value, self.kv_heads))
+        )
+        mixed = F.scaled_dot_product_attention(
+            query[None], key[None], value[None], is_causal=True, scale=self.scale, enable_gqa=True
+        )
+        return mixed[0].transpose(0, 1).reshape(rows, -1)
