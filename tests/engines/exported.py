@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -50,6 +51,36 @@ def edited(exported: Exported, copy: Path, edit: Edit) -> Exported:
     (copy / "config.json").write_text(json.dumps(config))
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
     return Exported(exported.target, copy, exported.ours)
+
+
+def fused(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our parameters under the names of vLLM and SGLang, which fuse q, k, v and gate, up."""
+    result = {}
+    for name, tensor in state.items():
+        if ".q_proj." in name:
+            parts = [state[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            result["model." + name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+        elif ".gate_proj." in name:
+            parts = [tensor, state[name.replace("gate_proj", "up_proj")]]
+            result["model." + name.replace("gate_proj", "gate_up_proj")] = torch.cat(parts)
+        elif not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
+            result["model." + name] = tensor
+    return result
+
+
+def assert_loaded(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """All of them and no others, bit by bit; NaN, which stands for what nothing filled, equals nothing."""
+    assert sorted(loaded) == sorted(expected)
+    for name, parameter in loaded.items():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def assert_close(what: str, ours: dict[str, Tensor], **theirs: Tensor) -> None:
+    """Within float32's rounding of values of order 1; the differences are printed."""
+    for name, tensor in theirs.items():
+        difference = (tensor - ours[name]).abs().max().item()
+        print(f"{what} {name}: {difference:.1e} of {ours[name].abs().max().item():.1f}")
+        assert difference < 5e-5, name
 
 
 class CausalAttention(nn.Module):

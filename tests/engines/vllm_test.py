@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from exported import CausalAttention, Edit, Exported, cases, edited, read
+from exported import CausalAttention, Exported, assert_close, assert_loaded, cases, fused, read
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -66,35 +66,17 @@ def load_draft(exported: Exported) -> nn.Module:
     return load(engine_config(exported), draft=True)
 
 
-def fused(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our parameters under vLLM's names."""
-    result = {}
-    for name, tensor in state.items():
-        if ".q_proj." in name:
-            parts = [state[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            result["model." + name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
-        elif ".gate_proj." in name:
-            parts = [tensor, state[name.replace("gate_proj", "up_proj")]]
-            result["model." + name.replace("gate_proj", "gate_up_proj")] = torch.cat(parts)
-        elif not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
-            result["model." + name] = tensor
-    return result
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_parameter_is_the_exported_tensor(case: str):
     exported = read(case, "vllm")
     loaded = dict(load_draft(exported).named_parameters())
     assert loaded.pop("model.embed_tokens.weight").isnan().all()  # the target's takes its place
-    expected = fused(exported.state)
-    assert sorted(loaded) == sorted(expected)
-    for name, parameter in loaded.items():
-        assert torch.equal(parameter, expected[name]), name
+    assert_loaded(loaded, fused(exported.state))
 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
-def test_its_forward_on_its_own_targets_features_gives_our_logits(case: str, record_property):
+def test_its_forward_on_its_own_targets_features_gives_our_logits(case: str):
     exported = read(case, "vllm")
     ours = exported.ours
     config = engine_config(exported)
@@ -108,7 +90,4 @@ def test_its_forward_on_its_own_targets_features_gives_our_logits(case: str, rec
         to_head, to_next_step = draft(ours["ids"][1:], positions[:-1], features)
         logits = draft.compute_logits(to_head)
     assert torch.equal(to_head, to_next_step)
-    for name, theirs in (("features", features), ("hidden", to_head), ("logits", logits)):
-        difference = (theirs - ours[name]).abs().max().item()
-        print(f"vLLM {case} {name}: {difference:.1e} of {ours[name].abs().max().item():.1f}")
-        assert difference < 1e-4
+    assert_close(f"vLLM {case}", ours, features=features, hidden=to_head, logits=logits)
