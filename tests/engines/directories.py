@@ -17,6 +17,7 @@ It runs with this project's Python. The engines live in environments of their ow
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.models import load_lm, read_config
+from draftsmith.data.models import load_lm
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 
 LENGTH = 48
@@ -66,48 +67,19 @@ def random_head(target: Path, num_layers: int) -> EagleHead:
     torch.manual_seed(1)
     head = EagleHead(EagleConfig.for_target(config, num_layers))
     for name, parameter in head.named_parameters():
-        parameter.data.normal_(1.0 if "layernorm" in name else 0.0, SPREAD)
+        # Large scores: attention, and with it every position, shows in the result.
+        spread = 4 * SPREAD if "q_proj" in name or "k_proj" in name else SPREAD
+        parameter.data.normal_(1.0 if "layernorm" in name else 0.0, spread)
     return head
 
 
-def export(head: EagleHead, target: Path, kind: str, directory: Path) -> None:
+def export(head: EagleHead, kind: str, directory: Path) -> None:
     """The one place that knows how a head is exported."""
-    raw = read_config(str(target))
-    llama = head.config.llama
-    rope = raw.get("rope_parameters") or {"rope_type": "default", "rope_theta": llama.rope_theta}
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle" if kind == "sglang" else "LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": llama.vocab_size,
-        "hidden_size": llama.hidden_size,
-        "intermediate_size": llama.intermediate_size,
-        "num_hidden_layers": llama.num_layers,
-        "num_attention_heads": llama.num_heads,
-        "num_key_value_heads": llama.num_kv_heads,
-        "head_dim": llama.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": llama.max_position,
-        "rms_norm_eps": llama.rms_eps,
-        "rope_theta": llama.rope_theta,
-        "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if rope["rope_type"] != "default" else None,
-        "rope_parameters": {**rope, "rope_theta": llama.rope_theta},
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "dtype": "float32",
-        "bias": False,
-    }
-    state = {name: tensor.detach().contiguous() for name, tensor in head.named_parameters()}
-    if llama.qkv_bias and kind == "sglang":
-        config["attention_bias"] = True
-        for i in range(llama.num_layers):
-            state[f"layers.{i}.self_attn.o_proj.bias"] = torch.zeros(llama.hidden_size)
-    elif llama.qkv_bias:
-        config["qkv_bias"] = True
-    if kind == "sglang":
-        state["fc.bias"] = torch.zeros(llama.hidden_size)
+    state = dict(head.named_parameters())
+    package = importlib.import_module(f"draftsmith.modules.interop.{kind}").write(head.config, state, torch.float32)
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    save_file(state, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(dict(package.config), indent=2))
+    save_file(dict(package.tensors), directory / "model.safetensors", dict(package.metadata))
 
 
 @torch.inference_mode()
@@ -115,7 +87,7 @@ def write(case: Case, directory: Path) -> None:
     target = tiny_llama_dir(directory / "target", layers=3, family=case.family, **case.extra)
     head = random_head(target, case.num_layers)
     for kind in case.formats:
-        export(head, target, kind, directory / kind)
+        export(head, kind, directory / kind)
     lm = load_lm(str(target), engine="lean")
     ids = torch.randint(lm.info.vocab_size, (1, LENGTH + 1))
     features = lm.features(ids)[:, :-1]

@@ -53,6 +53,47 @@ def edited(exported: Exported, copy: Path, edit: Edit) -> Exported:
     return Exported(exported.target, copy, exported.ours)
 
 
+def configured(**fields: Any) -> Edit:
+    """An edit that sets these fields of the config; None takes one out."""
+
+    def edit(config: dict[str, Any], _: dict[str, Tensor]) -> None:
+        config.update(fields)
+        for name in [name for name, value in fields.items() if value is None]:
+            config.pop(name, None)
+
+    return edit
+
+
+def stray(name: str) -> Edit:
+    """An edit that adds a tensor [H] of this name."""
+
+    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors[name] = torch.ones(config["hidden_size"])
+
+    return edit
+
+
+def rename(tensors: dict[str, Tensor], start: str, by: str) -> None:
+    """Names that begin with `start` begin with `by` instead."""
+    for name in [name for name in tensors if name.startswith(start)]:
+        tensors[by + name.removeprefix(start)] = tensors.pop(name)
+
+
+# Base 7777, linear scaling by 2: every way of writing it that transformers 5 folds into one. Where both generations are
+# there, a `rope_scaling` replaces `rope_parameters`, and the base is then `rope_theta`.
+ROPE_SPELLINGS: list[dict[str, Any]] = [
+    {"rope_theta": 7777.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_theta": 7777.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7777.0}},
+    {"rope_theta": 1111.0, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7777.0}},
+    {
+        "rope_theta": 7777.0,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1111.0},
+    },
+]
+
+
 def fused(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our parameters under the names of vLLM and SGLang, which fuse q, k, v and gate, up."""
     result = {}
@@ -66,6 +107,11 @@ def fused(state: dict[str, Tensor]) -> dict[str, Tensor]:
         elif not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
             result["model." + name] = tensor
     return result
+
+
+def unfilled(model: nn.Module) -> set[str]:
+    """Names of the parameters that are NaN somewhere: no tensor reached them."""
+    return {name for name, parameter in model.named_parameters() if parameter.isnan().any()}
 
 
 def assert_loaded(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -84,7 +130,7 @@ def assert_close(what: str, ours: dict[str, Tensor], **theirs: Tensor) -> None:
 
 
 class CausalAttention(nn.Module):
-    """One sequence without a cache, in place of an engine's compiled attention: q [T, heads * D] and k, v in, the heads'
+    """One sequence without a cache, in place of an engine's compiled attention: q, k, v [T, heads * D] in, the heads'
     outputs out. Projections, biases, rotation and scale are the engine's."""
 
     def __init__(self, heads: int, kv_heads: int, scale: float):

@@ -6,24 +6,29 @@ Its compiled operators are replaced: attention by torch's, the others by SGLang'
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-# Imported by SGLang and never called here. PyPI's torchvision is built for another torch: its operators do not load, and
-# its Python part, which is all that is needed, registers shapes for two of them. Without a GPU the rotary kernel is
-# sought in vLLM.
-for operator in ("nms", "qnms"):
-    torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-sys.modules["vllm"] = ModuleType("vllm")
-sys.modules["vllm._custom_ops"] = SimpleNamespace(rotary_embedding=None)
-
-from exported import CausalAttention, Exported, assert_close, assert_loaded, cases, fused, read
+import sglang_stubs  # noqa: F401  (first)  # isort: skip
+from exported import (
+    ROPE_SPELLINGS,
+    CausalAttention,
+    Edit,
+    assert_close,
+    assert_loaded,
+    cases,
+    configured,
+    edited,
+    fused,
+    read,
+    rename,
+    stray,
+    unfilled,
+)
 from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
@@ -112,9 +117,70 @@ def test_its_forward_on_its_own_targets_features_gives_our_logits(case: str, ser
     ours = exported.ours
     target = load(server, exported.target, draft=False)
     draft = load(server, exported.directory, draft=True)
-    draft.set_embed_and_head(target.get_embed_and_head()[0], target.get_embed_and_head()[1])
+    draft.set_embed_and_head(*target.get_embed_and_head())
     features = run(target, ours["ids"]).hidden_states[:-1]
     drafted = run(draft, ours["ids"][1:], features)
     assert_close(
         f"SGLang {case}", ours, features=features, hidden=drafted.hidden_states, logits=drafted.next_token_logits
     )
+
+
+LAYER = "model.layers.0."
+QKV, O_BIAS = LAYER + "self_attn.qkv_proj.bias", LAYER + "self_attn.o_proj.bias"
+WEIGHTS = {
+    "model.fc.weight",
+    LAYER + "self_attn.qkv_proj.weight",
+    LAYER + "self_attn.o_proj.weight",
+    LAYER + "mlp.gate_up_proj.weight",
+    LAYER + "mlp.down_proj.weight",
+    LAYER + "post_attention_layernorm.weight",
+}
+ALL = WEIGHTS | {"model.fc.bias"}
+LEFT_OPEN: dict[str, tuple[Edit, set[str], list[str]]] = {
+    "no fc.bias": (lambda _, tensors: tensors.pop("fc.bias"), {"model.fc.bias"}, []),
+    "bias is of the attention": (configured(bias=True), {QKV, O_BIAS}, []),
+    "attention_bias": (configured(attention_bias=True), {QKV, O_BIAS}, []),
+    "qkv_bias is not read": (configured(qkv_bias=True), set(), []),
+    "mlp_bias is not read": (configured(mlp_bias=True), set(), []),
+    "lm_head is skipped": (stray("lm_head.weight"), set(), []),
+    "an unknown tensor": (stray("norm.weight"), set(), ["model.norm.weight"]),
+    "input norm": (stray("layers.0.input_layernorm.weight"), set(), [LAYER + "input_layernorm.weight"]),
+    "prefix": (lambda _, tensors: rename(tensors, "", "model."), ALL, ["model." + name for name in sorted(WEIGHTS)]),
+    "an unknown bias": (stray("layers.0.self_attn.q_proj.bias"), set(), []),
+}
+
+
+@pytest.mark.parametrize("defect", LEFT_OPEN)
+def test_it_starts_all_the_same(defect: str, server: ServerArgs, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A tensor without a place, unless a bias, is a line of the log; a place without a tensor is not even that."""
+    edit, names, warned = LEFT_OPEN[defect]
+    directory = edited(read("llama", "sglang"), tmp_path / "draft", edit).directory
+    model = load(server, directory, draft=True)
+    assert unfilled(model) - {"model.embed_tokens.weight", "lm_head.weight"} == names
+    lines = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+    assert {f"Parameter {name} not found in params_dict" for name in warned} == {
+        line for line in lines if line.endswith("not found in params_dict")
+    }
+
+
+def test_qwen_biases_need_attention_bias_and_o_proj_bias(server: ServerArgs, tmp_path: Path):
+    exported = read("qwen2", "sglang")
+    without = edited(exported, tmp_path / "a", lambda _, tensors: tensors.pop("layers.0.self_attn.o_proj.bias"))
+    assert O_BIAS in unfilled(load(server, without.directory, draft=True))
+    named = edited(exported, tmp_path / "b", configured(attention_bias=False, qkv_bias=True))
+    assert QKV not in dict(load(server, named.directory, draft=True).named_parameters())
+
+
+@pytest.mark.parametrize("fields", ROPE_SPELLINGS, ids=str)
+def test_rope_is_read_in_this_spelling(fields: dict[str, Any], server: ServerArgs, tmp_path: Path):
+    edit = configured(**{"rope_theta": None, "rope_scaling": None, "rope_parameters": None, **fields})
+    model = load(server, edited(read("llama", "sglang"), tmp_path / "draft", edit).directory, draft=True)
+    rope = model.model.layers[0].self_attn.rotary_emb
+    assert (type(rope).__name__, rope.base) == ("LinearScalingRotaryEmbedding", 7777.0)
+
+
+def test_the_drafts_dtype_is_its_configs_where_none_is_given(tmp_path: Path):
+    edit = configured(dtype="bfloat16", torch_dtype="bfloat16")
+    directory = str(edited(read("llama", "sglang"), tmp_path / "draft", edit).directory)
+    assert ModelConfig(directory, dtype="auto", is_draft_model=True).dtype == torch.bfloat16
+    assert ModelConfig(directory, dtype="float32", is_draft_model=True).dtype == torch.float32

@@ -12,11 +12,27 @@ os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # else the wheel looks for a GPU when 
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from exported import CausalAttention, Exported, assert_close, assert_loaded, cases, fused, read
-from torch import Tensor, nn
+from exported import (
+    ROPE_SPELLINGS,
+    CausalAttention,
+    Edit,
+    Exported,
+    assert_close,
+    assert_loaded,
+    cases,
+    configured,
+    edited,
+    fused,
+    read,
+    rename,
+    stray,
+    unfilled,
+)
+from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
@@ -91,3 +107,59 @@ def test_its_forward_on_its_own_targets_features_gives_our_logits(case: str):
         logits = draft.compute_logits(to_head)
     assert torch.equal(to_head, to_next_step)
     assert_close(f"vLLM {case}", ours, features=features, hidden=to_head, logits=logits)
+
+
+REFUSED: dict[str, tuple[Edit, str]] = {
+    "lm_head": (stray("lm_head.weight"), "no module or parameter named 'lm_head' in EagleLlamaForCausalLM"),
+    "input norm": (stray("layers.0.input_layernorm.weight"), "named 'layers.0.input_layernorm.weight' in LlamaModel"),
+    "final norm": (stray("norm.weight"), "no module or parameter named 'norm' in LlamaModel"),
+    "prefix": (lambda _, tensors: rename(tensors, "", "model."), "no module or parameter named 'model' in LlamaModel"),
+    "other name": (
+        lambda _, tensors: rename(tensors, "layers.0", "midlayer"),
+        "no module or parameter named 'midlayer'",
+    ),
+    "SGLang's class": (configured(architectures=["LlamaForCausalLMEagle"]), "are not supported for now"),
+}
+
+
+@pytest.mark.parametrize("defect", REFUSED)
+def test_it_refuses(defect: str, tmp_path: Path):
+    edit, message = REFUSED[defect]
+    with pytest.raises(ValueError, match=message):
+        load_draft(edited(read("llama", "vllm"), tmp_path / "draft", edit))
+
+
+LAYER = "model.layers.0."
+QKV, O_BIAS = LAYER + "self_attn.qkv_proj.bias", LAYER + "self_attn.o_proj.bias"
+LEFT_OPEN: dict[str, tuple[Edit, set[str]]] = {
+    "bias is of the attention": (configured(bias=True), {QKV, O_BIAS}),
+    "attention_bias": (configured(attention_bias=True), {QKV, O_BIAS}),
+    "qkv_bias": (configured(qkv_bias=True), {QKV}),
+    "bias beside qkv_bias": (configured(bias=True, qkv_bias=False), {O_BIAS}),
+    "mlp_bias": (configured(mlp_bias=True), {LAYER + "mlp.gate_up_proj.bias", LAYER + "mlp.down_proj.bias"}),
+    "a missing tensor": (lambda _, tensors: rename(tensors, "fc.weight", "fc.bias"), {"model.fc.weight"}),
+    "fc.bias is dropped": (stray("fc.bias"), set()),
+    "a bias without its switch is dropped": (stray("layers.0.self_attn.q_proj.bias"), set()),
+}
+
+
+@pytest.mark.parametrize("defect", LEFT_OPEN)
+def test_it_says_nothing_and_leaves_open(defect: str, tmp_path: Path):
+    edit, names = LEFT_OPEN[defect]
+    model = load_draft(edited(read("llama", "vllm"), tmp_path / "draft", edit))
+    assert unfilled(model) - {"model.embed_tokens.weight"} == names
+
+
+def test_its_draft_has_the_targets_dtype_and_positions(tmp_path: Path):
+    edit = configured(dtype="bfloat16", torch_dtype="bfloat16", max_position_embeddings=16)
+    config = engine_config(edited(read("llama", "vllm"), tmp_path / "draft", edit)).speculative_config
+    assert config.draft_model_config.dtype == torch.float32
+    assert config.draft_model_config.hf_config.max_position_embeddings == config.target_model_config.max_model_len
+
+
+@pytest.mark.parametrize("fields", ROPE_SPELLINGS, ids=str)
+def test_rope_is_read_in_this_spelling(fields: dict[str, Any], tmp_path: Path):
+    edit = configured(**{"rope_theta": None, "rope_scaling": None, "rope_parameters": None, **fields})
+    model = load_draft(edited(read("llama", "vllm"), tmp_path / "draft", edit))
+    rope = model.model.layers[0].self_attn.rotary_emb
+    assert (type(rope).__name__, rope.base) == ("LinearScalingRotaryEmbedding", 7777.0)
