@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 WORLD = Path(os.environ["DRAFTSMITH_ENGINES"])
+# Largest differences, one line each, for the end of the run.
+FIGURES: list[str] = []
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]
 
 
@@ -122,10 +124,10 @@ def assert_loaded(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 
 def assert_close(what: str, ours: dict[str, Tensor], **theirs: Tensor) -> None:
-    """Within float32's rounding of values of order 1; the differences are printed."""
+    """Within float32's rounding of values of order 1."""
     for name, tensor in theirs.items():
         difference = (tensor - ours[name]).abs().max().item()
-        print(f"{what} {name}: {difference:.1e} of {ours[name].abs().max().item():.1f}")
+        FIGURES.append(f"{what} {name}: {difference:.1e} of {ours[name].abs().max().item():.1f}")
         assert difference < 5e-5, name
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # else the wheel looks for a GPU when it is imported
 
 from collections.abc import Iterator
