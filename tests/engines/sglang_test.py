@@ -63,14 +63,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> ServerArgs:
     return args
 
 
-def load(args: ServerArgs, directory: Path, draft: bool) -> nn.Module:
-    """The module with the directory's weights; what no tensor filled is NaN."""
+def load(args: ServerArgs, directory: Path, draft: bool, fill: bool = True) -> nn.Module:
+    """The module with the directory's weights; what no tensor filled is NaN, or its initial value without `fill`."""
     config = ModelConfig.from_server_args(args, model_path=str(directory), is_draft_model=draft)
     loader = DefaultModelLoader(LoadConfig())
     with set_default_torch_dtype(config.dtype):
         model = _initialize_model(config, loader.load_config, None)
         for parameter in model.parameters():
-            parameter.data.fill_(torch.nan)
+            if fill:
+                parameter.data.fill_(torch.nan)
         loader.load_weights_and_postprocess(model, loader._get_all_weights(config, model), torch.device("cpu"))
     for layer in model.model.layers:
         attention = layer.self_attn
@@ -163,12 +164,33 @@ def test_it_starts_all_the_same(defect: str, server: ServerArgs, tmp_path: Path,
     }
 
 
-def test_qwen_biases_need_attention_bias_and_o_proj_bias(server: ServerArgs, tmp_path: Path):
-    exported = read("qwen2", "sglang")
-    without = edited(exported, tmp_path / "a", lambda _, tensors: tensors.pop("layers.0.self_attn.o_proj.bias"))
-    assert O_BIAS in unfilled(load(server, without.directory, draft=True))
-    named = edited(exported, tmp_path / "b", configured(attention_bias=False, qkv_bias=True))
+def test_biases_of_the_attention_start_at_zero_and_that_of_fc_at_random(server: ServerArgs, tmp_path: Path):
+    edit = configured(attention_bias=True)
+    directory = edited(read("llama", "sglang"), tmp_path / "draft", edit).directory
+    started = dict(load(server, directory, draft=True, fill=False).named_parameters())
+    assert not started[QKV].any() and not started[O_BIAS].any()
+    without = edited(read("llama", "sglang"), tmp_path / "without", lambda _, tensors: tensors.pop("fc.bias"))
+    assert load(server, without.directory, draft=True, fill=False).model.fc.bias.abs().max() > 1e-3
+
+
+def test_qwen_biases_need_attention_bias(server: ServerArgs, tmp_path: Path):
+    edit = configured(attention_bias=False, qkv_bias=True)
+    named = edited(read("qwen2", "sglang"), tmp_path / "draft", edit)
     assert QKV not in dict(load(server, named.directory, draft=True).named_parameters())
+
+
+def test_tied_tables_can_not_be_replaced_by_the_targets(server: ServerArgs, tmp_path: Path):
+    exported = edited(read("llama", "sglang"), tmp_path / "draft", configured(tie_word_embeddings=True))
+    target, draft = load(server, exported.target, draft=False), load(server, exported.directory, draft=True)
+    with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+        draft.set_embed_and_head(*target.get_embed_and_head())
+
+
+def test_it_refuses_a_target_of_a_longer_context(tmp_path: Path):
+    edit = configured(max_position_embeddings=16)
+    directory = str(edited(read("llama", "sglang"), tmp_path / "draft", edit).directory)
+    with pytest.raises(ValueError, match=r"context_length \(256\) is greater than the derived context_length \(16\)"):
+        ModelConfig(directory, dtype="float32", is_draft_model=True, context_length=256)
 
 
 @pytest.mark.parametrize("fields", ROPE_SPELLINGS, ids=str)

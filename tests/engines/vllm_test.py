@@ -155,6 +155,7 @@ def test_its_draft_has_the_targets_dtype_and_positions(tmp_path: Path):
     edit = configured(dtype="bfloat16", torch_dtype="bfloat16", max_position_embeddings=16)
     config = engine_config(edited(read("llama", "vllm"), tmp_path / "draft", edit)).speculative_config
     assert config.draft_model_config.dtype == torch.float32
+    assert config.draft_model_config.max_model_len == 16  # it drafts up to there, and has rotary positions beyond
     assert config.draft_model_config.hf_config.max_position_embeddings == config.target_model_config.max_model_len
 
 
