@@ -19,7 +19,7 @@ help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
-	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM and SGLang, on a CPU (1.5 GB of wheels)"
+	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM and SGLang, on a CPU (2.7 GB of disk)"
 	@echo "make lint     ruff        make format   ruff's fixes and formatter"
 	@echo "make types    mypy        make wheel    build the wheel and check what is in it"
 	@echo "make setup, make setup-dev, make clean"
