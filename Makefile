@@ -9,14 +9,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A file's tests share models: they stay together in one process.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile
 TYPES := .typecheck
+ENGINES := safeailab vllm sglang
+ENGINE_ENVS := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-cluster lint format types wheel clean
+.PHONY: help setup setup-dev demo test test-cluster test-engines lint format types wheel clean
 
 help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
+	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM and SGLang, on a CPU (2.7 GB of disk)"
 	@echo "make lint     ruff        make format   ruff's fixes and formatter"
 	@echo "make types    mypy        make wheel    build the wheel and check what is in it"
 	@echo "make setup, make setup-dev, make clean"
@@ -47,6 +50,21 @@ test-cluster: setup-dev
 	tests/cluster/install.sh
 	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
 
+# Every engine has an environment of its own with its own transformers. Torch and whatever else it imports are those of
+# $(VENV), found behind its own packages: no engine gets to install another torch, or its GPU libraries.
+test-engines: $(ENGINES:%=$(ENGINE_ENVS)/%/.stamp)
+	rm -rf $(ENGINE_ENVS)/heads
+	$(BIN)/python tests/engines/directories.py $(ENGINE_ENVS)/heads
+	set -e; for engine in $(ENGINES); do DRAFTSMITH_ENGINES=$(CURDIR)/$(ENGINE_ENVS)/heads \
+		$(ENGINE_ENVS)/$$engine/bin/python -m pytest -c tests/engines/pytest.ini tests/engines/$${engine}_test.py $(PYTEST_ARGS); done
+
+$(ENGINE_ENVS)/%/.stamp: tests/engines/%.txt $(VENV)/.setup-dev.stamp
+	$(BIN)/python -m venv --clear $(@D)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> "$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/zz-draftsmith.pth"
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	@touch $@
+
 lint: setup-dev
 	$(BIN)/ruff check .
 
@@ -66,4 +84,4 @@ wheel: setup-dev
 	$(BIN)/python tests/wheel_contents.py
 
 clean:
-	rm -rf $(VENV) $(TYPES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINE_ENVS) $(TYPES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,116 @@
+"""Exported heads and what our own head says with them, for the engines' own code to be held against.
+
+    python directories.py OUT
+
+writes for every case OUT/CASE/target (a transformers directory), OUT/CASE/FORMAT (an export) for each of its formats,
+and OUT/CASE/ours.safetensors:
+
+ids [T + 1], features, hidden [T, H], logits [T, V]
+    Row t has ids[t + 1] and the feature of ids[t], sits at position t and scores ids[t + 2]; float32.
+embed_tokens, lm_head [V, H]
+    Of the target.
+state.NAME
+    The head's parameters.
+
+It runs with this project's Python. The engines live in environments of their own and read only what is written here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.models import load_lm
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+
+LENGTH = 48
+SPREAD = 0.1  # of random weights: far from any initial value
+
+
+@dataclass(frozen=True)
+class Case:
+    """family, extra: as `tiny_llama_dir` takes them; formats: those that can hold such a head."""
+
+    formats: tuple[str, ...]
+    family: str = "llama"
+    num_layers: int = 1
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+CASES = {
+    "llama": Case(("eagle", "vllm", "sglang")),
+    "two-layers": Case(("eagle", "vllm", "sglang"), num_layers=2),
+    "theta": Case(("eagle", "vllm", "sglang"), extra={"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "llama3-rope": Case(("vllm", "sglang"), extra={"rope_parameters": LLAMA3_ROPE}),
+    "head-dim": Case(("vllm", "sglang"), extra={"head_dim": 16}),
+    "qwen2": Case(("eagle", "vllm", "sglang"), family="qwen2"),
+}
+
+
+def random_head(target: Path, num_layers: int) -> EagleHead:
+    config = load_lm(str(target), engine="lean").config
+    torch.manual_seed(1)
+    head = EagleHead(EagleConfig.for_target(config, num_layers))
+    for name, parameter in head.named_parameters():
+        # Large scores: attention, and with it every position, shows in the result.
+        spread = 4 * SPREAD if "q_proj" in name or "k_proj" in name else SPREAD
+        parameter.data.normal_(1.0 if "layernorm" in name else 0.0, spread)
+    return head
+
+
+def export(head: EagleHead, kind: str, directory: Path) -> None:
+    """The one place that knows how a head is exported."""
+    state = dict(head.named_parameters())
+    package = importlib.import_module(f"draftsmith.modules.interop.{kind}").write(head.config, state, torch.float32)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(dict(package.config), indent=2))
+    save_file(dict(package.tensors), directory / "model.safetensors", dict(package.metadata))
+
+
+@torch.inference_mode()
+def write(case: Case, directory: Path) -> None:
+    target = tiny_llama_dir(directory / "target", layers=3, family=case.family, **case.extra)
+    head = random_head(target, case.num_layers)
+    for kind in case.formats:
+        export(head, kind, directory / kind)
+    lm = load_lm(str(target), engine="lean")
+    ids = torch.randint(lm.info.vocab_size, (1, LENGTH + 1))
+    features = lm.features(ids)[:, :-1]
+    hidden = head(lm.embed(ids[:, 1:]), features)
+    save_file(
+        {
+            "ids": ids[0],
+            "features": features[0].contiguous(),
+            "hidden": hidden[0].contiguous(),
+            "logits": lm.lm_head(hidden)[0].contiguous(),
+            "embed_tokens": lm.model.embed_tokens.weight.detach().contiguous(),
+            "lm_head": lm.model.lm_head.weight.detach().clone(),
+            **{f"state.{name}": tensor.detach().contiguous() for name, tensor in head.named_parameters()},
+        },
+        directory / "ours.safetensors",
+    )
+
+
+def main(output: Path) -> None:
+    for name, case in CASES.items():
+        (output / name).mkdir(parents=True)
+        write(case, output / name)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
