@@ -221,17 +221,17 @@ class Reader:
         elif name.endswith(".bias") and not bool(tensor.any()):
             self.note(name, f"drops it, {why}; it is zero, nothing is lost")
         else:
-            self.error(name, f"drops it silently, {why}")
+            self.error(name, f"drops it, {why}")
 
     def dropped_lm_head(self, name: str) -> None:
         """A stray lm_head that the system passes over: it takes the target's."""
         theirs = None if self.target is None else self.target.lm_head
         if theirs is None:
-            self.error(name, "drops it silently and takes the target's, which is not at hand to compare")
+            self.error(name, "drops it and takes the target's, which is not at hand to compare")
         elif same_values(self.package.tensors[name], theirs):
             self.note(name, "drops it and takes the target's, which is the same")
         else:
-            self.error(name, "drops it silently and takes the target's, which differs")
+            self.error(name, "drops it and takes the target's, which differs")
 
     def embeds_differ(self, name: str) -> bool | None:
         """Whether the file's embedding is another than the target's; None: the target's is not at hand."""

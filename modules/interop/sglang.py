@@ -93,7 +93,7 @@ def _check_config(reader: Reader) -> None:
     raw = reader.raw
     reader.check_llama()
     if raw.get("model_type") != "llama":
-        reader.error("model_type", f"parses {raw.get('model_type')!r} as another model; EAGLE heads are `llama`")
+        reader.note("model_type", f"takes {raw.get('model_type')!r}, with other defaults than those of `llama`")
     first = next(iter(raw.get("architectures") or []), None)
     if first == CLASS:
         reader.note("architectures", f"builds {first}")

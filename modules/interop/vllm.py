@@ -74,7 +74,8 @@ def read(package: Package, target: TargetFacts | None) -> Reading:
     reader.surroundings(truncates=True)
     own, theirs = reader.settings["max_position"], positions(target)
     if theirs > own and rope.kind in RESIZED:
-        reader.note("max_position_embeddings", f"raises {own} to the target's {theirs}")
+        # The rotary table grows, the draft's own length does not (v1/worker/gpu_model_runner.py).
+        reader.error("max_position_embeddings", f"does not draft beyond {own} tokens; the target has {theirs}")
         reader.settings["max_position"] = theirs
     return reader.reading()
 

@@ -17,8 +17,6 @@ It runs with this project's Python. The engines live in environments of their ow
 
 from __future__ import annotations
 
-import importlib
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +29,9 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
 from tiny_models import tiny_llama_dir
 
+from draftsmith.data.exchange.export import ExportConfig
+from draftsmith.data.exchange.export import run as export
+from draftsmith.data.heads import save_head
 from draftsmith.data.models import load_lm
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 
@@ -73,22 +74,15 @@ def random_head(target: Path, num_layers: int) -> EagleHead:
     return head
 
 
-def export(head: EagleHead, kind: str, directory: Path) -> None:
-    """The one place that knows how a head is exported."""
-    state = dict(head.named_parameters())
-    package = importlib.import_module(f"draftsmith.modules.interop.{kind}").write(head.config, state, torch.float32)
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(dict(package.config), indent=2))
-    save_file(dict(package.tensors), directory / "model.safetensors", dict(package.metadata))
-
-
 @torch.inference_mode()
 def write(case: Case, directory: Path) -> None:
     target = tiny_llama_dir(directory / "target", layers=3, family=case.family, **case.extra)
     head = random_head(target, case.num_layers)
-    for kind in case.formats:
-        export(head, kind, directory / kind)
     lm = load_lm(str(target), engine="lean")
+    saved = save_head(directory / "head", head, {"target": lm.info.identity}, "")
+    for kind in case.formats:
+        config = ExportConfig(format=kind, head=saved, target=str(target), output=directory / kind)
+        assert export(config) == 0, "export says why"
     ids = torch.randint(lm.info.vocab_size, (1, LENGTH + 1))
     features = lm.features(ids)[:, :-1]
     hidden = head(lm.embed(ids[:, 1:]), features)
