@@ -20,7 +20,7 @@ from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.facts import facts_of
 from draftsmith.data.exchange.probe import make_probes
 from draftsmith.data.exchange.record import against_record, read_record
-from draftsmith.data.heads import build_head, load_head
+from draftsmith.data.heads import HEADS, build_head, load_head
 from draftsmith.data.models import load_lm
 from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.interop.base import Finding, Package, Reading, TargetFacts
@@ -66,7 +66,7 @@ class Report:
 
     findings: list[Finding] = field(default_factory=list)
     measures: list[Measure] = field(default_factory=list)
-    num_used: int = 0
+    used: str = ""
 
     @property
     def failures(self) -> int:
@@ -77,7 +77,7 @@ def run(config: CheckConfig) -> int:
     """0 when the system would compute with this directory what was trained, else 1.
 
     Raises:
-        InputError: no such directory, or the model is missing or another kind.
+        InputError: no such directory, one of our own heads, or no model.
     """
     if config.format == "hf-assisted":
         if config.target is None:
@@ -135,9 +135,12 @@ def check_head(directory: Path, format: str, path: str, lm: CausalLM, head: nn.M
     """
     module = importlib.import_module(f"draftsmith.modules.interop.{format}")
     package = read_package(str(directory))
+    if package.config.get("kind") in HEADS:
+        remedy = f"Write it for others: draftsmith export --format {format} --head {directory}"
+        raise InputError("directory", f"{directory}, one of draftsmith's own heads", "another system's", remedy)
     facts = facts_of(path, lm)
     reading: Reading = module.read(package, facts)
-    report = Report(list(reading.findings), num_used=len(reading.used))
+    report = Report(list(reading.findings), used=f"{len(reading.used)} of {len(package.tensors)} tensors used")
     record = read_record(directory)
     if record is not None:
         report.findings += against_record(record, reading, FORMATS[format])
@@ -150,9 +153,7 @@ def check_head(directory: Path, format: str, path: str, lm: CausalLM, head: nn.M
         except InputError as error:
             report.findings.append(Finding("error", "import", str(error)))
             return report
-    report.findings += unreadable(reading)
-    if not unreadable(reading):
-        report.measures += measures_of(format, module, reading, ours.float(), path, lm, facts, package)
+    report.measures += measures_of(format, module, reading, ours.float(), path, lm, facts, package)
     return report
 
 
@@ -161,15 +162,6 @@ def other_model(record: dict[str, Any], lm: CausalLM) -> list[Finding]:
     differing = [key for key, value in recorded.items() if key in lm.info.identity and lm.info.identity[key] != value]
     text = "is another than the model that the head was trained for"
     return [Finding("error", f"the model's {key}", text) for key in differing]
-
-
-def unreadable(reading: Reading) -> list[Finding]:
-    """Tensors whose shape lets no forward run: another finding says why, and no number can be taken."""
-    return [
-        Finding("error", name, f"has shape {tuple(tensor.shape)}, so that no logits can be computed")
-        for name, tensor in reading.weights.items()
-        if not tensor.numel()
-    ]
 
 
 @torch.no_grad()
@@ -195,7 +187,8 @@ def print_report(report: Report, directory: str, format: str) -> None:
     """What differs first, then what was measured, then what is worth knowing."""
     console = Console(highlight=False)
     errors = [finding for finding in report.findings if finding.level == "error"]
-    console.print(Text.assemble((f"{directory} as {format} reads it", "bold"), f": {report.num_used} tensors used"))
+    said = f": {report.used}" if report.used else ""
+    console.print(Text.assemble((f"{directory} as {format} reads it", "bold"), said))
     if errors:
         console.print(findings_table("differs", errors, "red"))
     if report.measures:

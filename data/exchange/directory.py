@@ -127,7 +127,8 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+            names = list(opened.keys())
+            return {name: opened.get_tensor(name) for name in names}, opened.metadata() or {}
     except SafetensorError as error:
         raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", FETCH) from error
 

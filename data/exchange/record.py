@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.interop.base import Finding, Reading
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
 from draftsmith.modules.types import InputError
@@ -55,13 +56,15 @@ def read_record(directory: Path) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(path.read_text("utf-8"))
-        return {**record, "tensors": dict(record["tensors"]), "config": dict(record["config"])}
+        return {**record, **{name: dict(record[name]) for name in ("tensors", "config", "head")}}
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(str(path), f"damaged ({error})", "what export wrote", "Export the head again.") from error
 
 
 def against_record(record: Mapping[str, Any], reading: Reading, kind: str) -> list[Finding]:
-    """What a system holds in memory against what was exported."""
+    """What a system holds in memory against what was exported. kind: of head that the system reads."""
+    if FORMATS.get(record["format"]) != kind:
+        return [Finding("error", RECORD, f"this was exported as {record['format']}")]
     found = []
     for name, expected in record["tensors"].items():
         if name not in reading.weights:

@@ -39,7 +39,7 @@ def qwen(tmp_path_factory) -> str:
 def original(target: str, dtype: torch.dtype = torch.float32, fc_bias: bool = False) -> EagleHead:
     """A random head of the target's sizes, its values such that `dtype` holds them."""
     torch.manual_seed(0)
-    head = EagleHead(EagleConfig.for_target(load_lm(target, engine="lean").config, fc_bias=fc_bias))  # type: ignore[attr-defined]
+    head = EagleHead(EagleConfig.for_target(lean(target).config, fc_bias=fc_bias))
     for weight in head.parameters():
         weight.data.add_(0.2 * torch.randn_like(weight))
         weight.data = weight.data.to(dtype).float()
@@ -67,7 +67,7 @@ def write(directory: Path, config: dict, state: dict[str, Tensor], file: str, **
 
 
 def embedding(target: str) -> Tensor:
-    return load_lm(target, engine="lean").embeddings.clone()  # type: ignore[attr-defined]
+    return lean(target).embeddings.clone()
 
 
 def stored(directory: Path) -> dict[str, Tensor]:
@@ -211,7 +211,7 @@ def test_a_head_without_its_model_is_imported_and_bound_to_none(tmp_path, target
 
 def refusal(*args: object, **settings: object) -> str:
     with pytest.raises(InputError) as error:
-        run(ImportConfig(*args, **settings))  # type: ignore[arg-type]
+        run(ImportConfig(*args, **settings))
     assert "\n" not in str(error.value)
     return str(error.value)
 

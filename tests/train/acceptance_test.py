@@ -222,7 +222,7 @@ def test_another_start_is_another_run(artefacts, tmp_path):
     [
         ({}, {"num_blocks": 2}, "num_blocks 2 asked of .*expected num_blocks 3, as that head has"),
         ({"tied": True}, {"tied": False}, "tied False asked of .*expected tied True"),
-        ({"width": 16}, {}, "hidden_size 16, expected hidden_size 32, the model's"),
+        ({"width": 16}, {}, "of width 16, expected width 32"),
     ],
 )
 def test_a_start_that_does_not_fit_is_one_error(artefacts, tmp_path, settings, changes, found):

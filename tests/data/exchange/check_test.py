@@ -166,6 +166,16 @@ def test_a_damaged_record_is_one_line(copy_of, checked):
         checked(directory, "vllm")
 
 
+def test_a_directory_that_was_exported_for_a_head_of_another_kind_is_found(copy_of, checked, eagle_dir):
+    directory = copy_of("vllm")
+    record = json.loads((directory / RECORD).read_text())
+    (directory / RECORD).write_text(json.dumps({**record, "format": "specdec_pp"}))
+    code, said = checked(directory, "vllm")
+    assert code == 1 and "this was exported as specdec_pp" in said
+    with pytest.raises(InputError, match="one of draftsmith's own heads"):
+        checked(eagle_dir, "vllm")
+
+
 @pytest.mark.parametrize(("changes", "field"), [({"target": None}, "target"), ({"format": "specdec_pp"}, "draft")])
 def test_the_model_whose_states_are_read_has_to_be_named(exported, changes, field):
     from draftsmith.data.exchange.check import CheckConfig, run
