@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,10 @@ def target(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory) -> str:
     return str(tiny_llama_dir(tmp_path_factory.mktemp("qwen"), family="qwen2"))
+
+
+def lean(path: str) -> Any:
+    return load_lm(path, engine="lean")
 
 
 def original(target: str, dtype: torch.dtype = torch.float32, fc_bias: bool = False) -> EagleHead:

@@ -21,14 +21,6 @@ TARGET, DRAFT = "embedded:target", "embedded:draft"
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
 def no_tuning(monkeypatch):
     """As without scikit-learn: a threshold stays what it is."""
     for module in ("generation.candidate_generator", "utils"):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from quick_heads import quick_eagle_head
 from tiny_models import tiny_llama_dir
 
@@ -30,7 +29,6 @@ def save_eagle(directory: Path, head: EagleHead, target: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory) -> Path:
-    torch.set_num_threads(1)
     return tiny_llama_dir(tmp_path_factory.mktemp("exchange") / "target", layers=2, hidden=48)
 
 
