@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,57 +15,60 @@ from draftsmith.data.exchange.export import ExportConfig
 from draftsmith.data.exchange.export import run as export
 from draftsmith.data.exchange.import_head import ImportConfig
 from draftsmith.data.exchange.import_head import run as import_head
-from draftsmith.data.exchange.probe import make_probes
+from draftsmith.data.exchange.probe import PROMPTS
 from draftsmith.data.heads import load_head, save_head
 from draftsmith.data.models import load_lm
-from draftsmith.modules.decoding.loop import generate
-from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.heads.eagle import EagleConfig, EagleDrafter, EagleHead
-from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.eval.bench import BenchConfig, bench
+from draftsmith.eval.prompts import read_prompts
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.types import InputError
 
 K, NEW_TOKENS = 3, 40
 
 
-def tau(target, head, prompts) -> tuple[list[list[int]], float]:
-    """Answers, and emitted tokens per target call, of the decoder that ships."""
-    counts, answers = Counts(), []
-    for prompt in prompts:
-        drafter = EagleDrafter(head, target, FixedLength(K), len(prompt) + NEW_TOKENS + K + 2)
-        made = generate(target, drafter, prompt, SamplingParams(), NEW_TOKENS, TorchSource(0))
-        answers.append(made.tokens)
-        counts.tokens += made.trace.num_tokens
-        counts.target_calls += made.trace.num_target_calls
-    return answers, counts.tau
-
-
 @pytest.fixture(scope="module")
-def prompts(tiny_target):
-    lm = load_lm(str(tiny_target))
-    return [probe.ids[: probe.start].tolist() for probe in make_probes(str(tiny_target), lm, lm.info.max_position)]
+def prompts(tmp_path_factory) -> Path:
+    """Those that the head knows the answers of."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    return path
+
+
+@pytest.fixture
+def measured(tiny_target, prompts, tmp_path) -> Callable[[Path], tuple[float, list[list[int]]]]:
+    """What `eval bench` says of a head: tau of greedy chains in float32, and the answers."""
+
+    def run(head: Path) -> tuple[float, list[list[int]]]:
+        config = BenchConfig(
+            target=str(tiny_target), prompts=str(prompts), eagle=str(head), methods=f"eagle:k={K}", repeats=1,
+            max_new_tokens=NEW_TOKENS, packed=False, output=tmp_path / "bench",
+        )  # fmt: skip
+        rows = {row["method"]: row for row in bench(config)["methods"]}
+        lines = [json.loads(line) for line in (config.output / "prompts.jsonl").read_text().splitlines()]
+        return rows[f"eagle:k={K}"]["tau"], [line["token_ids"] for line in lines if line["method"] == f"eagle:k={K}"]
+
+    return run
 
 
 @pytest.mark.parametrize("format", ["eagle", "vllm", "sglang"])
-def test_tau_of_an_exported_and_imported_head_is_the_originals(
-    exported, eagle_dir, tiny_target, prompts, tmp_path, format
+def test_tau_of_an_exported_and_imported_head_is_that_of_the_original(
+    exported, eagle_dir, tiny_target, measured, tmp_path, format
 ):
     import_head(ImportConfig(directory=str(exported(format)), target=str(tiny_target), output=tmp_path / "head"))
-    target = load_lm(str(tiny_target))
-    original, again = load_head(eagle_dir, target), load_head(tmp_path / "head", target)
-    assert original.config == again.config
-    assert tau(target, original, prompts) == tau(target, again, prompts)
+    assert load_head(eagle_dir).config == load_head(tmp_path / "head").config
+    assert measured(eagle_dir) == measured(tmp_path / "head")
 
 
 @pytest.mark.parametrize("format", ["eagle", "vllm"])
 def test_tau_is_that_of_a_plain_loop_over_transformers_and_the_exported_directory(
-    exported, eagle_dir, tiny_target, prompts, format
+    exported, eagle_dir, tiny_target, prompts, measured, format
 ):
-    target = load_lm(str(tiny_target))
-    answers, ours = tau(target, load_head(eagle_dir, target), prompts)
+    tau, answers = measured(eagle_dir)
     slow, counts = SlowEagle(tiny_target, exported(format)), Counts()
-    eos = set(target.info.eos_ids)
-    assert [slow.decode(prompt, K, NEW_TOKENS, eos, counts) for prompt in prompts] == answers
-    assert counts.tau == ours > 1.2  # drafts are accepted, and others are not
+    eos = set(load_lm(str(tiny_target)).info.eos_ids)
+    rows = read_prompts(str(prompts), str(tiny_target))
+    assert [slow.decode(list(row.prompt_ids), K, NEW_TOKENS, eos, counts) for row in rows] == answers
+    assert counts.tau == tau > 1.2  # drafts are accepted, and others are not
 
 
 def test_weights_may_be_written_in_another_type(eagle_dir, tmp_path):
