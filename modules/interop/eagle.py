@@ -117,8 +117,8 @@ def _check_config(reader: Reader) -> None:
     reader.note("architectures", f"does not read it ({raw.get('architectures')})")
     reader.note(
         "release",
-        "is read here as in its repository; the older package eagle-llm 1.2.1 wants pytorch_model.bin with the"
-        " embedding in it, knows no qkv_bias and has base 10000 always",
+        "is read here as in its repository, which needs transformers 4; the older package eagle-llm 1.2.1 wants"
+        " pytorch_model.bin with the embedding in it, knows no qkv_bias and has base 10000 always",
     )
     if "bias" not in raw:
         reader.note("bias", "gives fc a bias: the field is absent and its default is true")
