@@ -110,7 +110,9 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
         found = f"{config.head}, an {head_config(config.head)['kind']} head"
         raise InputError("head", found, f"an {kind} head, which {config.format} holds", "Choose another format.")
     manifest = read_json(config.head / "manifest.json")
-    recorded = manifest.get("config") or {}
+    recorded = manifest.get("config") or manifest.get("imported") or {}
+    if kind == "acceptance" and config.weights not in ("auto", "float32"):
+        raise InputError("weights", config.weights, f"float32: {config.format} reads nothing else", "Leave it out.")
     path, lm = model_for(
         config.format, config.target or recorded.get("target"), config.draft or recorded.get("draft"), config
     )
@@ -139,9 +141,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
         "head": origin,
         "weights": str(next(iter(state.values())).dtype).removeprefix("torch."),
     }
-    facts = {**manifest, "head": head_fields(head)}
-    if config.license:
-        facts["config"] = {**recorded, "license": config.license}
+    facts = {**manifest, "head": head_fields(head), "license": config.license}
     card = model_card(kind, facts, measured=measured_of(config.head), export=export)
     (directory / "README.md").write_text(card, "utf-8")
     return report, command

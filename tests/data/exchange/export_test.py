@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from slow_eagle import Counts, SlowEagle
 
 from draftsmith.data.exchange.export import ExportConfig
@@ -72,8 +73,6 @@ def test_tau_is_that_of_a_plain_loop_over_transformers_and_the_exported_director
 
 
 def test_weights_may_be_written_in_another_type(eagle_dir, tmp_path):
-    from safetensors.torch import load_file
-
     assert export(ExportConfig(format="vllm", head=eagle_dir, output=tmp_path / "out", weights="bfloat16")) == 0
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
@@ -117,6 +116,17 @@ def test_a_head_with_a_bias_of_fc_is_refused_with_the_reason(tiny_target, tmp_pa
     with pytest.raises(InputError, match=r"fc.*bias.*drop"):
         export(config)
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
+
+
+def test_an_imported_head_is_exported_again_without_naming_its_target(exported, tiny_target, tmp_path):
+    import_head(ImportConfig(directory=str(exported("sglang")), target=str(tiny_target), output=tmp_path / "head"))
+    config = ExportConfig(format="vllm", head=tmp_path / "head", output=tmp_path / "out", license="apache-2.0")
+    assert export(config) == 0
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors").keys()
+        == load_file(exported("vllm") / "model.safetensors").keys()
+    )
+    assert "license: apache-2.0" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_an_eagle_head_is_no_acceptance_head(eagle_dir, tmp_path):

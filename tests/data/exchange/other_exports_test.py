@@ -1,0 +1,96 @@
+"""Acceptance heads for SpecDec_pp and draft models for transformers, from the command's settings to the files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from quick_heads import varied_acceptance_head
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.exchange.check import CheckConfig
+from draftsmith.data.exchange.check import run as check
+from draftsmith.data.exchange.export import ExportConfig
+from draftsmith.data.exchange.export import run as export
+from draftsmith.data.exchange.import_head import ImportConfig
+from draftsmith.data.exchange.import_head import run as import_head
+from draftsmith.data.heads import load_head, save_head
+from draftsmith.data.models import load_lm
+from draftsmith.eval.bench import BenchConfig, bench
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.types import InputError
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory) -> str:
+    return str(tiny_llama_dir(tmp_path_factory.mktemp("draft")))
+
+
+@pytest.fixture(scope="module")
+def tied(draft, tmp_path_factory):
+    """A head of three tied blocks, as `train acceptance --tied` saves it, with opinions that differ."""
+    torch.manual_seed(3)
+    head = AcceptanceHead(AcceptanceHeadConfig(32, num_blocks=3, tied=True)).requires_grad_(False)
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    identity = load_lm(draft).info.identity
+    return save_head(tmp_path_factory.mktemp("tied") / "head", head, {"target": identity}, "card")
+
+
+def test_a_tied_acceptance_head_comes_back_from_specdec_pp_as_it_was(tied, draft, tmp_path, capsys):
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert export(ExportConfig(format="specdec_pp", head=tied, draft=draft, target="big", output=there)) == 0
+    assert "--model_name big" in capsys.readouterr().out
+    import_head(ImportConfig(directory=str(there), output=back, draft=draft, w_rej=6.0))
+    head, again = load_head(tied), load_head(back)
+    assert head.config == again.config
+    states = torch.randn(50, 32)
+    assert torch.equal(head(states), again(states))
+
+
+@pytest.mark.parametrize("name", ["model.0.linear.bias", "model.3.weight"])
+def test_a_changed_tensor_of_an_acceptance_head_is_found(tied, draft, tmp_path, capsys, monkeypatch, name):
+    from head_directory import Directory
+
+    monkeypatch.setenv("COLUMNS", "400")
+    there = tmp_path / "there"
+    assert export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=there)) == 0
+    Directory(there).change(name, lambda tensor: tensor + 0.1)
+    capsys.readouterr()
+    assert check(CheckConfig(directory=there, format="specdec_pp", draft=draft)) == 1
+    assert f"{name}" in capsys.readouterr().out
+
+
+def test_what_specdec_pp_can_not_hold_is_refused_with_the_remedy(tied, draft, tmp_path):
+    own_blocks = save_head(tmp_path / "own", varied_acceptance_head(32), {}, "card")
+    with pytest.raises(InputError, match="--tied"):
+        export(ExportConfig(format="specdec_pp", head=own_blocks, draft=draft, output=tmp_path / "out"))
+    with pytest.raises(InputError, match="weights: found bfloat16, expected float32"):
+        export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=tmp_path / "out", weights="bfloat16"))
+    assert {path.name for path in tmp_path.iterdir()} == {"own"}
+
+
+def test_a_draft_is_exported_with_the_fastest_settings_that_were_measured(tmp_path, capsys):
+    pair = {"target": "embedded:target", "draft": "embedded:draft"}
+    results = bench(
+        BenchConfig(
+            **pair,
+            prompts="embedded:prompts",
+            split="test",
+            limit=1,
+            max_new_tokens=12,
+            repeats=1,
+            methods="hf-assisted:k=2,hf-assisted:k=4",
+            output=tmp_path / "bench",
+        )
+    )
+    speeds = {row["method"]: row["tokens_per_s"] for row in results["methods"]}
+    fastest = 2 if speeds["hf-assisted:k=2"] > speeds["hf-assisted:k=4"] else 4
+    out = tmp_path / "out"
+    assert export(ExportConfig(format="hf-assisted", **pair, results=tmp_path / "bench", output=out)) == 0
+    written = json.loads((out / "generation_config.json").read_text())
+    assert (written["num_assistant_tokens"], written["num_assistant_tokens_schedule"]) == (fastest, "constant")
+    assert "assistant_model=draft" in (out / "README.md").read_text()
+    with pytest.raises(InputError, match="target: found none"):
+        check(CheckConfig(directory=out, format="hf-assisted"))
