@@ -16,6 +16,8 @@ from draftsmith.modules.interop.rope import Rope, conflict, inverse_frequencies,
 from draftsmith.modules.types import InputError
 
 ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+# What vLLM and SGLang hold as one parameter; they also take it as one tensor.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # Of transformers' LlamaConfig and of SafeAILab's EConfig alike.
 DEFAULTS = {
     "vocab_size": 32000,
@@ -130,6 +132,22 @@ def slots(size: Sizes, biases: Biases, attention_bias: float = math.nan) -> dict
     return out
 
 
+def parts_of(name: str) -> list[str]:
+    """Our names for a tensor of vLLM's and SGLang's fused names, in its order of rows; itself for any other."""
+    for whole, parts in FUSED.items():
+        if f".{whole}." in name:
+            return [name.replace(f".{whole}.", f".{part}.") for part in parts]
+    return [name]
+
+
+def split_dim(name: str) -> int | None:
+    """Along which vLLM and SGLang split a parameter among GPUs, and cut a longer tensor of a file; None: they do not."""
+    module, kind = name.split(".")[-2:]
+    if module in ("o_proj", "down_proj"):
+        return 1 if kind == "weight" else None
+    return 0 if any(module == whole or module in parts for whole, parts in FUSED.items()) else None
+
+
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Equal in the coarser of their two dtypes: a float32 copy of a bfloat16 tensor is the same tensor."""
     if one.shape != other.shape:
@@ -206,12 +224,41 @@ class Reader:
 
     def fill(self, name: str, slot: str, refusal: str) -> None:
         """Tensor `name` of the file into a slot; `refusal` is what the system says of another shape."""
-        tensor, expected = self.package.tensors[name], self.slots[slot].shape
         self.used.append(name)
+        self._fit(name, self.package.tensors[name], [slot], refusal)
+
+    def fill_split(self, name: str, pads: tuple[str, ...] = ()) -> None:
+        """As vLLM and SGLang fill it: fused or not, cut where it is longer than its share of a split parameter.
+
+        pads: modules whose shorter tensors are filled up with zeros; all others stop the system.
+        """
+        self.used.append(name)
+        tensor, parts, dim = self.package.tensors[name], parts_of(name), split_dim(name)
+        if len(parts) > 1:
+            self.note(name, f"takes it for {', '.join(part.split('.')[-2] for part in parts)} in one")
+        if dim is not None and dim < tensor.ndim:
+            along, found = ("rows", "columns")[dim], tensor.shape[dim]
+            expected = sum(self.slots[part].shape[dim] for part in parts)
+            if found > expected:
+                tensor = tensor.narrow(dim, 0, expected)
+                self.error(name, f"takes the first {expected} of its {found} {along} and says nothing")
+            elif found < expected and name.split(".")[-2] in pads:
+                shape = list(tensor.shape)
+                shape[dim] = expected - found
+                tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+                self.error(name, f"adds {expected - found} {along} of zeros to its {found} and says nothing")
+        self._fit(name, tensor, parts, "a weight of another shape")
+
+    def _fit(self, name: str, tensor: Tensor, slots: list[str], refusal: str) -> None:
+        """Rows of the tensor into slots, one after the other."""
+        rows = [self.slots[slot].shape[0] for slot in slots]
+        expected = (sum(rows), *self.slots[slots[0]].shape[1:])
         if tuple(tensor.shape) != expected:
-            self.error(name, f"raises: {refusal} (file {list(tensor.shape)}, model {list(expected)})")
-        else:
-            self.weights[slot] = tensor.to(torch.float32)
+            found = list(self.package.tensors[name].shape)
+            self.error(name, f"raises: {refusal} (file {found}, model {list(expected)})")
+            return
+        for slot, part in zip(slots, tensor.to(torch.float32).split(rows), strict=True):
+            self.weights[slot] = part
 
     def dropped(self, name: str, why: str) -> None:
         """A tensor that the system passes over without a word."""

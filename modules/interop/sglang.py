@@ -15,11 +15,13 @@ from torch import Tensor
 from draftsmith.modules.heads.eagle import EagleConfig
 from draftsmith.modules.interop.base import Package, Parsed, Reading, TargetFacts
 from draftsmith.modules.interop.llama_layer import Producer, parse_head, write_head
-from draftsmith.modules.interop.reading import Biases, Reader, positive, sizes, slots
+from draftsmith.modules.interop.reading import Biases, Reader, parts_of, positive, sizes, slots
 from draftsmith.modules.interop.rope import transformers_rope
 
 SYSTEM = "SGLang"
 CLASS = "LlamaForCausalLMEagle"
+# Modules whose shorter tensors it fills up with zeros, for MLPs of odd widths (layers/linear.py).
+PADDED = ("gate_proj", "up_proj", "down_proj", "o_proj")
 OVERRIDE = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
 
 
@@ -97,9 +99,11 @@ def _check_config(reader: Reader) -> None:
     first = next(iter(raw.get("architectures") or []), None)
     if first == CLASS:
         reader.note("architectures", f"builds {first}")
+    elif first is None:
+        reader.error("architectures", f"raises: 'NoneType' object is not subscriptable: write {CLASS}")
     else:
         built = "an ordinary Llama" if first == "LlamaForCausalLM" else "no EAGLE-1 head"
-        reader.error("architectures", f"builds {built} for {first}: write {CLASS}")
+        reader.error("architectures", f"builds {built} for {first}, which this check does not follow: write {CLASS}")
     if raw.get("bias") and not raw.get("attention_bias"):
         reader.error("bias", "reads it as the bias of q, k, v and o; that of fc is always there")
     if raw.get("tie_word_embeddings"):
@@ -140,8 +144,8 @@ def _load(reader: Reader, name: str) -> None:
         reader.dropped_lm_head(name)
     elif name == "embed_tokens.weight":
         _load_embedding(reader, name)
-    elif name in reader.slots:
-        reader.fill(name, name, "a weight of another shape")
+    elif all(slot in reader.slots for slot in parts_of(name)):
+        reader.fill_split(name, pads=PADDED)
     elif name.removeprefix("model.") in reader.slots:
         reader.dropped(name, "because it prepends `model.` a second time")
     elif name.endswith("proj.bias"):

@@ -16,11 +16,23 @@ from torch import Tensor
 from draftsmith.modules.heads.eagle import EagleConfig
 from draftsmith.modules.interop.base import Package, Parsed, Reading, TargetFacts
 from draftsmith.modules.interop.llama_layer import Producer, parse_head, write_head
-from draftsmith.modules.interop.reading import ROTARY_BUFFERS, Biases, Reader, number, positions, sizes, slots
+from draftsmith.modules.interop.reading import (
+    ROTARY_BUFFERS,
+    Biases,
+    Reader,
+    number,
+    parts_of,
+    positions,
+    sizes,
+    slots,
+)
 from draftsmith.modules.interop.rope import transformers_rope
 
 SYSTEM = "vLLM"
 CLASS = "EagleLlamaForCausalLM"
+SGLANG_CLASS = "LlamaForCausalLMEagle"  # no system but SGLang has it
+# Whose config always has `layer_types` (transformers 5).
+LAYER_TYPED = ("qwen2", "qwen3")
 # Kinds of rope whose table only grows with max_position_embeddings (config/speculative.py, _CACHE_ONLY_ROPE_TYPES).
 RESIZED = ("default", "linear", "llama3", "ntk", "proportional")
 
@@ -94,6 +106,8 @@ def _check_config(reader: Reader) -> None:
             reader.note("architectures", f"builds {built} for {name}")
         else:
             reader.error("architectures", f"looks for {built} for {name}, not for {CLASS}: write LlamaForCausalLM")
+        if name == SGLANG_CLASS:
+            reader.error("architectures", f"raises: Model architectures {[name]} are not supported for now")
     if raw.get("bias") and not raw.get("attention_bias"):
         covered = "o" if "qkv_bias" in raw else "q, k, v and o"
         reader.error("bias", f"reads it as the bias of {covered}, and never as that of fc")
@@ -101,6 +115,7 @@ def _check_config(reader: Reader) -> None:
         reader.note("bias", "gives neither fc nor, unless `attention_bias` says so, the attention a bias")
     if raw.get("is_causal", True) is False:
         reader.error("is_causal", "attends to later tokens")
+    _check_layer_types(reader)
     if "sliding_attention" in (raw.get("layer_types") or []):
         reader.error("layer_types", "attends within a sliding window, which this check and our head do not")
     scale = number(raw, "logit_scale", 1.0)
@@ -109,6 +124,18 @@ def _check_config(reader: Reader) -> None:
         reader.error("logit_scale", f"multiplies the draft's logits by {scale}, which our head does not")
     if raw.get("hot_vocab_size"):
         reader.note("hot_vocab_size", "does not read it and drafts from the target's whole lm_head")
+
+
+def _check_layer_types(reader: Reader) -> None:
+    """The head's layers count on from the target's, its `layer_types` do not (models/llama.py, LlamaAttention)."""
+    raw, layers = reader.raw, reader.settings["num_layers"]
+    typed = len(raw.get("layer_types") or []) or (layers if raw.get("model_type") in LAYER_TYPED else 0)
+    if not typed or reader.target is None:
+        return
+    first = int(reader.target.raw.get("num_hidden_layers") or 0)
+    if first + layers > typed:
+        index = max(first, typed)
+        reader.error("layer_types", f"raises: effective_layer_idx: {index} is out of bounds for layer_types")
 
 
 def _load(reader: Reader, name: str) -> None:
@@ -120,8 +147,8 @@ def _load(reader: Reader, name: str) -> None:
         built = "LlamaModel" if inner != name else CLASS
         where = inner.split(".")[0]
         reader.error(name, f"raises: There is no module or parameter named {where!r} in {built}")
-    elif name in reader.slots:
-        reader.fill(name, name, "a weight of another shape")
+    elif all(slot in reader.slots for slot in parts_of(name)):
+        reader.fill_split(name)
     elif name == "embed_tokens.weight":
         _load_embedding(reader, name)
     else:

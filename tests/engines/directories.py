@@ -12,11 +12,22 @@ embed_tokens, lm_head [V, H]
 state.NAME
     The head's parameters.
 
+and for every defect of `defects.py` and every format of its case OUT/broken/DEFECT/FORMAT/directory, the export with
+that defect, and beside it what our reader of that format predicts:
+
+reading.json
+    raises, errors, notes: texts of its findings. dropped: names in the file that it does not use.
+reading.safetensors
+    weights.NAME: `Reading.weights`, NaN where nothing defined is. logits [T, V]: on the rows above, by
+    `modules/interop/reference.py`; NaN from such weights.
+
 It runs with this project's Python. The engines live in environments of their own and read only what is written here.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,16 +35,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the other tests' helpers
+from defects import DEFECTS, Defect
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.exchange.export import ExportConfig
+from draftsmith.data.exchange.directory import read_package
+from draftsmith.data.exchange.export import ExportConfig, write_package
 from draftsmith.data.exchange.export import run as export
+from draftsmith.data.exchange.facts import facts_of
 from draftsmith.data.heads import save_head
 from draftsmith.data.models import load_lm
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.interop import reference
+from draftsmith.modules.interop.base import Package, Reading
 
 LENGTH = 48
 SPREAD = 0.1  # of random weights: far from any initial value
@@ -100,10 +117,43 @@ def write(case: Case, directory: Path) -> None:
     )
 
 
+@torch.inference_mode()
+def break_and_predict(defect: Defect, case: Path, directory: Path) -> None:
+    """The case's exports with the defect, and what our readers say of them."""
+    lm = load_lm(str(case / "target"), engine="lean")
+    facts, ours = facts_of(str(case / "target"), lm), load_file(case / "ours.safetensors")
+    for kind in CASES[case.name].formats:
+        exported = read_package(str(case / kind))
+        package = Package(*defect.apply(exported.config, exported.tensors, ours))
+        (directory / kind / "directory").mkdir(parents=True)
+        write_package(directory / kind / "directory", package)
+        reading = importlib.import_module(f"draftsmith.modules.interop.{kind}").read(package, facts)
+        raises = [f.text for f in reading.errors if " raises: " in f.text]
+        prediction = {
+            "raises": raises,
+            "errors": [f.text for f in reading.errors],
+            "notes": [f.text for f in reading.findings if f.level == "note"],
+            "dropped": sorted(package.tensors.keys() - set(reading.used)),
+        }
+        (directory / kind / "reading.json").write_text(json.dumps(prediction, indent=2))
+        held = {f"weights.{name}": tensor.contiguous() for name, tensor in reading.weights.items()}
+        if not raises:
+            held["logits"] = predicted_logits(reading, ours)
+        save_file(held, directory / kind / "reading.safetensors")
+
+
+def predicted_logits(reading: Reading, ours: Mapping[str, Tensor]) -> Tensor:
+    table = reading.weights["embed_tokens.weight"] if reading.settings["embed"] == "file" else ours["embed_tokens"]
+    hidden = reference.hidden(reading, table[ours["ids"][1:]], ours["features"])
+    return reading.settings["logit_scale"] * hidden @ ours["lm_head"].T
+
+
 def main(output: Path) -> None:
     for name, case in CASES.items():
         (output / name).mkdir(parents=True)
         write(case, output / name)
+    for name, defect in DEFECTS.items():
+        break_and_predict(defect, output / defect.case, output / "broken" / name)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from defects import DEFECTS
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -45,6 +47,32 @@ def read(case: str, kind: str) -> Exported:
     return Exported(WORLD / case / "target", WORLD / case / kind, load_file(WORLD / case / "ours.safetensors"))
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What our reader of a format says of a broken directory: `reading.json`, `reading.safetensors` (see there)."""
+
+    raises: list[str]
+    errors: list[str]
+    notes: list[str]
+    dropped: list[str]
+    weights: dict[str, Tensor]
+    logits: Tensor | None
+
+    @property
+    def follows(self) -> bool:
+        """Whether it says what is computed, and not only that it is something else."""
+        return not any("this check" in text for text in self.errors)
+
+
+def broken(defect: str, kind: str) -> tuple[Exported, Prediction]:
+    place, case = WORLD / "broken" / defect / kind, DEFECTS[defect].case
+    held = load_file(place / "reading.safetensors")
+    weights = {name.removeprefix("weights."): t for name, t in held.items() if name.startswith("weights.")}
+    said = json.loads((place / "reading.json").read_text())
+    exported = Exported(WORLD / case / "target", place / "directory", read(case, kind).ours)
+    return exported, Prediction(**said, weights=weights, logits=held.get("logits"))
+
+
 def edited(exported: Exported, copy: Path, edit: Edit) -> Exported:
     """A copy of the directory after `edit` changed its config and tensors."""
     shutil.copytree(exported.directory, copy)
@@ -64,21 +92,6 @@ def configured(**fields: Any) -> Edit:
             config.pop(name, None)
 
     return edit
-
-
-def stray(name: str) -> Edit:
-    """An edit that adds a tensor [H] of this name."""
-
-    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        tensors[name] = torch.ones(config["hidden_size"])
-
-    return edit
-
-
-def rename(tensors: dict[str, Tensor], start: str, by: str) -> None:
-    """Names that begin with `start` begin with `by` instead."""
-    for name in [name for name in tensors if name.startswith(start)]:
-        tensors[by + name.removeprefix(start)] = tensors.pop(name)
 
 
 # Base 7777, linear scaling by 2: every way of writing it that transformers 5 folds into one. Where both generations are
@@ -111,9 +124,22 @@ def fused(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def unfilled(model: nn.Module) -> set[str]:
-    """Names of the parameters that are NaN somewhere: no tensor reached them."""
-    return {name for name, parameter in model.named_parameters() if parameter.isnan().any()}
+@contextmanager
+def uninitialised_is_nan() -> Iterator[None]:
+    """torch.empty gives NaN, as torch promises of its deterministic algorithms."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def emptied(model: nn.Module) -> dict[str, Tensor]:
+    """What the new model's parameters hold; they are NaN afterwards."""
+    started = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    return started
 
 
 def assert_loaded(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -123,13 +149,51 @@ def assert_loaded(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         assert torch.equal(parameter, expected[name]), name
 
 
-def assert_close(what: str, ours: dict[str, Tensor], **theirs: Tensor) -> None:
+def settle(loaded: dict[str, Tensor], started: dict[str, Tensor], predicted: dict[str, Tensor]) -> None:
+    """Hold an engine's parameters to our reader's, then put what they started with where no tensor filled them.
+
+    loaded: NaN where no tensor filled them. started: what they held before, NaN where that is uninitialised memory.
+    predicted: by the engine's names, NaN where our reader says that nothing defined is there.
+    """
+    assert sorted(loaded) == sorted(predicted)
+    for name, expected in predicted.items():
+        parameter, undefined = loaded[name], expected.isnan()
+        assert parameter.shape == expected.shape, name
+        filled = ~parameter.isnan()
+        assert not (filled & undefined).any(), f"{name} is filled"
+        assert len(started[name][undefined].unique()) != 1, f"{name} starts as a constant"
+        held = torch.where(filled, parameter, started[name])
+        assert torch.equal(held[~undefined], expected[~undefined]), name
+        parameter.data.copy_(torch.where(undefined, torch.nan, held))
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
     """Within float32's rounding: sums of a hundred terms of order 1 in another order, and errors of the target's states
-    that pass on. A wrong rotary base alone makes 1e-2."""
+    that pass on. A wrong rotary base alone makes 1e-2. NaN is the same as NaN."""
+    return ours.shape == theirs.shape and torch.allclose(theirs, ours, rtol=0, atol=5e-5, equal_nan=True)
+
+
+def assert_close(what: str, ours: dict[str, Tensor], **theirs: Tensor) -> None:
     for name, tensor in theirs.items():
         difference = (tensor - ours[name]).abs().max().item()
         FIGURES.append(f"{what} {name}: {difference:.1e} of {ours[name].abs().max().item():.1f}")
-        assert difference < 5e-5, name
+        assert same(ours[name], tensor) and not tensor.isnan().any(), name
+
+
+def assert_drafts_as_predicted(predicted: Prediction, logits: Tensor, exported: Exported, lost: bool) -> None:
+    """An engine's logits are what our reader computes, and where they are not those of the file's head, it says so.
+
+    lost: an error is said although the logits are those of our head, of something in config.json that means another.
+    """
+    assert predicted.logits is not None
+    ours = exported.ours["logits"]
+    if predicted.follows:
+        assert same(predicted.logits[:, : logits.shape[1]], logits)
+    held = {name: tensor for name, tensor in predicted.weights.items() if name in exported.state or tensor.any()}
+    if not predicted.errors and held.keys() == exported.state.keys():
+        assert same(ours, logits), "nothing is said"
+    if predicted.errors and not predicted.dropped:
+        assert same(ours, logits) == lost, predicted.errors
 
 
 class CausalAttention(nn.Module):

@@ -8,32 +8,66 @@ Run by `make test-engines`.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
 from eagle.model.cnets import Model
 from eagle.model.configs import EConfig
-from exported import Exported, assert_close, assert_loaded, cases, read
+from defects import DEFECTS
+from exported import (
+    Exported,
+    assert_close,
+    assert_drafts_as_predicted,
+    assert_loaded,
+    broken,
+    cases,
+    emptied,
+    read,
+    settle,
+)
 from safetensors.torch import load_file
+from torch import Tensor
 
 HELD = ("llama", "two-layers")
 NOT_HELD = {"theta": (), "qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias")}
 
 
-def load(exported: Exported) -> tuple[Model, list[str]]:
-    """As `EaModel.__init__` and `from_pretrained` build it, and the names on disk that it has no place for.
+# Our reader goes by the repository, which knows `qkv_bias`.
+# Fields that it ignores and the head does not need.
+LOST = {"larger-head_dim", "smaller-head_dim", "draft_vocab_size"}
+ASKED = [name for name, defect in DEFECTS.items() if defect.case in HELD and not defect.config.get("qkv_bias")]
 
-    Its repository's later code reads safetensors and passes strict=False, which is what this does.
+
+@dataclass(frozen=True)
+class Loaded:
+    """model: NaN where no tensor filled it. started: its parameters before. unknown: names without a place."""
+
+    model: Model
+    started: dict[str, Tensor]
+    unknown: list[str]
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Without the embedding."""
+        named = dict(self.model.named_parameters())
+        del named["embed_tokens.weight"]
+        return named
+
+
+def load(exported: Exported) -> Loaded:
+    """As `EaModel.__init__` and `from_pretrained` build it.
+
+    Its repository's later code reads safetensors and passes strict=False, which is what this does. The target's
+    embedding replaces the model's own, whatever its shape, as with the `load_emb` of both.
     """
     config_file = exported.directory / "config.json"
     config = EConfig.from_pretrained(str(config_file))
     model = Model(config, bias=json.loads(config_file.read_text()).get("bias", True))
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
-    tensors = load_file(exported.directory / "model.safetensors")
-    names = model.load_state_dict({"embed_tokens.weight": exported.ours["embed_tokens"], **tensors}, strict=False)
-    assert not names.missing_keys
-    return model.eval(), names.unexpected_keys
+    started = emptied(model)
+    model.embed_tokens.weight.data = exported.ours["embed_tokens"].clone()
+    names = model.load_state_dict(load_file(exported.directory / "model.safetensors"), strict=False)
+    return Loaded(model.eval(), started, names.unexpected_keys)
 
 
 @torch.inference_mode()
@@ -49,12 +83,10 @@ def test_every_case_is_known():
 @pytest.mark.parametrize("case", HELD)
 def test_its_forward_gives_our_logits(case: str):
     exported = read(case, "eagle")
-    model, unknown = load(exported)
-    loaded = dict(model.named_parameters())
-    del loaded["embed_tokens.weight"]
-    assert not unknown
-    assert_loaded(loaded, exported.state)
-    hidden = run(model, exported)
+    loaded = load(exported)
+    assert not loaded.unknown
+    assert_loaded(loaded.parameters, exported.state)
+    hidden = run(loaded.model, exported)
     logits = hidden @ exported.ours["lm_head"].T
     assert_close(f"SafeAILab {case}", exported.ours, hidden=hidden, logits=logits)
 
@@ -62,9 +94,27 @@ def test_its_forward_gives_our_logits(case: str):
 @pytest.mark.parametrize("case", NOT_HELD)
 def test_what_this_release_can_not_hold(case: str):
     exported = read(case, "eagle")
-    model, unknown = load(exported)
-    assert sorted(unknown) == sorted(f"layers.0.self_attn.{name}" for name in NOT_HELD[case])
-    assert (run(model, exported) - exported.ours["hidden"]).abs().max() > 1e-2
+    loaded = load(exported)
+    assert sorted(loaded.unknown) == sorted(f"layers.0.self_attn.{name}" for name in NOT_HELD[case])
+    assert (run(loaded.model, exported) - exported.ours["hidden"]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("defect", ASKED)
+@torch.inference_mode()
+def test_a_defect_does_what_our_reader_predicts(defect: str):
+    exported, predicted = broken(defect, "eagle")
+    if predicted.raises:
+        with pytest.raises(RuntimeError, match="size mismatch for"):
+            load(exported)
+        return
+    loaded = load(exported)
+    weights = dict(predicted.weights)
+    embedding = weights.pop("embed_tokens.weight", exported.ours["embed_tokens"])
+    assert torch.equal(loaded.model.embed_tokens.weight, embedding)
+    assert set(loaded.unknown) == set(predicted.dropped)
+    settle(loaded.parameters, loaded.started, weights)
+    logits = run(loaded.model, exported) @ exported.ours["lm_head"].T
+    assert_drafts_as_predicted(predicted, logits, exported, lost=defect in LOST)
 
 
 def test_a_config_without_bias_gives_the_fusion_layer_one():
