@@ -141,7 +141,7 @@ def parts_of(name: str) -> list[str]:
 
 
 def split_dim(name: str) -> int | None:
-    """Along which vLLM and SGLang split a parameter among GPUs, and cut a longer tensor of a file; None: they do not."""
+    """Along which vLLM and SGLang split a parameter among GPUs, and cut a longer tensor of a file; None: neither."""
     module, kind = name.split(".")[-2:]
     if module in ("o_proj", "down_proj"):
         return 1 if kind == "weight" else None

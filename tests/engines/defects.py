@@ -1,8 +1,8 @@
 """What goes wrong in an EAGLE-1 directory: each defect once, for our readers, which predict what an engine makes of it
 (`directories.py`), and for the engines, which are held to the prediction.
 
-Not here, since an engine without a GPU and its attention can not be asked: quantised weights, sliding windows, attention
-that is not causal.
+Not here, since an engine without a GPU and its own attention can not be asked: quantised weights, sliding windows,
+attention that is not causal.
 """
 
 from __future__ import annotations

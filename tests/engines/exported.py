@@ -180,6 +180,13 @@ def assert_close(what: str, ours: dict[str, Tensor], **theirs: Tensor) -> None:
         assert same(ours[name], tensor) and not tensor.isnan().any(), name
 
 
+def assert_quoted(predicted: Prediction, message: str) -> None:
+    """An engine stops with one of the messages that our reader quotes; in its own words it says shapes and reasons."""
+    said = [text.split(" raises: ")[1].split(";")[0].split(": write")[0] for text in predicted.raises]
+    own = ("another shape", "deletes the shared table", "no model architectures are specified")
+    assert any(text in message for text in said) or any(words in text for text in said for words in own), message
+
+
 def assert_drafts_as_predicted(predicted: Prediction, logits: Tensor, exported: Exported, lost: bool) -> None:
     """An engine's logits are what our reader computes, and where they are not those of the file's head, it says so.
 

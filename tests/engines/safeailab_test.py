@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from defects import DEFECTS
 from eagle.model.cnets import Model
 from eagle.model.configs import EConfig
-from defects import DEFECTS
 from exported import (
     Exported,
     assert_close,

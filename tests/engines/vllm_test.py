@@ -26,6 +26,7 @@ from exported import (
     assert_close,
     assert_drafts_as_predicted,
     assert_loaded,
+    assert_quoted,
     broken,
     cases,
     configured,
@@ -124,6 +125,7 @@ def test_its_forward_on_its_own_targets_features_gives_our_logits(case: str):
     assert_close(f"vLLM {case}", ours, features=features, hidden=to_head, logits=logits)
 
 
+# Fields that it ignores and the head does not need, and what happens beyond the sequences here.
 LOST = {"draft_vocab_size", "max_position_embeddings"}
 
 
@@ -134,7 +136,7 @@ def test_a_defect_does_what_our_reader_predicts(defect: str):
     if predicted.raises:
         with pytest.raises((ValueError, AssertionError, RuntimeError)) as caught:
             load_draft(exported)
-        print("MSG", defect, predicted.raises, "|||", type(caught.value), str(caught.value))
+        assert_quoted(predicted, str(caught.value))
         return
     config = engine_config(exported)
     draft, started = load(config, draft=True)
