@@ -45,8 +45,9 @@ def run_on_ranks(jobs: Sequence[dict[str, Any]], ranks: int, work: Path, timeout
         names = {**shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
         environment = {**os.environ, **{name: str(value) for name, value in names.items()}}
         command = [sys.executable, str(HERE), str(listed)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]  # pipes: of mixed types
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
     said = [process.communicate(timeout=timeout_s)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), "\n".join(said)
     return said

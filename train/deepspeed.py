@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -205,7 +205,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             safe_set_full_optimizer_state(param, value, name)
             return
         # The setter of whole tensors fails where the last rank's part is padded.
-        size = param.ds_tensor.numel()  # type: ignore[attr-defined]  # DeepSpeed adds it to a parameter
+        size = cast(Any, param).ds_tensor.numel()  # DeepSpeed adds it to a parameter
         own = value.flatten()[size * self.global_rank : size * (self.global_rank + 1)]
         safe_set_local_optimizer_state(param, nn.functional.pad(own, (0, size - len(own))), name)
 

@@ -143,6 +143,7 @@ def read_torch(file: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of unusual pickles and TorchScript, which fail right after
+            # Public heads come as `.bin`; weights_only builds tensors and plain values and runs nothing of the file.
             content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged and hostile bytes make the reader fail in ways it does not list
         raise InputError(str(file), _why_refused(error), STORED, FETCH) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,7 +108,7 @@ def adamw(head: EagleHead, config: TrainEagleConfig, steps: int) -> tuple[Any, A
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
 
-class Loop:
+class Loop(ABC):
     """A plain loop. A subclass says what a batch is and what its loss is."""
 
     def __init__(self, work: Work, config: TrainEagleConfig, compiled: bool = False):
@@ -117,13 +118,13 @@ class Loop:
         self.optimizer, self.schedule = adamw(self.head, config, config.max_steps)
         self._batches = self.batches()
 
+    @abstractmethod
     def batches(self) -> Iterator[FeatureBatch]:
         """The batches of the training, in order; each variant has its own."""
-        raise NotImplementedError  # of the base class
 
+    @abstractmethod
     def loss(self, pair: EagleInputs, hidden: Tensor) -> Tensor:
         """The mean over the loss tokens; each variant writes it in its own way."""
-        raise NotImplementedError  # of the base class
 
     def step(self, clock: Clock = time.process_time) -> Step:
         """Forward, backward, clipping and update of the next batch."""
