@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import hashlib
 import json
 import os
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +15,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from draftsmith.data.manifest import git_commit, package_versions, publish, resolved, write_json
+from draftsmith.data.manifest import publish, write_json
 from draftsmith.data.measured import CARD
-from draftsmith.data.models import load_lm, tokenizer_identity
+from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
 from draftsmith.eval.cards import check_cards, write_cards
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
@@ -30,14 +27,14 @@ from draftsmith.eval.methods import METHODS, check_needs, parse_methods
 from draftsmith.eval.methods.base import Method, Models, Named, at_least, rows_lm
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.eval.prompts import read_prompts
-from draftsmith.eval.report import results_table, task_table
+from draftsmith.eval.provenance import describe
 from draftsmith.eval.summary import BASELINE, Clock, prompt_rows, summarise
+from draftsmith.eval.tables import results_table, task_table
 from draftsmith.eval.trace import TracedRunner, TraceFile
 from draftsmith.modules.targets.base import RowsSession, Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
 
-SCHEMA_VERSION = 1
 RESULTS, PER_PROMPT = "results.json", "prompts.jsonl"
 
 
@@ -154,8 +151,15 @@ def bench(config: BenchConfig) -> dict[str, Any]:
             answering, prompts, warm_up, config.max_new_tokens, config.repeats, config.seed, advance, config.batch_size
         )
     compare = params.greedy and target.dtype == torch.float32
+    how_taken = {
+        "clock": config.clock,
+        "methods": {item.label: dataclasses.asdict(item.method) for item in named},
+        "eos_ids": list(eos_ids),
+    }
+    smaller = {"draft": models.draft, "mid": models.mid}
+    meta = describe("bench", config, target, prompts, config.prompts, smaller, **how_taken)
     results = {
-        "meta": describe(config, named, models, prompts, eos_ids),
+        "meta": meta,
         "methods": summarise(measured, config.clock, config.seed, compare),
     }
     config.output.mkdir(parents=True, exist_ok=True)
@@ -293,54 +297,6 @@ def in_batches(config: BenchConfig, method: Method, models: Models) -> bool:
         return True
     lean = all(isinstance(lm, LlamaLM) for lm in (models.target, models.draft) if lm is not None)
     return torch.device(config.device).type == "cuda" and method.batchable and lean and config.trace is None
-
-
-def describe(
-    config: BenchConfig,
-    named: Sequence[Named],
-    models: Models,
-    prompts: Sequence[BenchPrompt],
-    eos_ids: Sequence[int],
-) -> dict[str, Any]:
-    """Everything that a reader needs to judge the numbers, or to take them again."""
-    ids = json.dumps([prompt.prompt_ids for prompt in prompts]).encode()
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "clock": config.clock,
-        "seed": config.seed,
-        "settings": resolved(config),
-        "methods": {item.label: dataclasses.asdict(item.method) for item in named},
-        "target": {**models.target.info.identity, **tokenizer_identity(config.target)},
-        "draft": models.draft.info.identity if models.draft is not None else None,
-        "prompts": {"source": config.prompts, "count": len(prompts), "sha256": hashlib.sha256(ids).hexdigest()},
-        "eos_ids": list(eos_ids),
-        "versions": {**package_versions(), "python": platform.python_version()},
-        "git_commit": git_commit(),
-        "hardware": hardware(config.device),
-    }
-
-
-def hardware(device: str) -> dict[str, Any]:
-    """The machine: numbers without it mean little."""
-    found = {
-        "platform": platform.platform(),
-        "cpu": cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-    }
-    if torch.device(device).type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(torch.device(device))
-    return found
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

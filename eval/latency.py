@@ -21,14 +21,15 @@ from draftsmith.data.manifest import git_commit, package_versions, resolved, wri
 from draftsmith.data.markdown import markdown_lines
 from draftsmith.data.models import DTYPES
 from draftsmith.data.progress import say
-from draftsmith.eval.bench import check_device, hardware
+from draftsmith.eval.bench import check_device
 from draftsmith.eval.clocks import clock_of, interleaved, paired_ratio
 from draftsmith.eval.decoder_cost import Row, dispatch, fixed_shapes, ideals, long_context, overheads, trace_cost
 from draftsmith.eval.hf_baseline import HFRunner
 from draftsmith.eval.measure import EngineRunner, Runner
 from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.pairs import GREEDY, K, Pair, embedded_models, random_models
-from draftsmith.eval.report import plain_table
+from draftsmith.eval.provenance import hardware
+from draftsmith.eval.tables import plain_table
 from draftsmith.modules.packed import can_pack
 from draftsmith.modules.types import InputError
 

@@ -20,13 +20,14 @@ from rich.table import Table
 
 from draftsmith.data.manifest import package_versions, resolved, write_json
 from draftsmith.data.models import load_lm
-from draftsmith.eval.bench import check_device, hardware, longest_sequence, model_paths
+from draftsmith.eval.bench import check_device, longest_sequence, model_paths
 from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner
 from draftsmith.eval.methods import check_needs, parse_methods
 from draftsmith.eval.methods.base import Named, at_least, between
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.provenance import hardware
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams

@@ -203,7 +203,7 @@ def head_lines(sized: Path) -> list[str]:
 
 def report(console: Console, config: DemoConfig, sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
     """One table, the heads' own numbers, and where everything lies."""
-    from draftsmith.eval.report import markdown_table, results_table
+    from draftsmith.eval.tables import markdown_table, results_table
 
     results = read_results(sized / "test")
     console.print()

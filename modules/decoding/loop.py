@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source, Verdict
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
@@ -29,8 +30,8 @@ class Generation:
 class Round:
     """What `on_round` sees: the tokens a round emitted, of which the first `num_accepted` had been drafted.
 
-    tree, verdict and step: what was drafted, what the target decided, and the counts; None for the prefill, which emits
-    the first token.
+    tree, verdict and step: what was drafted, what the target decided, and the counts; logits: [N+1, V] of the target,
+    row 0 scores the root's children. None for the prefill, which emits the first token.
     """
 
     tokens: list[int]
@@ -38,6 +39,7 @@ class Round:
     tree: DraftTree | None = None
     verdict: Verdict | None = None
     step: DecodeStep | None = None
+    logits: Tensor | None = None
 
 
 def session_capacity(prompt_length: int, max_new_tokens: int, max_nodes: int) -> int:
@@ -160,7 +162,7 @@ def _round(
     calls = drafter.draft_calls if drafter is not None and count else 0
     step = DecodeStep(tree.num_drafted, len(verdict.path), len(appended), calls)
     state.trace.steps.append(step)
-    state.show(Round(appended, min(len(verdict.path), len(appended)), tree, verdict, step))
+    state.show(Round(appended, min(len(verdict.path), len(appended)), tree, verdict, step, scores.logits))
     if drafter is not None and not state.done:
         count = len(read_path) + 1
         if read_path == list(range(count - 1)):  # a slice costs nothing

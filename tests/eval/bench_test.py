@@ -19,7 +19,7 @@ from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval import bench
 from draftsmith.eval.bench import BenchConfig
 from draftsmith.eval.prompts import read_prompts
-from draftsmith.eval.report import caption
+from draftsmith.eval.tables import caption
 from draftsmith.launch.cli import main
 from draftsmith.modules.types import InputError
 

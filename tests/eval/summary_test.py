@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from draftsmith.eval.measure import BenchPrompt, Measured, medians_of
-from draftsmith.eval.report import markdown_table, results_table, task_table
 from draftsmith.eval.summary import distinct_4grams, summarise
+from draftsmith.eval.tables import markdown_table, results_table, task_table
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
