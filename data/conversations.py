@@ -30,10 +30,10 @@ CHAT_COLUMNS = ("messages", "conversations", "conversation")
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row of the input. `later_turns`: user turns that are left out, because nobody answered the first."""
+    """One row of the input. `later`: what the user says in later turns, as it was found: nobody has answered those."""
 
     messages: Messages
-    later_turns: int = 0
+    later: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,22 @@ def up_to_last_user(messages: Messages) -> Messages:
     return messages[: last + 1]
 
 
+def user_turns(conversation: Conversation) -> tuple[Messages, tuple[str, ...]]:
+    """What the user says, without what was answered: the messages that open the conversation (system messages and the
+    first user turn), and the texts of the later user turns.
+
+    Raises:
+        RowError: there is no user turn, or one without text.
+    """
+    roles = [message["role"] for message in conversation.messages]
+    if "user" not in roles:
+        raise RowError("no user turn")
+    first = roles.index("user")
+    opening = [message for message in conversation.messages[: first + 1] if message["role"] in ("system", "user")]
+    said = (message["content"] for message in conversation.messages[first + 1 :] if message["role"] == "user")
+    return opening, (*said, *(_filled(text, "a later turn") for text in conversation.later))
+
+
 def up_to_last_assistant(messages: Messages) -> Messages:
     """What can be learned from: everything up to the last assistant turn.
 
@@ -184,7 +200,7 @@ def _read_turns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversat
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns:
         raise RowError("turns is empty")
-    return Conversation([{"role": "user", "content": _filled(turns[0], "the first turn")}], len(turns) - 1)
+    return Conversation([{"role": "user", "content": _filled(turns[0], "the first turn")}], tuple(turns[1:]))
 
 
 def _read_alpaca(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:

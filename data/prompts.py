@@ -188,5 +188,5 @@ def encode(
             return None
         expected = f"at most {context}, the target's context or --max-length"
         raise InputError(where, f"{length} tokens (one for an answer included)", expected, "Pass --overlong drop.")
-    counts["later_turns_left_out"] += conversation.later_turns
+    counts["later_turns_left_out"] += len(conversation.later)
     return encoded

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,27 +14,30 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from draftsmith.data.manifest import publish, write_json
-from draftsmith.data.measured import CARD
+from draftsmith.data.manifest import file_sha256, write_json
+from draftsmith.data.measured import CARD, WEIGHTS
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
-from draftsmith.eval.cards import check_cards, write_cards
-from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
-from draftsmith.eval.load import LOADING, load_models
-from draftsmith.eval.measure import BatchRunner, BenchPrompt, EngineRunner, GroupRunner, OneByOne, Runner, measure
+from draftsmith.eval.asking import Asking, ask_all, every_prompt_failed
+from draftsmith.eval.cards import check_cards, heads_of, write_cards
+from draftsmith.eval.journal import JOURNAL, Journal
+from draftsmith.eval.load import LOADING, load_models, warn_about_sampling
+from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods import METHODS, check_needs, parse_methods
-from draftsmith.eval.methods.base import Method, Models, Named, at_least, rows_lm
-from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
-from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.methods.base import Models, Named, at_least
+from draftsmith.eval.prompts import Turns
 from draftsmith.eval.provenance import describe
-from draftsmith.eval.summary import BASELINE, Clock, prompt_rows, summarise
-from draftsmith.eval.tables import results_table, task_table
-from draftsmith.eval.trace import TracedRunner, TraceFile
-from draftsmith.modules.targets.base import RowsSession, Session
-from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.eval.rows import BASELINE, PER_PROMPT, Row, failures_of, of_methods, write_rows
+from draftsmith.eval.runners import engine_runners, first_of_each_task, make_runners, trace_again, write_token_texts
+from draftsmith.eval.summary import Clock, summarise
+from draftsmith.eval.tables import results_table, task_tables
+from draftsmith.eval.tasks import Chat, Questions, read_questions, task_sources
+from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
-RESULTS, PER_PROMPT = "results.json", "prompts.jsonl"
+RESULTS = "results.json"
+# Settings that change nothing of what is measured: an interrupted run may go on with others.
+INCIDENTAL = ("output", "card", "traces")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class BenchConfig:
     """Measures decoding methods against this engine's own autoregressive decoding.
 
     target: model directory, hub id or embedded:target.
-    prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
+    prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts. This or tasks.
+    tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may be
+        FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
     draft: draft model, for spec, specdec++, confidence, self-verify and hf-assisted; M1 of three-model methods.
     mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
     eagle: EAGLE head directory, for eagle, eagle-tree and eagle2; with drafter=eagle in place of a draft model.
@@ -55,11 +59,14 @@ class BenchConfig:
         confidence or self-verify with drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10,
         hsddw:k=10:max=20, each with drafter=eagle where the head was trained for --mid.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
-    tasks: keep prompts of these tasks, separated by commas.
-    limit: measure the first so many prompts; 0 takes all.
+    keep_tasks: keep prompts whose own task is one of these, separated by commas.
+    turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later turn
+        after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded answers.
+    limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
     max_new_tokens: longest answer.
     ignore_eos: go on after the end token, up to max_new_tokens.
     temperature: 0 is greedy.
+    temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same one.
     top_k: keep the k most probable tokens; 0 keeps all.
     top_p: keep the most probable tokens of this mass; 1 keeps all.
     dtype: float32, bfloat16, float16 or auto. Equality with ar is checked in float32 only.
@@ -72,24 +79,30 @@ class BenchConfig:
     seed: of sampling and of the bootstrap.
     repeats: runs of every method on every prompt; the median counts.
     trust_remote_code: run code that comes with a model.
-    trace: JSON-lines file that receives a line for every round of each prompt's first run.
+    traces: answer the first so many prompts of each task once more with every method of this engine, off the clock, and
+        write their rounds to trace.jsonl in output.
     card: write what was measured into the directories of the heads that were used, and into their model cards.
-    output: directory that receives results.json and prompts.jsonl.
+    output: directory that receives results.json and prompts.parquet (a row for every method, prompt and turn). A run
+        that was interrupted goes on there when the same command is given again. A finished one is measured again, and
+        replaced once the new one is complete.
     """
 
     target: str
-    prompts: str
+    prompts: str | None = None
+    tasks: str | None = None
     draft: str | None = None
     mid: str | None = None
     eagle: str | None = None
     acceptance: str | None = None
     methods: str = "ar"
     split: str | None = None
-    tasks: str | None = None
+    keep_tasks: str | None = None
+    turns: Turns = "all"
     limit: int = 0
     max_new_tokens: int = 128
     ignore_eos: bool = False
     temperature: float = 0.0
+    temperatures: str | None = None
     top_k: int = 0
     top_p: float = 1.0
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
@@ -101,13 +114,32 @@ class BenchConfig:
     seed: int = 0
     repeats: int = 3
     trust_remote_code: bool = False
-    trace: Path | None = None
+    traces: int = 0
     card: bool = False
     output: Path = Path("runs/bench")
 
     @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_k, self.top_p)
+    def modes(self) -> list[SamplingParams]:
+        """Sampling at each temperature."""
+        return [SamplingParams(temperature, self.top_k, self.top_p) for temperature in self.all_temperatures]
+
+    @property
+    def all_temperatures(self) -> list[float]:
+        """`temperatures`, or the one `temperature`.
+
+        Raises:
+            InputError: not numbers, or one of them twice.
+        """
+        if self.temperatures is None:
+            return [self.temperature]
+        try:
+            found = [float(part) for part in self.temperatures.split(",")]
+        except ValueError as error:
+            expected = "numbers separated by commas"
+            raise InputError("temperatures", repr(self.temperatures), expected, "For example 0,1.") from error
+        if len(set(found)) < len(found):
+            raise InputError("temperatures", self.temperatures, "each temperature once", "Remove one of them.")
+        return found
 
     @property
     def clock(self) -> Clock:
@@ -115,85 +147,135 @@ class BenchConfig:
         return "cpu" if torch.device(self.device).type == "cpu" and self.num_threads == 1 else "wall"
 
 
-def run(config: BenchConfig) -> Path:
-    """Measure, print the table and write `output`/results.json, which is there only when the run is complete."""
+def run(config: BenchConfig) -> int:
+    """Measure, print the tables and write `output`/results.json, which is there only when the run is complete. Returns
+    1 where prompts failed, else 0."""
     results = bench(config)
     console = Console(highlight=False)
     console.print(results_table(results))
-    by_task = task_table(results)
-    if by_task is not None and by_task.row_count > 1:
-        console.print(by_task)
+    for table in task_tables(results):
+        console.print(table)
+    for failure in results["failures"]:
+        where = ", ".join(str(failure[key]) for key in ("task", "id") if failure[key])
+        about = f"turn {failure['turn']}, temperature {failure['temperature']:g}"
+        print(f"draftsmith: failed: prompt {where} ({about}): {failure['error']}", file=sys.stderr)
     say(f"Written to {config.output / RESULTS}")
-    return config.output
+    return 1 if results["failures"] else 0
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
-    """What results.json holds: {"meta": ..., "methods": [...]}. Writes it too."""
+    """What results.json holds: {"meta": ..., "methods": [...], "failures": [...]}. Writes it too.
+
+    Raises:
+        InputError: bad settings, models or prompts; an unfinished run of other settings in `output`; no prompt that
+            could be measured.
+    """
     named = with_baseline(parse_methods(config.methods))
-    params = check(config, named)
+    sources = check(config, named)
     torch.set_num_threads(config.num_threads)
-    # One prompt more than is measured, where there is one, is the warm-up; else the first is run once more for it.
-    wanted = config.limit + 1 if config.limit else 0
-    prompts = read_prompts(config.prompts, config.target, config.split, config.tasks, wanted)
-    prompts, warm_up = (prompts[:-1], prompts[-1]) if len(prompts) == wanted else (prompts, prompts[0])
+    questions = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
     how = {name: getattr(config, name) for name in LOADING}
     target = load_lm(config.target, **how)
-    longest = longest_sequence([*prompts, warm_up], config.max_new_tokens, target.info.max_position)
-    models = load_models(named, model_paths(config), longest, params, target, **how)
-    eos_ids = () if config.ignore_eos else target.info.eos_ids
-    runners = make_runners(config, named, models, params, eos_ids)
-    trace = TraceFile(config.trace) if config.trace is not None else None
-    if trace is not None:
-        runners = {label: traced(label, runner, trace) for label, runner in runners.items()}
-    answering = {label: in_groups(runner) for label, runner in runners.items()}
-    with between_prompts(len(prompts), trace) as advance:
-        measured = measure(
-            answering, prompts, warm_up, config.max_new_tokens, config.repeats, config.seed, advance, config.batch_size
-        )
-    compare = params.greedy and target.dtype == torch.float32
-    how_taken = {
-        "clock": config.clock,
-        "methods": {item.label: dataclasses.asdict(item.method) for item in named},
-        "eos_ids": list(eos_ids),
-    }
-    smaller = {"draft": models.draft, "mid": models.mid}
-    meta = describe("bench", config, target, prompts, config.prompts, smaller, **how_taken)
-    results = {
-        "meta": meta,
-        "methods": summarise(measured, config.clock, config.seed, compare),
-    }
-    config.output.mkdir(parents=True, exist_ok=True)
-    write_lines(config.output / PER_PROMPT, prompt_rows(measured))
-    write_json(config.output / RESULTS, results)
+    chat = Chat(config.target)
+    room = longest_conversation(questions, chat, config.max_new_tokens, target.info.max_position)
+    models = load_models(named, model_paths(config), room, config.modes[0], target, **how)
+    if models.acceptance is not None:
+        for params in config.modes[1:]:
+            warn_about_sampling(str(config.acceptance), params)
+    eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
+    runners = make_runners(config, named, models, config.modes, eos_ids)
+    asking = Asking(runners, chat, target.info.max_position, room, config.max_new_tokens, config.repeats, config.seed)
+    meta = meta_of(config, named, questions, models, eos_ids)
+    rows = measured_rows(config, asking, questions, decided_by(meta, questions))
+    results = {"meta": meta, "methods": result_rows(config, rows, target), "failures": failures_of(rows)}
+    if config.traces:
+        own = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
+        engine = engine_runners(named, models, config.modes[0], eos_ids)
+        first = first_of_each_task(own, config.traces)
+        trace_again(config.output, first, engine, config.modes, config.max_new_tokens, asking.seeds)
+        write_token_texts(config.output, config.target)
+    publish_run(config, rows, results)
     if config.card:
         for directory in write_cards(results, named, model_paths(config)):
             say(f"Model card: {Path(directory) / CARD}")
     return results
 
 
+def measured_rows(config: BenchConfig, asking: Asking, questions: Questions, decided: Mapping[str, Any]) -> list[Row]:
+    """Rows of all prompts; those of an interrupted run of the same settings are not measured again."""
+    journal = Journal(config.output, decided)
+    groups = questions.groups(config.batch_size)
+    total = len(questions.all) * len(asking.runners)
+    done = sum(len(groups[entry["group"]]) for entry in journal.entries)
+    if done:
+        print(
+            f"draftsmith: going on with an interrupted run: {done} of {total} prompts are measured ({journal.path})",
+            file=sys.stderr,
+        )
+    if done < total:
+        asking.warm_up([*questions.spare, *questions.all], config.batch_size)
+    with between_prompts(total, done) as progress:
+        rows = ask_all(asking, groups, journal, progress)
+    if all(row["error"] is not None for row in rows):
+        journal.remove()
+        raise every_prompt_failed(rows[-1]["error"])
+    return rows
+
+
+def result_rows(config: BenchConfig, rows: Sequence[Row], target: CausalLM) -> list[dict[str, Any]]:
+    """One row a method and temperature."""
+    found = []
+    for params in config.modes:
+        compare = params.greedy and target.dtype == torch.float32
+        measured = of_methods(rows, params.temperature)
+        found += summarise(measured, config.clock, config.seed, compare, params.temperature)
+    return found
+
+
+def meta_of(
+    config: BenchConfig, named: Sequence[Named], questions: Questions, models: Models, eos_ids: tuple[int, ...]
+) -> dict[str, Any]:
+    heads = heads_of(named, model_paths(config))
+    return describe(
+        "bench",
+        config,
+        models.target,
+        questions.all,
+        str(config.prompts or config.tasks),
+        {"draft": models.draft, "mid": models.mid},
+        clock=config.clock,
+        methods={item.label: dataclasses.asdict(item.method) for item in named},
+        heads={flag: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for flag, path in heads.items()},
+        temperatures=config.all_temperatures,
+        eos_ids=list(eos_ids),
+    )
+
+
+def decided_by(meta: Mapping[str, Any], questions: Questions) -> dict[str, Any]:
+    """What a measurement depends on: all but paths of output, dates and the like."""
+    settings = {name: value for name, value in meta["settings"].items() if name not in INCIDENTAL}
+    machine = {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "torch_threads")}
+    names = [[prompt.id, prompt.task] for prompt in questions.all]
+    kept = {name: meta[name] for name in ("target", "models", "heads", "prompts", "versions")}
+    return {"settings": settings, **kept, "names": names, "hardware": machine}
+
+
+def publish_run(config: BenchConfig, rows: Sequence[Row], results: Mapping[str, Any]) -> None:
+    """Rows, then results.json: a results.json always belongs to the rows beside it."""
+    (config.output / RESULTS).unlink(missing_ok=True)
+    write_rows(config.output / PER_PROMPT, rows)
+    write_json(config.output / RESULTS, results)
+    (config.output / JOURNAL).unlink()
+
+
 @contextmanager
-def between_prompts(total: int, trace: TraceFile | None) -> Iterator[Callable[[int], None]]:
+def between_prompts(total: int, done: int) -> Iterator[Callable[[int], None]]:
     """A progress bar that is drawn only when it is advanced: one that redraws itself takes CPU time from the clocks."""
     left = (TextColumn("prompts, left"), TimeRemainingColumn())
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), *left)
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
-        task = progress.add_task("measuring", total=total)
-
-        def done(count: int) -> None:
-            if trace is not None:
-                trace.flush()
-            progress.update(task, advance=count, refresh=True)
-
-        yield done
-
-
-def traced(label: str, runner: Runner | BatchRunner, file: TraceFile) -> Runner | BatchRunner:
-    """The engine's own methods can be traced; transformers' are as they are."""
-    return TracedRunner(label, runner, file) if isinstance(runner, EngineRunner) else runner
-
-
-def in_groups(runner: Runner | BatchRunner) -> GroupRunner:
-    return runner if isinstance(runner, BatchRunner) else OneByOne(runner)
+        task = progress.add_task("measuring", total=total, completed=done)
+        yield lambda count: progress.update(task, advance=count, refresh=True)
 
 
 def with_baseline(named: Sequence[Named]) -> list[Named]:
@@ -202,11 +284,12 @@ def with_baseline(named: Sequence[Named]) -> list[Named]:
     return [*parse_methods(BASELINE), *rest]
 
 
-def check(config: BenchConfig, named: Sequence[Named]) -> SamplingParams:
-    """What can be found wrong before anything is loaded."""
+def check(config: BenchConfig, named: Sequence[Named]) -> list[tuple[str, str]]:
+    """What can be found wrong before anything is loaded. Returns (task, source) of the prompts' files."""
     for field in ("repeats", "num_threads", "max_new_tokens", "batch_size"):
         at_least(field, getattr(config, field), 1)
-    at_least("limit", config.limit, 0)
+    for field in ("limit", "traces"):
+        at_least(field, getattr(config, field), 0)
     if config.batch_size > 1:
         check_batch(config, named)
     for method in named:
@@ -214,14 +297,13 @@ def check(config: BenchConfig, named: Sequence[Named]) -> SamplingParams:
     if config.card:
         check_cards(named, model_paths(config))
     check_device(config.device)
-    return config.sampling
+    assert config.modes  # which checks them
+    return task_sources(config.prompts, config.tasks)
 
 
 def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
     """What cannot be done to several prompts together."""
     size = f"with batch_size {config.batch_size}"
-    if config.trace is not None:
-        raise InputError("trace", f"{config.trace} {size}", "batch_size 1", "Trace prompt by prompt.")
     if config.engine == "hf":
         raise InputError("engine", f"hf {size}", "lean, which decodes in batches", "Pass --batch-size 1.")
     for item in named:
@@ -258,52 +340,14 @@ def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, contex
     return min(length + max_new_tokens, context)
 
 
-def make_runners(
-    config: BenchConfig, named: Sequence[Named], models: Models, params: SamplingParams, eos_ids: tuple[int, ...]
-) -> dict[str, Runner | BatchRunner]:
-    """Label -> method, ready to answer. transformers' models are loaded only for the methods that use them."""
-    session: RowsSession | None = None
-    fixed: Session | None = None
-    loaded: dict[str, Any] = {}
+def longest_conversation(questions: Questions, chat: Chat, max_new_tokens: int, context: int) -> int:
+    """Tokens of the longest question, its later turns and all their answers; questions that do not fit left out.
 
-    def hf_model(flag: str) -> Any:
-        if flag not in loaded:
-            path = str(models.paths[flag])
-            loaded[flag] = load_hf_model(path, config.dtype, config.device, config.trust_remote_code)
-        return loaded[flag]
-
-    runners: dict[str, Runner | BatchRunner] = {}
-    for label, method in ((item.label, item.method) for item in named):
-        if isinstance(method, HFAssisted):
-            runners[label] = HFRunner(hf_model("target"), params, eos_ids, hf_model("draft"), method.k, method.t)
-        elif isinstance(method, HFGenerate):
-            runners[label] = HFRunner(hf_model("target"), params, eos_ids)
-        elif in_batches(config, method, models):
-            target = rows_lm("target", models.target)
-            session = session or target.rows_session(config.batch_size, models.capacity)
-            drafter = method.build_batch(models, config.batch_size)
-            runners[label] = BatchRunner(target, session, drafter, params, eos_ids)
-        else:
-            # On a GPU the graphs of a session are worth keeping.
-            if fixed is None and models.target.device.type == "cuda":
-                fixed = models.target.session(models.capacity)
-            runners[label] = EngineRunner(models.target, method.build(models), params, eos_ids, session=fixed)
-    return runners
-
-
-def in_batches(config: BenchConfig, method: Method, models: Models) -> bool:
-    """Whether the batched loop runs it: several prompts at a time, or one on a GPU, which it keeps busier."""
-    if config.batch_size > 1:
-        return True
-    lean = all(isinstance(lm, LlamaLM) for lm in (models.target, models.draft) if lm is not None)
-    return torch.device(config.device).type == "cuda" and method.batchable and lean and config.trace is None
-
-
-def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """JSON lines, whole or not at all."""
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(partial, path)
+    Raises:
+        InputError: none fits.
+    """
+    fitting = [prompt for prompt in [*questions.all, *questions.spare] if len(prompt.prompt_ids) < context]
+    if not fitting:
+        found = f"{context} or more tokens in each prompt, prompt {questions.all[0].id} the first"
+        raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten them.")
+    return min(max(chat.longest(prompt, max_new_tokens) for prompt in fitting), context)

@@ -21,7 +21,7 @@ from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Named, at_least
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
-from draftsmith.eval.trace import TracedRunner, TraceFile
+from draftsmith.eval.trace import TracedRunner, TraceFile, about
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.types import InputError, SamplingParams
@@ -113,7 +113,8 @@ def run(config: DecodeConfig) -> Generation:
 
     runner = EngineRunner(target, drafter, params, tuple(eos_ids), on_round)
     trace = TraceFile(config.trace) if config.trace is not None else None
-    run_once: Runner = runner if trace is None else TracedRunner(named.label, runner, trace)
+    place = about(named.label, config.temperature, bench_prompt)
+    run_once: Runner = runner if trace is None else TracedRunner(place, runner, trace)
     start = time.perf_counter()
     generation = run_once(prompt, config.max_new_tokens, config.seed)
     elapsed = time.perf_counter() - start

@@ -267,14 +267,14 @@ def long_context(pair: Pair, tokens: int, repeats: int) -> Iterator[Row]:
 
 
 def trace_cost(pair: Pair, repeats: int) -> Iterator[Row]:
-    """Decoding with `--trace`; lines are worked out and written between prompts, off the clock."""
+    """Decoding with `decode --trace`; lines are worked out and written between prompts, off the clock."""
     plain = pair.chain(pair.packed, SAMPLING)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.jsonl"
 
         def traced() -> None:
-            pair.answer(TracedRunner("spec", plain, TraceFile(file)))()
+            pair.answer(TracedRunner({"method": "spec"}, plain, TraceFile(file)))()
 
         seconds = interleaved({"plain": pair.answer(plain), "traced": traced}, 3 * repeats, pair.clock)
     cost = 100 * (paired_ratio(seconds["traced"], seconds["plain"]) - 1)
-    yield Row(f"spec:k={K} with --trace, T=1, time added", pair.name, cost, "%", "<= 2")
+    yield Row(f"spec:k={K} with decode --trace, T=1, time added", pair.name, cost, "%", "<= 2")

@@ -35,7 +35,7 @@ class GenerationConfig:
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
     output: directory that receives generation.json.
     split: keep prompts of this split.
-    tasks: keep prompts of these tasks, separated by commas.
+    keep_tasks: keep prompts of these tasks, separated by commas.
     limit: the first so many prompts; 0 takes all.
     max_new_tokens: longest answer.
     batch_size: prompts answered together.
@@ -48,7 +48,7 @@ class GenerationConfig:
     prompts: str
     output: Path
     split: str | None = None
-    tasks: str | None = None
+    keep_tasks: str | None = None
     limit: int = 64
     max_new_tokens: int = 256
     batch_size: int = 32
@@ -65,7 +65,7 @@ class GenerationConfig:
 def run(config: GenerationConfig) -> Path:
     """Measure, print the ratio, write generation.json; returns its path."""
     set_threads(config.num_threads)
-    rows = read_prompts(config.prompts, config.target, config.split, config.tasks, config.limit)
+    rows = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
     prompts = [row.prompt_ids for row in rows]
     lm = load_lm(config.target, engine=config.engine, packed=True)
     hf = HFRunner(load_hf_model(config.target, "float32", "cpu"), SamplingParams(), lm.info.eos_ids)

@@ -50,7 +50,7 @@ class LosslessConfig:
     eagle: EAGLE head directory.
     acceptance: acceptance head directory.
     split: keep prompts of this split.
-    tasks: keep prompts of these tasks, separated by commas.
+    keep_tasks: keep prompts of these tasks, separated by commas.
     limit: prompts of the greedy test.
     max_new_tokens: longest answer of the greedy test.
     sampled_prompts: prompts of the sampling test; 0 leaves it out.
@@ -78,7 +78,7 @@ class LosslessConfig:
     eagle: str | None = None
     acceptance: str | None = None
     split: str | None = None
-    tasks: str | None = None
+    keep_tasks: str | None = None
     limit: int = 20
     max_new_tokens: int = 64
     sampled_prompts: int = 2
@@ -118,7 +118,7 @@ def run(config: LosslessConfig) -> int:
             raise InputError("methods", method.label, "methods of this engine", "Remove it.")
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
-    prompts = read_prompts(config.prompts, config.target, config.split, config.tasks, config.limit)
+    prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
     how = {name: getattr(config, name) for name in LOADING}
     target = load_lm(config.target, **how)
     longest = longest_sequence(prompts, max(config.max_new_tokens, SAMPLED_TOKENS), target.info.max_position)

@@ -90,19 +90,28 @@ class BatchRunner:
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """A prompt as the target reads it, chat template included."""
+    """A prompt as the target reads it, chat template included.
+
+    messages: what `prompt_ids` were made of, where the user goes on. later: what the user says in the turns that
+    follow. turn: of the conversation, from 1. number: of the question in its run, from 0, the same in all its turns.
+    """
 
     id: str
     prompt_ids: list[int]
     task: str = ""
+    messages: tuple[Mapping[str, str], ...] = ()
+    later: tuple[str, ...] = ()
+    turn: int = 1
+    number: int = 0
 
 
 @dataclass(frozen=True)
 class Measured:
     """One method on one prompt: what it emitted, what that took, and medians over repeats of both clocks [s].
 
-    group: number of the prompts that were answered together. The clocks saw the whole group; each of its prompts
-        carries an equal share, so only sums over whole groups mean anything.
+    group: number of the questions that were answered together, turn by turn. The clocks saw the whole group; each of
+        its prompts carries an equal share, so only sums over whole groups mean anything.
+    wall_s_runs, cpu_s_runs: shares of every repeat, in the order taken.
     """
 
     prompt: BenchPrompt
@@ -112,7 +121,17 @@ class Measured:
     ended: bool
     wall_s: float
     cpu_s: float
+    wall_s_runs: tuple[float, ...] = ()
+    cpu_s_runs: tuple[float, ...] = ()
 
+
+class Failed(Exception):
+    """A method did not answer a prompt; `__cause__` is what it raised."""
+
+
+# What a prompt may make a method raise: ValueError of what refuses it (InputError, transformers), RuntimeError of torch
+# (shapes, memory of the device). Other errors are defects of this program, and stop the run.
+REFUSALS = (ValueError, RuntimeError)
 
 # The generations of a group, wall seconds, CPU seconds of this process (all its threads).
 Run = tuple[list[Generation], float, float]
@@ -133,46 +152,47 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def answered(
+    label: str, runner: GroupRunner, group: Sequence[BenchPrompt], max_new_tokens: int, seeds: Sequence[int]
+) -> Run:
+    """`timed`; raises Failed where the prompts make the method fail."""
+    try:
+        return timed(runner, group, max_new_tokens, seeds)
+    except REFUSALS as error:
+        together = f" (with {len(group) - 1} others)" if len(group) > 1 else ""
+        raise Failed(f"{label}{together}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
 def measure(
     runners: Mapping[str, GroupRunner],
-    prompts: Sequence[BenchPrompt],
-    warm_up: BenchPrompt,
+    group: Sequence[BenchPrompt],
+    number: int,
     max_new_tokens: int,
     repeats: int,
-    seed: int,
-    progress: Callable[[int], None] = lambda count: None,
-    batch_size: int = 1,
+    seeds: Sequence[int],
 ) -> dict[str, list[Measured]]:
-    """Every method on every prompt, interleaved: a machine that slows down slows all methods down alike.
+    """Every method on a group of prompts, interleaved: a machine that slows down slows all methods down alike.
 
-    batch_size: consecutive prompts that are answered, and timed, together; the last group may be smaller.
-    The order of methods rotates, so that none always follows the same one. A group of `warm_up` runs once a method,
-    uncounted. A prompt's seed depends on its number only: repeats redo the same work, and methods share their random
-    numbers. `progress` is told how many more prompts are done.
+    number: of the group. The order of methods rotates with it and with the repeat, so that none always follows the same
+    one. seeds: of the prompts: repeats redo the same work, and methods share their random numbers.
+
+    Raises:
+        Failed: a method did not answer.
     """
-    for runner in runners.values():
-        timed(runner, [warm_up] * batch_size, max_new_tokens, range(seed, seed + batch_size))
     labels = list(runners)
-    measured: dict[str, list[Measured]] = {label: [] for label in labels}
-    for number, start in enumerate(range(0, len(prompts), batch_size)):
-        group = prompts[start : start + batch_size]
-        seeds = range(seed + start, seed + start + len(group))
-        runs: dict[str, list[Run]] = {label: [] for label in labels}
-        for repeat in range(repeats):
-            turn = (number + repeat) % len(labels)
-            for label in labels[turn:] + labels[:turn]:
-                runs[label].append(timed(runners[label], group, max_new_tokens, seeds))
-        for label in labels:
-            measured[label] += medians_of(number, group, runs[label])
-        progress(len(group))
-    return measured
+    runs: dict[str, list[Run]] = {label: [] for label in labels}
+    for repeat in range(repeats):
+        turn = (number + repeat) % len(labels)
+        for label in labels[turn:] + labels[:turn]:
+            runs[label].append(answered(label, runners[label], group, max_new_tokens, seeds))
+    return {label: medians_of(number, group, runs[label]) for label in labels}
 
 
 def medians_of(number: int, group: Sequence[BenchPrompt], runs: Sequence[Run]) -> list[Measured]:
     """Tokens and counts of the first run, medians of the clocks."""
-    wall_s = statistics.median(run[1] for run in runs) / len(group)
-    cpu_s = statistics.median(run[2] for run in runs) / len(group)
+    walls, cpus = (tuple(run[clock] / len(group) for run in runs) for clock in (1, 2))
+    wall_s, cpu_s = statistics.median(walls), statistics.median(cpus)
     return [
-        Measured(prompt, number, made.tokens, made.trace, made.ended, wall_s=wall_s, cpu_s=cpu_s)
+        Measured(prompt, number, made.tokens, made.trace, made.ended, wall_s, cpu_s, walls, cpus)
         for prompt, made in zip(group, runs[0][0], strict=True)
     ]

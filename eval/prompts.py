@@ -5,43 +5,56 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from draftsmith.data.manifest import MANIFEST, STARTED, open_artefact
 from draftsmith.data.models import resolve_model, tokenizer_identity
 from draftsmith.data.sources import open_source
-from draftsmith.data.template import RowError, load_chat_tokenizer, prompt_ids
+from draftsmith.data.template import Messages, RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.modules.types import InputError
+
+# Which user turns of a conversation are asked. `last`: its last one only, after the recorded answers to those before.
+# `first`, `all`: from the first on, without recorded answers.
+Turns = Literal["first", "all", "last"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt before it is selected; its token ids are made only when it is."""
+    """One prompt before it is selected; its token ids are made only when it is.
+
+    content: token ids, or messages that wait for an answer. later: what the user says after it.
+    """
 
     id: str
     task: str
     split: str
     content: Any
+    later: tuple[str, ...] = ()
 
 
 def read_prompts(
-    source: str, target: str, split: str | None = None, tasks: str | None = None, limit: int = 0
+    source: str,
+    target: str,
+    split: str | None = None,
+    keep_tasks: str | None = None,
+    limit: int = 0,
+    turns: Turns = "last",
 ) -> list[BenchPrompt]:
     """Prompts as token ids: the target's chat template, applied up to where the answer begins.
 
-    split: keep rows whose own `split` is this one. tasks: keep rows of these, separated by commas. limit: keep the
-    first so many, 0 all.
+    split: keep rows whose own `split` is this one. keep_tasks: keep rows of these tasks, separated by commas. limit:
+    keep the first so many, 0 all. turns: which user turns of a conversation; a prompts artefact has only the last one.
 
     Raises:
         InputError: nothing there, rows of an unknown shape, another tokenizer's artefact, or no row left.
     """
     path = Path(resolve_model(source))
     if (path / MANIFEST).exists() or (path / STARTED).exists():
-        rows, ids_of = artefact_rows(path, target), lambda row: row.content
+        rows, prompt_of = artefact_rows(path, target), lambda row: BenchPrompt(row.id, row.content, row.task)
     else:
-        rows, ids_of = chat_rows(source, split), chat_ids(target)
-    wanted = {task.strip() for task in tasks.split(",")} if tasks else None
+        rows, prompt_of = chat_rows(source, split, turns), chat_prompt(target)
+    wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
     found: list[BenchPrompt] = []
     seen_tasks, seen_splits = set(), set()
     for row in rows:
@@ -49,12 +62,12 @@ def read_prompts(
         seen_splits.add(row.split)
         if (split and row.split != split) or (wanted is not None and row.task not in wanted):
             continue
-        found.append(BenchPrompt(row.id, ids_of(row), row.task))
+        found.append(prompt_of(row))
         if len(found) == limit:
             break
     if not found:
         there = f"tasks {listed(seen_tasks)}; splits {listed(seen_splits)}"
-        remedy = "Check --split and --tasks."
+        remedy = "Check --split and --keep-tasks."
         raise InputError("prompts", f"no matching row in {source} ({there})", "at least one", remedy)
     return found
 
@@ -79,9 +92,9 @@ def artefact_rows(directory: Path, target: str) -> Iterator[Row]:
             yield Row(str(row["id"]), row.get("task") or "", row.get("split") or "", list(row["prompt_ids"]))
 
 
-def chat_rows(source: str, split: str | None) -> Iterator[Row]:
+def chat_rows(source: str, split: str | None, turns: Turns) -> Iterator[Row]:
     """Rows of a file or data set of chats; `content` are messages that wait for an answer."""
-    from draftsmith.data.conversations import recognise, up_to_last_user
+    from draftsmith.data.conversations import recognise, up_to_last_user, user_turns
 
     opened = open_source(source, split)
     layout = recognise(opened.columns, opened.row(0), {})
@@ -89,22 +102,30 @@ def chat_rows(source: str, split: str | None) -> Iterator[Row]:
         raw = opened.row(number)
         own_split = (split or "") if opened.split_taken else layout.text(raw, "split")
         try:
-            messages = up_to_last_user(layout.conversation(raw).messages)
+            conversation = layout.conversation(raw)
+            messages, later = (
+                (up_to_last_user(conversation.messages), ()) if turns == "last" else user_turns(conversation)
+            )
         except RowError as error:
             expected = "a conversation with a user turn"
             raise InputError("prompts", f"row {number} of {source}: {error}", expected, "Correct the row.") from error
-        yield Row(layout.text(raw, "id", str(number)), layout.text(raw, "task"), own_split, messages)
+        row_id, task = layout.text(raw, "id", str(number)), layout.text(raw, "task")
+        yield Row(row_id, task, own_split, messages, later if turns == "all" else ())
 
 
-def chat_ids(target: str) -> Any:
-    """Row -> token ids by the target's chat template."""
+def chat_prompt(target: str) -> Any:
+    """Row -> prompt by the target's chat template; with its messages where more turns may follow them."""
     tokenizer = load_chat_tokenizer(target)
+    # Prompts that are too long are told by their ids, by whoever asks them.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
 
-    def ids(row: Row) -> list[int]:
+    def prompt(row: Row) -> BenchPrompt:
+        messages: Messages = row.content
         try:
-            return list(prompt_ids(tokenizer, row.content))
+            ids = list(prompt_ids(tokenizer, messages))
         except RowError as error:
             expected = "messages that it takes"
             raise InputError("prompts", f"row {row.id}: {error}", expected, "Correct the row.") from error
+        return BenchPrompt(row.id, ids, row.task, tuple(messages) if row.later else (), row.later)
 
-    return ids
+    return prompt

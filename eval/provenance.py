@@ -18,7 +18,7 @@ from draftsmith.data.models import tokenizer_identity
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.modules.targets.base import CausalLM
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 def describe(
@@ -36,7 +36,8 @@ def describe(
     them. source: of the prompts, as the user named it. models: role -> the smaller models, None where there is none.
     more: what else belongs there.
     """
-    ids = json.dumps([prompt.prompt_ids for prompt in prompts]).encode()
+    asked = [[prompt.prompt_ids, *prompt.later] if prompt.later else prompt.prompt_ids for prompt in prompts]
+    ids = json.dumps(asked).encode()
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": kind,

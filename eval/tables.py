@@ -9,25 +9,31 @@ from rich import box
 from rich.table import Table
 
 from draftsmith.data.markdown import markdown_lines
+from draftsmith.eval import figures
 
-HEADINGS = ("method", "tokens/s", "speed-up", "95 % CI", "tau", "target calls", "discarded", "= ar")
+HEADINGS = ("method", "tokens/s", "speed-up", "95 % CI", "tau", "95 % CI", "discarded", "= ar")
+POOLED, MACRO = "all, pooled", "mean of tasks"
+SHOWN_FAILURES = 5
 METHOD_WIDTH = 12  # narrower terminals fold a method's name, not the numbers
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """One method's row, in the order of HEADINGS."""
-    interval = row.get("speedup_ci95")
     drafts = row["num_draft_tokens"] > 0
     return (
         row["method"],
         f"{row['tokens_per_s']:,.1f}",
         f"{row['speedup']:.2f}x",
-        f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else "",
+        interval(row.get("speedup_ci95")),
         f"{row['tau']:.2f}",
-        f"{row['num_target_calls']:,}",
+        interval(row.get("tau_ci95")),
         f"{row['discard_rate']:.0%}" if drafts else "",
         verdict(row),
     )
+
+
+def interval(ends: Sequence[float] | None) -> str:
+    return f"{ends[0]:.2f}-{ends[1]:.2f}" if ends else ""
 
 
 def verdict(row: Mapping[str, Any]) -> str:
@@ -38,11 +44,26 @@ def verdict(row: Mapping[str, Any]) -> str:
     return "yes" if matches else f"no ({row.get('num_differing', '?')})"
 
 
+def temperatures_of(results: Mapping[str, Any]) -> list[float]:
+    """In the order measured."""
+    single = results["meta"]["settings"]["temperature"]  # rows of earlier versions do not say
+    return list(dict.fromkeys(row.get("temperature", single) for row in results["methods"]))
+
+
+def at(results: Mapping[str, Any], temperature: float) -> list[Mapping[str, Any]]:
+    """Rows of one temperature."""
+    return [row for row in results["methods"] if row.get("temperature", temperature) == temperature]
+
+
+def mode(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
 def caption(results: Mapping[str, Any]) -> str:
-    """How the numbers were taken, in one sentence."""
+    """How the numbers were taken, in one sentence, and what is missing."""
     meta, first = results["meta"], results["methods"][0]
     settings = meta["settings"]
-    mode = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
+    modes = " and ".join(mode(temperature) for temperature in temperatures_of(results))
     clock = "CPU time" if meta["clock"] == "cpu" else "wall time"
     batch_size = settings.get("batch_size", 1)  # results of earlier versions do not say
     together = f"{batch_size} prompts at a time, " if batch_size > 1 else ""
@@ -51,9 +72,19 @@ def caption(results: Mapping[str, Any]) -> str:
     return (
         f"{first['prompts']} prompts, {first['tokens']:,} tokens"
         + (f" (distinct 4-grams {grams:.2f})" if grams is not None else "")
-        + f", {mode}, {settings['dtype']} on {settings['device']}, {settings['num_threads']} thread(s), "
-        f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
+        + f", {modes}, {settings['dtype']} on {settings['device']}, {settings['num_threads']} thread(s), "
+        f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar." + left_out(results)
     )
+
+
+def left_out(results: Mapping[str, Any]) -> str:
+    """Which prompts have failed; nothing where none has."""
+    found = (f"{failure['task']} {failure['id']}".strip() for failure in results.get("failures", ()))
+    names = list(dict.fromkeys(found))
+    if not names:
+        return ""
+    more = ", ..." if len(names) > SHOWN_FAILURES else ""
+    return f" Left out because they failed ({len(names)}): {', '.join(names[:SHOWN_FAILURES])}{more}."
 
 
 def plain_table(**kwargs: Any) -> Table:
@@ -61,53 +92,101 @@ def plain_table(**kwargs: Any) -> Table:
 
 
 def results_table(results: Mapping[str, Any]) -> Table:
-    """Fits in 100 columns with room for a name, and in 80 with folded names."""
+    """Fits in 100 columns with room for a name, and in 80 with folded names. Temperatures follow each other."""
     table = plain_table(caption=caption(results), caption_justify="left")
     table.add_column(HEADINGS[0], overflow="fold", min_width=METHOD_WIDTH)
     for heading in HEADINGS[1:]:
         table.add_column(heading, justify="right", no_wrap=" " not in heading)
-    fastest = max(row["speedup"] for row in results["methods"])
-    for row in results["methods"]:
-        table.add_row(*cells(row), style="bold" if row["speedup"] == fastest else None)
+    several = len(temperatures_of(results)) > 1
+    for temperature in temperatures_of(results):
+        rows = at(results, temperature)
+        if several:
+            table.add_row(mode(temperature), style="dim")
+        fastest = max(row["speedup"] for row in rows)
+        for row in rows:
+            table.add_row(*cells(row), style="bold" if row["speedup"] == fastest else None)
     return table
 
 
-def task_table(results: Mapping[str, Any]) -> Table | None:
-    """Speed-up of every method on every task, with a column for whichever are fewer; None where prompts carry no
-    tasks."""
-    rows = [row for row in results["methods"] if row.get("by_task")]
-    if not rows:
+def by_task(results: Mapping[str, Any], temperature: float) -> figures.Table | None:
+    """Speed-up and tau of every method on every task, and over tasks, as in table 1 of EAGLE-2; None where prompts
+    carry no tasks."""
+    baseline, *rows = at(results, temperature)
+    if not rows or not baseline.get("by_task"):
         return None
-    if len(rows) - 1 > len(rows[0]["by_task"]):
-        return methods_by_task(rows)
-    table = plain_table(title="Speed-up by task", title_justify="left", title_style="bold")
-    table.add_column("task", overflow="fold", min_width=METHOD_WIDTH)
-    table.add_column("prompts", justify="right", no_wrap=True)
-    table.add_column("distinct 4-grams", justify="right")
-    for row in rows[1:]:
-        table.add_column(row["method"], justify="right", overflow="fold")
-    for task, baseline in rows[0]["by_task"].items():
-        grams = baseline["distinct_4grams"]
-        parts = [row["by_task"][task] for row in rows[1:]]
-        shown = (f"{part['speedup']:.2f}x" for part in parts)
-        table.add_row(task, str(baseline["prompts"]), "" if grams is None else f"{grams:.2f}", *shown)
-    return table
+    columns = [figures.Column("method", "method")]
+    for task in baseline["by_task"]:
+        columns += pair(task, task.replace("_", " "))
+    columns += [*pair("pooled", POOLED), *pair("macro", MACRO)]
+    return figures.Table(
+        name=f"by-task-t{temperature:g}",
+        title=f"Speed-up and tau by task, {mode(temperature)}",
+        columns=columns,
+        rows=[{"method": row["method"], **task_cells(row)} for row in rows],
+        note=f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
+        "Prompts of the tasks: "
+        + ", ".join(f"{task} {part['prompts']}" for task, part in baseline["by_task"].items())
+        + ". Distinct 4-grams of ar's answers: "
+        + ", ".join(grams_of(baseline))
+        + ".",
+    )
 
 
-def methods_by_task(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each method, a column for each task, headed by its number of prompts and its distinct 4-grams."""
-    table = plain_table(title="Speed-up by task (prompts; distinct 4-grams)", title_justify="left", title_style="bold")
-    table.add_column("method", overflow="fold", min_width=METHOD_WIDTH)
-    for task, baseline in rows[0]["by_task"].items():
-        grams = baseline["distinct_4grams"]
-        about = f"({baseline['prompts']}" + (")" if grams is None else f"; {grams:.2f})")
-        table.add_column(f"{task.replace('_', ' ')} {about}", justify="right")
-    for row in rows[1:]:
-        table.add_row(row["method"], *(f"{part['speedup']:.2f}x" for part in row["by_task"].values()))
+def pair(key: str, title: str) -> list[figures.Column]:
+    return [
+        figures.Column(f"{key}.speedup", title, ".2fx"),
+        figures.Column(f"{key}.tau", f"{title}: tau", ".2f"),
+    ]
+
+
+def task_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of one method by the keys of `by_task`'s columns; intervals beside them for whoever draws it."""
+    found: dict[str, Any] = {}
+    for task, part in {**row["by_task"], "pooled": row}.items():
+        for name in ("speedup", "tau"):
+            low, high = part.get(f"{name}_ci95") or (None, None)
+            found |= {f"{task}.{name}": part[name], f"{task}.{name}_low": low, f"{task}.{name}_high": high}
+    return found | {"macro.speedup": row.get("macro_speedup"), "macro.tau": row.get("macro_tau")}
+
+
+def grams_of(row: Mapping[str, Any]) -> list[str]:
+    parts = ((task, part["distinct_4grams"]) for task, part in row["by_task"].items())
+    return [f"{task} {grams:.2f}" for task, grams in parts if grams is not None]
+
+
+def task_tables(results: Mapping[str, Any]) -> list[Table]:
+    """`by_task` for the screen, one for each temperature; none for a single task, which `results_table` shows."""
+    if len(results["methods"][0].get("by_task", ())) < 2:
+        return []
+    found = (by_task(results, temperature) for temperature in temperatures_of(results))
+    return [folded(table) for table in found if table is not None]
+
+
+def folded(source: figures.Table) -> Table:
+    """A table of pairs of columns, the second of a pair under the first."""
+    style = {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
+    table = plain_table(title=source.title, caption=source.note, **style)
+    table.add_column(source.columns[0].title, overflow="fold", min_width=METHOD_WIDTH)
+    pairs = list(zip(source.columns[1::2], source.columns[2::2], strict=True))
+    for column, _ in pairs:
+        table.add_column(column.title, justify="right", overflow="fold")
+    for row in source.rows:
+        shown = (" ".join(figures.formatted(row[c.key], c.format) for c in both) for both in pairs)
+        table.add_row(row["method"], *shown)
     return table
 
 
 def markdown_table(results: Mapping[str, Any]) -> str:
-    """The same table for a README or a model card, with its caption."""
-    lines = markdown_lines(HEADINGS, [cells(row) for row in results["methods"]])
-    return "\n".join([*lines, "", caption(results)]) + "\n"
+    """The same tables for a README or a model card: a table for each temperature, then those by task."""
+    parts = []
+    for temperature in temperatures_of(results):
+        title = [f"{mode(temperature).capitalize()}:", ""] if len(temperatures_of(results)) > 1 else []
+        parts.append("\n".join(title + markdown_lines(HEADINGS, [cells(row) for row in at(results, temperature)])))
+    return "\n\n".join([*parts, caption(results)]) + "\n"
+
+
+def markdown_figure(source: figures.Table) -> str:
+    """A table under its title, with its note."""
+    headings = [column.title for column in source.columns]
+    rows = [[figures.formatted(row.get(c.key), c.format) for c in source.columns] for row in source.rows]
+    return "\n".join([f"### {source.title}", "", *markdown_lines(headings, rows), "", source.note]) + "\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.clocks import synchronised
-from draftsmith.eval.measure import EngineRunner
+from draftsmith.eval.measure import BenchPrompt, EngineRunner
 from draftsmith.modules.decoding.loop import Generation, Round, generate
-from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.decoding.protocols import DraftTree, DraftView, Verdict
 from draftsmith.modules.decoding.stop import draft_law, entropy
-from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.sampling import TorchSource, probabilities
+from draftsmith.modules.types import SamplingParams
 
 
 class TraceFile:
@@ -42,25 +43,26 @@ class TraceFile:
         self._pending = []
 
 
-class TracedRunner:
-    """An `EngineRunner` that traces the first run of every prompt; other runs are as they would be without it."""
+def about(label: str, temperature: float, prompt: BenchPrompt) -> dict[str, Any]:
+    """What a line says of where it belongs."""
+    own = {"prompt": prompt.number, "id": prompt.id, "task": prompt.task, "turn": prompt.turn}
+    return {"method": label, "temperature": temperature, **own}
 
-    def __init__(self, label: str, runner: EngineRunner, file: TraceFile):
-        self._label, self._runner, self._file = label, runner, file
-        self._seen: set[tuple[int, ...]] = set()
+
+class TracedRunner:
+    """An `EngineRunner` whose answers are traced. about: what every line begins with."""
+
+    def __init__(self, about: Mapping[str, Any], runner: EngineRunner, file: TraceFile):
+        self._about, self._runner, self._file = dict(about), runner, file
 
     def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
-        key = tuple(prompt)
-        if key in self._seen:
-            return self._runner(prompt, max_new_tokens, seed)
-        self._seen.add(key)
         runner = self._runner
         target, drafter = _TimedTarget(runner.target), None
         stop = None
         if runner.drafter is not None:
             drafter = _TimedDrafter(runner.drafter)
             stop = _watch_stop(runner.drafter)
-        rounds = _Rounds(self._label, len(self._seen) - 1, target, drafter, stop, self._file)
+        rounds = _Rounds(self._about, runner.params, target, drafter, stop, self._file)
 
         def on_round(done: Round) -> None:
             rounds(done)
@@ -80,8 +82,10 @@ class TracedRunner:
 class _Rounds:
     """`on_round`: one line a round."""
 
-    def __init__(self, label: str, prompt: int, target: Any, drafter: Any, stop: Any, file: TraceFile):
-        self._base = {"method": label, "prompt": prompt}
+    def __init__(
+        self, about: Mapping[str, Any], params: SamplingParams, target: Any, drafter: Any, stop: Any, file: TraceFile
+    ):
+        self._base, self._params = about, params
         self._target, self._drafter, self._stop, self._file = target, drafter, stop, file
         self._number = 0
 
@@ -89,8 +93,10 @@ class _Rounds:
         target_s = self._target.take()
         draft_s = self._drafter.take() if self._drafter is not None else 0.0
         views = self._stop.take() if self._stop is not None else []
-        base, number = self._base, self._number
+        base, number, params = self._base, self._number, self._params
         self._number += 1
+        # On CUDA scores are good until the next call only.
+        logits = done.logits.clone() if done.logits is not None and done.logits.is_cuda else done.logits
 
         def line() -> dict[str, Any]:
             found: dict[str, Any] = {**base, "round": number, "emitted": done.tokens, "target_s": target_s}
@@ -108,6 +114,8 @@ class _Rounds:
                 "draft_calls": done.step.draft_calls,
                 "draft_s": draft_s,
             }
+            if tree.tokens:
+                found["accept_prob"] = accept_probs(tree, done.verdict, logits, params)
             if tree.last_unread:
                 found["beside"] = "the drafter's calls of this round could run beside the target's"
             if tree.draft_prob is not None:
@@ -131,6 +139,34 @@ class _Rounds:
             # The head reads a token one forward after it was drafted: the last one it never reads.
             found["head"] = [judge(view.hidden) for view in views[1:]]
         return found
+
+
+def accept_probs(
+    tree: DraftTree, verdict: Verdict, logits: Tensor | None, params: SamplingParams
+) -> list[float | None]:
+    """The chance that the target had of accepting each drafted node that it judged.
+
+    Judged are the children of the root and of accepted nodes. A drawn token: min(1, p/q). One that was chosen (top-k
+    children, lookups): p, since it is accepted where the target's own draw is it. Greedy: 1 or 0. A chain's list ends
+    with the first rejected token; in a tree's, nodes that were not judged are None. logits: [N+1, V] of the target.
+    """
+    walked = {-1, *verdict.path}
+    judged = [parent in walked for parent in tree.parents]
+    count = sum(judged) if tree.is_chain else len(judged)
+    if params.greedy:
+        return [float(node in verdict.path) if judged[node] else None for node in range(count)]
+    assert logits is not None
+    rows = sorted({tree.parents[node] + 1 for node in range(count) if judged[node]})
+    laws = dict(zip(rows, probabilities(logits[rows], params), strict=True))
+    found: list[float | None] = []
+    for node, token in enumerate(tree.tokens[:count]):
+        if not judged[node]:
+            found.append(None)
+            continue
+        p = float(laws[tree.parents[node] + 1][token])
+        q = 1.0 if tree.draft_prob is None else float(tree.draft_prob[node, token])
+        found.append(min(1.0, p / q))
+    return found
 
 
 class _Clock:

@@ -151,7 +151,7 @@ def bench_step(
     argv = (
         *("eval", "bench", "--target", TARGET, "--draft", DRAFT),
         *("--acceptance", str(sized / "acceptance-head" / "best"), "--eagle", str(sized / "eagle-head" / "best")),
-        *("--methods", ",".join(methods), "--prompts", PROMPTS, "--split", split, "--tasks", profile.tasks),
+        *("--methods", ",".join(methods), "--prompts", PROMPTS, "--split", split, "--keep_tasks", profile.tasks),
         *("--limit", str(limit), "--max_new_tokens", str(profile.max_new_tokens), "--repeats", str(repeats)),
         *("--seed", str(config.seed), "--output", str(sized / split)),
         *(() if split == "dev" else ("--card", "true")),

@@ -19,6 +19,7 @@ from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval import bench
 from draftsmith.eval.bench import BenchConfig
 from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.rows import read_rows
 from draftsmith.eval.tables import caption
 from draftsmith.launch.cli import main
 from draftsmith.modules.types import InputError
@@ -47,7 +48,7 @@ def results(config) -> dict:
 
 @pytest.fixture(scope="module")
 def per_prompt(config, results) -> list[dict]:
-    return [json.loads(line) for line in (config.output / "prompts.jsonl").read_text().splitlines()]
+    return read_rows(config.output)
 
 
 def test_the_baseline_is_measured_although_it_was_not_listed(results):
@@ -113,7 +114,7 @@ def test_meta_says_how_to_take_the_numbers_again(results, config):
     # A build's local tag (+cpu, +cu130) is in torch's own version and not always in the distribution's.
     assert meta["seed"] == 0 and meta["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert set(meta["target"]) >= {"config", "lm_head", "tokenizer"} and meta["hardware"]["cpu_count"] >= 1
-    assert sorted(path.name for path in config.output.iterdir()) == ["prompts.jsonl", "results.json"]
+    assert sorted(path.name for path in config.output.iterdir()) == ["prompts.parquet", "results.json"]
 
 
 def test_sampling_repeats_with_its_seed_and_is_not_compared(config, tmp_path):
@@ -124,8 +125,7 @@ def test_sampling_repeats_with_its_seed_and_is_not_compared(config, tmp_path):
     for seed in (0, 0, 1):
         found = bench.bench(dataclasses.replace(sampling, seed=seed))
         assert [row["matches_ar"] for row in found["methods"]] == [None] * 3
-        lines = (tmp_path / "prompts.jsonl").read_text().splitlines()
-        tokens.append([json.loads(line)["token_ids"] for line in lines])
+        tokens.append([row["token_ids"] for row in read_rows(tmp_path)])
     assert tokens[0] == tokens[1] != tokens[2]
     assert len(tokens[0]) == 3 * 2  # the third prompt of the file warmed up and was left out
 
@@ -152,7 +152,7 @@ def test_a_prompts_artefact_gives_the_same_prompts_as_its_file(models, tmp_path)
     assert main(["data", "prompts", *arguments]) == 0
     from_file = read_prompts(models["prompts"], models["target"])
     assert read_prompts(str(tmp_path / "prompts"), models["target"]) == from_file
-    only_a = read_prompts(models["prompts"], models["target"], split="test", tasks="a", limit=2)
+    only_a = read_prompts(models["prompts"], models["target"], split="test", keep_tasks="a", limit=2)
     assert only_a == [prompt for prompt in from_file if prompt.task == "a"][:2]
     with pytest.raises(InputError, match="splits test, train"):
         read_prompts(models["prompts"], models["target"], split="dev")
@@ -172,7 +172,13 @@ def test_a_prompts_artefact_gives_the_same_prompts_as_its_file(models, tmp_path)
         ({"temperature": "-1"}, "temperature"),
         ({"top_p": "lots"}, "--top-p"),
         ({"limit": "-1"}, "limit"),
-        ({"tasks": "c"}, "tasks a, b"),
+        ({"keep_tasks": "c"}, "tasks a, b"),
+        ({"tasks": "absent.jsonl"}, "exactly one of them"),
+        ({"prompts": None}, "exactly one of them"),
+        ({"prompts": None, "tasks": "absent.jsonl"}, "absent.jsonl"),
+        ({"temperatures": "0,hot"}, "temperatures: found '0,hot'"),
+        ({"temperatures": "0,0.0"}, "each temperature once"),
+        ({"temperatures": "0,-1"}, "temperature: found -1"),
     ],
 )
 def test_wrong_input_ends_with_code_2_and_one_line(models, tmp_path, capsys, change, expected):
@@ -243,7 +249,7 @@ def test_batches_of_prompts_have_the_same_answers_and_counts(config, results, pe
         if row["method"] in alone:
             assert {count: row[count] for count in counts} == {count: alone[row["method"]][count] for count in counts}
     own = {row["id"]: row["token_ids"] for row in per_prompt if row["method"] == "ar"}
-    lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    lines = read_rows(tmp_path)
     assert all(line["token_ids"] == own[line["id"]] for line in lines)
     # Five prompts in groups of two, tasks alternating: a group's clocks are shared evenly and belong to no task.
     spec = [line for line in lines if line["method"] == "spec:k=3"]
@@ -260,7 +266,7 @@ def test_sampled_batches_repeat_with_their_seed(config, tmp_path):
     tokens = []
     for seed, size in ((0, 2), (0, 2), (1, 2)):
         bench.bench(dataclasses.replace(sampling, seed=seed, batch_size=size))
-        tokens.append([json.loads(line)["token_ids"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()])
+        tokens.append([row["token_ids"] for row in read_rows(tmp_path)])
     assert tokens[0] == tokens[1] != tokens[2]
 
 
@@ -270,7 +276,6 @@ def test_sampled_batches_repeat_with_their_seed(config, tmp_path):
         ({"methods": "eagle2"}, "methods: found eagle2 with batch_size 4, expected some of ar, spec, specdec++,"),
         ({"methods": "spec,hf"}, "methods: found hf with batch_size 4"),
         ({"methods": "pld"}, "Measure it with --batch-size 1."),
-        ({"trace": "rounds.jsonl"}, "trace: found rounds.jsonl with batch_size 4"),
         ({"engine": "hf"}, "engine: found hf with batch_size 4"),
         ({"batch_size": "0"}, "batch_size: found 0"),
     ],

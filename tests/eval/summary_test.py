@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 
 import pytest
 from rich.console import Console
 
 from draftsmith.eval.measure import BenchPrompt, Measured, medians_of
+from draftsmith.eval.rows import failed_row, failures_of, measured_row, of_methods, read_rows, write_rows
 from draftsmith.eval.summary import distinct_4grams, summarise
-from draftsmith.eval.tables import markdown_table, results_table, task_table
+from draftsmith.eval.tables import by_task, caption, folded, markdown_figure, markdown_table, results_table
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
@@ -103,29 +105,101 @@ def test_medians_over_repeats_are_taken_for_each_clock():
     assert (item.wall_s, item.cpu_s) == (2.0, 2.0)
 
 
+SETTINGS = {"temperature": 0.0, "dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3}
+
+
+def results_of(methods: dict[str, list[Measured]], *temperatures: float) -> dict:
+    rows = [row for t in temperatures or (0.0,) for row in summarise(methods, "cpu", 0, True, t)]
+    return json.loads(json.dumps({"meta": {"clock": "cpu", "settings": SETTINGS}, "methods": rows}))
+
+
+def shown(width: int, *tables) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    for table in tables:
+        console.print(table)
+    return console.export_text()
+
+
 def test_tables_fit_in_100_columns_and_say_the_same():
     long_name = "specdec++:h=0.7:min=2:max=20:calibrated=on"
-    rows = summarise({"ar": AR, long_name: SPEC, "spec:k=5": SPEC}, "cpu", seed=0, compare=True)
-    settings = {"temperature": 0.0, "dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3}
-    results = json.loads(json.dumps({"meta": {"clock": "cpu", "settings": settings}, "methods": rows}))
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(results_table(results))
-    console.print(task_table(results))
-    shown = console.export_text()
-    assert "…" not in shown and all(len(line) <= 100 for line in shown.splitlines())
+    results = results_of({"ar": AR, long_name: SPEC, "spec:k=5": SPEC})
+    text = shown(100, results_table(results), folded(by_task(results, 0.0)))
+    assert "…" not in text and all(len(line) <= 100 for line in text.splitlines())
     markdown = markdown_table(results)
-    assert f"| {long_name} | 1.8 | 2.00x | 1.67-3.00 | 1.75 | 4 | 43% | yes |" in markdown
+    assert f"| {long_name} | 1.8 | 2.00x | 1.67-3.00 | 1.75 | 1.50-2.00 | 43% | yes |" in markdown
     for part in ("2.00x", "1.67-3.00", "1.75", "43%", "2 prompts, 7 tokens", "greedy", "CPU time"):
-        assert part in shown and (part in markdown)
+        assert part in text and (part in markdown)
+
+
+def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
+    # Task a: 3 tokens in 1 s against 3 s, 2 calls. Task b: 4 tokens in 3 s against 5 s, 2 calls; twice, so that tasks
+    # weigh differently. Pooled: 11 tokens in 7 s against 13 s, 6 calls.
+    twice = [SPEC[0], SPEC[1], dataclasses.replace(SPEC[1], group=2)]
+    row = summarise({"ar": [AR[0], AR[1], dataclasses.replace(AR[1], group=2)], "spec": twice}, "cpu", 0, True)[1]
+    assert (row["speedup"], row["tau"]) == (pytest.approx(13 / 7), 11 / 6)
+    assert (row["macro_speedup"], row["macro_tau"]) == (pytest.approx((3 + 5 / 3) / 2), (1.5 + 2.0) / 2)
+    table = by_task(results_of({"ar": AR, "spec": SPEC}), 0.0)
+    assert [column.title for column in table.columns] == [
+        "method", "a", "a: tau", "b", "b: tau", "all, pooled", "all, pooled: tau", "mean of tasks", "mean of tasks: tau"
+    ]  # fmt: skip
+    assert "| spec | 3.00x | 1.50 | 1.67x | 2.00 | 2.00x | 1.75 | 2.33x | 1.75 |" in markdown_figure(table)
+
+
+def test_turns_of_one_question_are_resampled_together():
+    # Two questions of two turns. Question 1 is 3x in both turns, question 2 is 1x in both: resamples are 1x, 3x or the
+    # mix of both, (8/4)/(8/8) = 2x, never something between, and the extremes have probability 1/4 each.
+    def turns(per_turn: float, question: int) -> list[Measured]:
+        one = [measured([1, 2], [DecodeStep(1, 0, 1, 1)], per_turn, per_turn, group=question) for _ in range(2)]
+        return [dataclasses.replace(item, prompt=dataclasses.replace(item.prompt, turn=i + 1))
+                for i, item in enumerate(one)]  # fmt: skip
+
+    ar, fast = [*turns(3.0, 0), *turns(1.0, 1)], [*turns(1.0, 0), *turns(1.0, 1)]
+    row = summarise({"ar": ar, "fast": fast}, "cpu", 0, True)[1]
+    assert row["speedup"] == pytest.approx(2.0) and row["speedup_ci95"] == pytest.approx([1.0, 3.0])
+    assert row["tau_ci95"] == [1.0, 1.0]
+
+
+def test_each_temperature_has_its_own_rows_and_its_own_table():
+    results = results_of({"ar": AR, "spec": SPEC}, 0.0, 1.0)
+    assert [(row["method"], row["temperature"]) for row in results["methods"]] == [
+        ("ar", 0.0), ("spec", 0.0), ("ar", 1.0), ("spec", 1.0)
+    ]  # fmt: skip
+    assert by_task(results, 1.0).title == "Speed-up and tau by task, temperature 1"
+    assert "greedy and temperature 1" in caption(results)
+    assert "Greedy:\n\n| method" in markdown_table(results) and "Temperature 1:\n\n| method" in markdown_table(results)
+
+
+def test_failed_prompts_are_named_under_the_table():
+    failures = [{"task": "qa", "id": "7"}, {"task": "qa", "id": "7"}, {"task": "", "id": "x"}]
+    results = {**results_of({"ar": AR}), "failures": failures}
+    assert caption(results).endswith(" Left out because they failed (2): qa 7, x.")
+    assert "failed" not in caption(results_of({"ar": AR}))
+
+
+def test_results_of_earlier_versions_are_still_shown():
+    results = results_of({"ar": AR, "spec": SPEC})
+    for row in results["methods"]:
+        del row["temperature"], row["tau_ci95"]
+    assert "| spec | 1.8 | 2.00x | 1.67-3.00 | 1.75 |  | 43% | yes |" in markdown_table(results)
+
+
+def test_rows_come_back_as_they_were_measured(tmp_path):
+    prompt = BenchPrompt("id", [1, 2], "a", number=3, turn=2)
+    runs = {"wall_s_runs": (4.0, 6.0), "cpu_s_runs": (1.0, 1.5)}
+    item = dataclasses.replace(SPEC[0], prompt=prompt, group=3, **runs)
+    failed = failed_row(prompt, 3, "ar", 0.5, "too long")
+    write_rows(tmp_path / "prompts.parquet", [measured_row(item, "ar", 0.5), failed])
+    read = read_rows(tmp_path)
+    assert of_methods(read, 0.5) == {"ar": [item]} and of_methods(read, 0.0) == {}
+    assert failures_of(read) == [
+        {"prompt": 3, "id": "id", "task": "a", "turn": 2, "temperature": 0.5, "error": "too long"}
+    ]
+    assert read[0]["rounds"] == [{"num_drafted": 4, "num_accepted": 1, "num_emitted": 2, "draft_calls": 4}]
 
 
 def test_many_methods_go_into_rows_of_the_table_by_task():
     methods = {f"spec:k={k}": SPEC for k in range(1, 21)}
-    rows = summarise({"ar": AR, **methods}, "cpu", seed=0, compare=True)
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(task_table({"methods": rows}))
-    lines = console.export_text().splitlines()
-    own = rows[1]["by_task"].values()
+    text = shown(80, folded(by_task(results_of({"ar": AR, **methods}), 0.0))).splitlines()
     for method in methods:
-        (line,) = (line for line in lines if line.split()[:1] == [method])
-        assert line.split()[1:] == [f"{part['speedup']:.2f}x" for part in own]
+        (place,) = (i for i, line in enumerate(text) if line.split()[:1] == [method])
+        assert text[place].split()[1:] == ["3.00x", "1.50", "1.67x", "2.00", "2.00x", "1.75", "2.33x", "1.75"]

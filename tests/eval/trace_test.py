@@ -12,6 +12,7 @@ from draftsmith.eval.bench import BenchConfig
 from draftsmith.eval.methods import METHODS as ALL
 from draftsmith.eval.methods.chains import Autoregressive
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
+from draftsmith.eval.rows import read_rows
 
 METHODS = (
     "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.4:calibrated=on,confidence:t=0.5,"
@@ -30,12 +31,12 @@ def traced(request, models, tmp_path_factory):
     output = tmp_path_factory.mktemp("trace")
     config = BenchConfig(
         **models, mid=models["target"], methods=METHODS, split="test", limit=3, max_new_tokens=16, ignore_eos=True,
-        repeats=2, temperature=request.param, output=output, trace=output / "trace.jsonl",
+        repeats=2, temperature=request.param, output=output, traces=3,
     )  # fmt: skip
     bench.run(config)
-    lines = [json.loads(line) for line in config.trace.read_text().splitlines()]
+    lines = [json.loads(line) for line in (output / "trace.jsonl").read_text().splitlines()]
     rows = json.loads((output / "results.json").read_text())["methods"]
-    tokens = [json.loads(line) for line in (output / "prompts.jsonl").read_text().splitlines()]
+    tokens = read_rows(output)
     return request.param, lines, rows, tokens
 
 
@@ -49,16 +50,15 @@ def test_lines_add_up_to_the_results(traced):
         if row["method"] == "hf":
             continue
         own = by_method[row["method"]]
-        warm_up, measured = [line for line in own if line["prompt"] == 0], [line for line in own if line["prompt"] > 0]
-        assert warm_up and {line["prompt"] for line in measured} == {1, 2, 3}  # each once, whatever the repeats
-        drafted = sum(line.get("num_drafted", 0) for line in measured)
-        assert len(measured) == row["num_target_calls"]  # the prefill is a line too
+        assert {line["prompt"] for line in own} == {0, 1, 2}  # each once, whatever the repeats
+        drafted = sum(line.get("num_drafted", 0) for line in own)
+        assert len(own) == row["num_target_calls"]  # the prefill is a line too
         assert drafted == row["num_draft_tokens"]
-        emitted = sum(len(line["emitted"]) for line in measured)
+        emitted = sum(len(line["emitted"]) for line in own)
         assert emitted == row["tokens"]
-        assert drafted + len(measured) == emitted + row["num_discarded"]
+        assert drafted + len(own) == emitted + row["num_discarded"]
         answers = [line["token_ids"] for line in per_prompt if line["method"] == row["method"]]
-        rebuilt = [[t for line in measured if line["prompt"] == n for t in line["emitted"]] for n in (1, 2, 3)]
+        rebuilt = [[t for line in own if line["prompt"] == n for t in line["emitted"]] for n in range(3)]
         assert rebuilt == answers
 
 

@@ -21,6 +21,7 @@ from draftsmith.data.heads import load_head, save_head
 from draftsmith.data.models import load_lm
 from draftsmith.eval.bench import BenchConfig, bench
 from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.rows import read_rows
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 
@@ -45,7 +46,7 @@ def measured(tiny_target, prompts, tmp_path) -> Callable[[Path], tuple[float, li
             max_new_tokens=NEW_TOKENS, packed=False, output=tmp_path / "bench",
         )  # fmt: skip
         rows = {row["method"]: row for row in bench(config)["methods"]}
-        lines = [json.loads(line) for line in (config.output / "prompts.jsonl").read_text().splitlines()]
+        lines = read_rows(config.output)
         return rows[f"eagle:k={K}"]["tau"], [line["token_ids"] for line in lines if line["method"] == f"eagle:k={K}"]
 
     return run

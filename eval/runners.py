@@ -1,0 +1,125 @@
+"""The methods of a bench, ready to answer at every temperature, and traced again when the clocks are off."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.data.manifest import write_json
+from draftsmith.data.models import load_tokenizer
+from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
+from draftsmith.eval.measure import BatchRunner, BenchPrompt, EngineRunner, GroupRunner, OneByOne
+from draftsmith.eval.methods.base import Method, Models, Named, rows_lm
+from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
+from draftsmith.eval.trace import TracedRunner, TraceFile, about
+from draftsmith.modules.targets.base import RowsSession, Session
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.types import SamplingParams
+
+TRACE, TOKENS = "trace.jsonl", "tokens.json"
+
+
+def make_runners(
+    config: Any, named: Sequence[Named], models: Models, modes: Sequence[SamplingParams], eos_ids: tuple[int, ...]
+) -> dict[float, dict[str, GroupRunner]]:
+    """Temperature -> label -> method. Sessions and drafters serve every temperature; transformers' models are loaded
+    only for the methods that use them."""
+    session: RowsSession | None = None
+    fixed: Session | None = None
+    loaded: dict[str, Any] = {}
+
+    def hf_model(flag: str) -> Any:
+        if flag not in loaded:
+            path = str(models.paths[flag])
+            loaded[flag] = load_hf_model(path, config.dtype, config.device, config.trust_remote_code)
+        return loaded[flag]
+
+    runners: dict[float, dict[str, GroupRunner]] = {params.temperature: {} for params in modes}
+    for label, method in ((item.label, item.method) for item in named):
+        if isinstance(method, HFAssisted):
+            extra = (hf_model("draft"), method.k, method.t)
+            made = [OneByOne(HFRunner(hf_model("target"), params, eos_ids, *extra)) for params in modes]
+        elif isinstance(method, HFGenerate):
+            made = [OneByOne(HFRunner(hf_model("target"), params, eos_ids)) for params in modes]
+        elif in_batches(config, method, models):
+            target = rows_lm("target", models.target)
+            session = session or target.rows_session(config.batch_size, models.capacity)
+            drafter = method.build_batch(models, config.batch_size)
+            batched = BatchRunner(target, session, drafter, modes[0], eos_ids)
+            made = [dataclasses.replace(batched, params=params) for params in modes]
+        else:
+            # On a GPU the graphs of a session are worth keeping.
+            if fixed is None and models.target.device.type == "cuda":
+                fixed = models.target.session(models.capacity)
+            runner = EngineRunner(models.target, method.build(models), modes[0], eos_ids, session=fixed)
+            made = [OneByOne(dataclasses.replace(runner, params=params)) for params in modes]
+        for params, each in zip(modes, made, strict=True):
+            runners[params.temperature][label] = each
+    return runners
+
+
+def in_batches(config: Any, method: Method, models: Models) -> bool:
+    """Whether the batched loop runs it: several prompts at a time, or one on a GPU, which it keeps busier."""
+    if config.batch_size > 1:
+        return True
+    lean = all(isinstance(lm, LlamaLM) for lm in (models.target, models.draft) if lm is not None)
+    return torch.device(config.device).type == "cuda" and method.batchable and lean
+
+
+def engine_runners(
+    named: Sequence[Named], models: Models, params: SamplingParams, eos_ids: tuple[int, ...]
+) -> dict[str, EngineRunner]:
+    """Label -> this engine's own methods, one prompt at a time, whose rounds can be traced."""
+    own = [item for item in named if not isinstance(item.method, HFGenerate | HFAssisted)]
+    return {item.label: EngineRunner(models.target, item.method.build(models), params, eos_ids) for item in own}
+
+
+def first_of_each_task(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """The baseline's rows that hold the first `count` questions of each task, in all their turns."""
+    numbers: dict[str, list[int]] = {}
+    for row in rows:
+        seen = numbers.setdefault(row["task"], [])
+        if row["prompt"] not in seen and len(seen) < count:
+            seen.append(row["prompt"])
+    return [row for row in rows if row["prompt"] in numbers[row["task"]]]
+
+
+def trace_again(
+    directory: Path,
+    rows: Sequence[Mapping[str, Any]],
+    engine: Mapping[str, EngineRunner],
+    modes: Sequence[SamplingParams],
+    max_new_tokens: int,
+    seeds: Callable[[Sequence[BenchPrompt]], Sequence[int]],
+) -> None:
+    """One more run of every engine method on the prompts of these rows, off the clock: trace.jsonl, a line a round, and
+    tokens.json, the text of every token in it.
+
+    rows: of the baseline, with prompt_ids. engine: label -> runner, whose params are replaced. modes: the temperatures.
+    """
+    file = TraceFile(directory / TRACE)
+    by_temperature = {params.temperature: params for params in modes}
+    for row in rows:
+        params = by_temperature[row["temperature"]]
+        prompt = BenchPrompt(row["id"], list(row["prompt_ids"]), row["task"], turn=row["turn"], number=row["prompt"])
+        for label, runner in engine.items():
+            place = about(label, params.temperature, prompt)
+            traced = TracedRunner(place, dataclasses.replace(runner, params=params), file)
+            traced(prompt.prompt_ids, max_new_tokens, seeds([prompt])[0])
+            file.flush()
+
+
+def write_token_texts(directory: Path, target: str) -> None:
+    """tokens.json: the text of every token that trace.jsonl holds, by its id."""
+    tokenizer = load_tokenizer(target)
+    ids: set[int] = set()
+    with (directory / TRACE).open(encoding="utf-8") as file:
+        for line in file:
+            found = json.loads(line)
+            ids |= {*found["emitted"], *found.get("drafted", ())}
+    write_json(directory / TOKENS, {str(i): tokenizer.decode([i]) for i in sorted(ids)})
