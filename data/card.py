@@ -227,9 +227,11 @@ def tau_by_task(facts: Facts) -> str:
         found = "measures it" if facts.kind == "hf-assisted" else "measures it and writes it here"
         return f"Not measured yet. This {found}:\n\n{shell(bench_command(facts))}"
     rows = []
+    several = len(temperatures(facts.measured)) > 1
     for row in facts.measured["methods"]:
-        rows.append(("all", *tau_cells(row["method"], row)))
-        rows += [(task, *tau_cells(row["method"], part)) for task, part in (row.get("by_task") or {}).items()]
+        label = f"{row['method']}, temperature {row['temperature']:g}" if several else row["method"]
+        rows.append(("all", *tau_cells(label, row)))
+        rows += [(task, *tau_cells(label, part)) for task, part in (row.get("by_task") or {}).items()]
     headings = ("task", "method", "prompts", "tokens", "tau", "speed-up")
     return "\n".join([*markdown_lines(headings, rows), "", counting_rule(facts.measured)])
 
@@ -238,14 +240,23 @@ def tau_cells(method: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     return method, str(row["prompts"]), f"{row['tokens']:,}", f"{row['tau']:.3f}", f"{row['speedup']:.2f}x"
 
 
+def temperatures(measured: Mapping[str, Any]) -> list[float]:
+    """At which the methods were measured; earlier measurements have one, in their settings."""
+    single = measured["settings"]["temperature"]
+    return sorted({row.get("temperature", single) for row in measured["methods"]})
+
+
+def sampling_mode(temperature: float, settings: Mapping[str, Any]) -> str:
+    if temperature == 0:
+        return "greedy decoding"
+    kept = f"top-k {settings['top_k'] or 'all'}, top-p {settings['top_p']:g}"
+    return f"sampling at temperature {temperature:g}, {kept}"
+
+
 def counting_rule(measured: Mapping[str, Any]) -> str:
     """What tau counts, and how the numbers were taken."""
     settings, prompts = measured["settings"], measured["prompts"]
-    if settings["temperature"] == 0:
-        mode = "greedy decoding"
-    else:
-        kept = f"top-k {settings['top_k'] or 'all'}, top-p {settings['top_p']:g}"
-        mode = f"sampling at temperature {settings['temperature']:g}, {kept}"
+    mode = " and under ".join(sampling_mode(temperature, settings) for temperature in temperatures(measured))
     clock = "CPU time" if measured["clock"] == "cpu" else "wall time"
     machine = measured["hardware"].get("gpu") or measured["hardware"].get("cpu", "unknown")
     rule = (

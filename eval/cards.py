@@ -14,11 +14,12 @@ from draftsmith.modules.types import InputError
 SCHEMA_VERSION = 1
 HEAD_FLAGS = ("eagle", "acceptance")
 # Of what a row of results.json holds.
-ROW = ("tau", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
+ROW = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
 # Of the settings of a benchmark: what a reader needs to judge the numbers.
 SETTINGS = (
-    *("target", "draft", "mid", "methods", "split", "tasks", "limit", "max_new_tokens", "ignore_eos", "temperature"),
-    *("top_k", "top_p", "dtype", "device", "engine", "num_threads", "batch_size", "seed", "repeats"),
+    *("target", "draft", "mid", "methods", "split", "tasks", "keep_tasks", "turns", "limit", "max_new_tokens"),
+    *("ignore_eos", "temperature", "temperatures", "top_k", "top_p", "dtype", "device", "engine", "num_threads"),
+    *("batch_size", "seed", "repeats"),
 )
 
 
@@ -62,7 +63,8 @@ def of_head(results: Mapping[str, Any], named: Sequence[Named], flag: str) -> di
     for row in results["methods"]:
         if row["method"] in labels:
             by_task = {task: {key: part[key] for key in ROW} for task, part in row.get("by_task", {}).items()}
-            rows.append({"method": row["method"], **{key: row[key] for key in ROW}, "by_task": by_task})
+            own = {key: row[key] for key in ("method", "temperature", *ROW)}
+            rows.append({**own, "by_task": by_task})
     settings = {name: meta["settings"][name] for name in SETTINGS}
     how = {name: meta[name] for name in ("date", "git_commit", "clock", "hardware", "versions", "prompts", "target")}
     return {"schema_version": SCHEMA_VERSION, **how, "settings": settings, "methods": rows}

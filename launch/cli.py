@@ -53,6 +53,7 @@ COMMANDS: dict[str, Command] = {
     "train throughput": Command("train.throughput", "ThroughputConfig", "What a training step costs, beside others"),
     "plan check": Command("train.planning.check", "PlanCheckConfig", "Plans of memory beside measured peaks"),
     "eval bench": Command("eval.bench", "BenchConfig", "Compare methods: speed, tau, equality with the target"),
+    "eval compare": Command("eval.compare", "CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)),
     "eval lossless": Command("eval.lossless", "LosslessConfig", "Certify that methods leave the output as it is"),
     "eval generation": Command(
         "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
@@ -76,7 +77,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Train heads": ("train acceptance", "train eagle", "plan eagle", "plan acceptance"),
     "Run data and train commands on many devices": ("launch torchrun", "launch slurm", "launch deepspeed"),
     "Use heads elsewhere, and others' here": ("export", "check", "import"),
-    "Measure": ("eval bench", "eval lossless", "eval generation", "eval latency", "train throughput",
+    "Measure": ("eval bench", "eval compare", "eval lossless", "eval generation", "eval latency", "train throughput",
                 "plan check"),
     "The shipped models": ("embedded build",),
 }  # fmt: skip
