@@ -1,0 +1,129 @@
+"""Interrupted runs: what is measured is kept, what is left is done, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from draftsmith.eval import asking, bench
+from draftsmith.eval.bench import BenchConfig
+from draftsmith.eval.journal import Journal
+from draftsmith.eval.rows import read_rows
+from draftsmith.modules.types import InputError
+
+NUM_PROMPTS = 24
+CLOCKS = {"wall_s", "cpu_s", "wall_s_runs", "cpu_s_runs"}
+
+
+@pytest.fixture(scope="module")
+def config(models, tmp_path_factory) -> BenchConfig:
+    return BenchConfig(
+        target=models["target"], draft=models["draft"], prompts=models["prompts"], methods="spec:k=3", repeats=1,
+        max_new_tokens=8, temperatures="0,1", output=tmp_path_factory.mktemp("unbroken"),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unbroken(config) -> list[dict]:
+    assert bench.run(config) == 0
+    return counts(config)
+
+
+def counts(config: BenchConfig) -> list[dict]:
+    """All of the rows but what a clock said."""
+    return [{key: value for key, value in row.items() if key not in CLOCKS} for row in read_rows(config.output)]
+
+
+def interrupt_after(monkeypatch, calls: int) -> list[tuple]:
+    """`measure` raises what Ctrl-C raises in its call number `calls` + 1; the list receives what it was asked."""
+    seen: list[tuple] = []
+    measure = asking.measure
+
+    def measured(runners, group, number, *rest):
+        if len(seen) == calls:
+            raise KeyboardInterrupt
+        seen.append((number, len(seen)))
+        return measure(runners, group, number, *rest)
+
+    monkeypatch.setattr(asking, "measure", measured)
+    return seen
+
+
+def test_the_same_command_goes_on_behind_what_was_measured(config, unbroken, tmp_path, monkeypatch, capsys):
+    broken = dataclasses.replace(config, output=tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            bench.run(broken)
+    journal = tmp_path / "journal.jsonl"
+    assert not (tmp_path / "results.json").exists() and len(journal.read_text().splitlines()) == 1 + 5
+    with journal.open("a") as file:  # what a kill in the middle of a write leaves
+        file.write('{"group": 2, "temperature": 1.0, "rows": [{"met')
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        seen = interrupt_after(patch, 100)
+        assert bench.run(broken) == 0
+    assert "5 of 12 prompts are measured" in capsys.readouterr().err
+    assert len(seen) == 12 - 5
+    assert counts(broken) == unbroken and not journal.exists()
+    # A finished directory is measured again, and its old results stand until the new ones are complete.
+    before = (tmp_path / "results.json").read_text()
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            bench.run(broken)
+    assert (tmp_path / "results.json").read_text() == before and counts(broken) == unbroken
+
+
+def test_another_setting_in_an_unfinished_directory_is_one_error_that_names_it(config, tmp_path, monkeypatch):
+    broken = dataclasses.replace(config, output=tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            bench.run(broken)
+    other = dataclasses.replace(broken, max_new_tokens=9, top_k=5)
+    with pytest.raises(InputError) as error:
+        bench.run(other)
+    message = str(error.value)
+    assert "settings.max_new_tokens 8 there, 9 here; settings.top_k 0 there, 5 here" in message
+    assert "another --output, or delete" in message and "\n" not in message
+
+
+def test_a_killed_process_is_continued(config, tmp_path):
+    """SIGKILL in the middle: no handler runs, nothing is written behind it."""
+    many = tmp_path / "many.jsonl"
+    many.write_text(
+        "".join(json.dumps({"id": str(i), "prompt": f"Rename a{i} to b"}) + "\n" for i in range(NUM_PROMPTS))
+    )
+    broken = dataclasses.replace(config, prompts=str(many), temperatures=None, output=tmp_path / "broken")
+    words = [f"--{name}={getattr(broken, name)}" for name in ("target", "draft", "prompts", "methods", "repeats",
+                                                             "max_new_tokens", "output")]  # fmt: skip
+    command = [sys.executable, "-m", "draftsmith", "eval", "bench", *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    journal = broken.output / "journal.jsonl"
+    while process.poll() is None and not (journal.exists() and journal.read_bytes().count(b"\n") > 3):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and not (broken.output / "results.json").exists()
+    kept = journal.read_bytes()
+    kept = [json.loads(line)["rows"] for line in kept[: kept.rfind(b"\n")].splitlines()[1:]]
+    assert 3 <= len(kept) < NUM_PROMPTS
+    assert bench.run(broken) == 0
+    rows = {(row["method"], row["prompt"]): row for row in read_rows(broken.output)}
+    assert set(rows) == {(method, number) for method in ("ar", "spec:k=3") for number in range(NUM_PROMPTS)}
+    assert all(rows[row["method"], row["prompt"]] == row for before in kept for row in before)
+    results = json.loads((broken.output / "results.json").read_text())
+    assert all(row["prompts"] == NUM_PROMPTS and row["matches_ar"] for row in results["methods"])
+
+
+def test_a_damaged_journal_is_told(tmp_path):
+    Journal(tmp_path, {"a": 1}).add({"group": 0})
+    (tmp_path / "journal.jsonl").write_text((tmp_path / "journal.jsonl").read_text() + "nonsense\n")
+    with pytest.raises(InputError, match="damaged in line 3"):
+        Journal(tmp_path, {"a": 1})
