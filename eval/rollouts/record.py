@@ -16,7 +16,7 @@ from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.chains import build_chain
 from draftsmith.eval.rollouts.coupling import CoupledSource, Text
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Floats, Ints, TreeRollouts, joined
-from draftsmith.modules.decoding.loop import generate, room_for
+from draftsmith.modules.decoding.loop import Generation, generate, room_for
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Outcome
 from draftsmith.modules.decoding.stop import FixedLength, draft_law
 from draftsmith.modules.heads.acceptance import AcceptanceHead
@@ -91,28 +91,41 @@ class Reading:
     logits: Tensor
 
 
-def answer_and_read(target: CausalLM, prompt: BenchPrompt, number: int, how: Recording, further: int) -> Reading:
-    """The target's own answer, as decoding without a drafter gives it.
+class Answers:
+    """The target's own answers, as decoding without a drafter gives them; each is made once, whoever asks for it."""
 
-    further: tokens after an end token that a round may still draft; whether they are accepted is counted there.
-    """
-    ids, limit = prompt.prompt_ids, target.info.max_position
-    made = generate(target, None, ids, how.params, how.max_new_tokens, TorchSource(how.seed + number), how.eos_ids)
-    room = room_for(ids, how.max_new_tokens, limit)
-    answer = Answer(prompt.id, prompt.task, len(ids), made.tokens, made.ended, room)
-    count = min(further, room - len(made.tokens)) if made.ended else 0
-    session = target.session(len(ids) + len(made.tokens) + count)
-    read = session.extend([*ids, *made.tokens], num_logits=len(made.tokens) + 1)
-    tokens, rows = list(made.tokens), [read.logits]
-    source = TorchSource(seed_of(how.seed, number))
-    for _ in range(count):
-        last = rows[-1][-1]
-        tokens.append(best_token(last) if how.params.greedy else source.draw(probabilities(last, how.params)))
-        rows.append(session.extend([tokens[-1]]).logits)
-    logits = torch.cat(rows)[: len(tokens)]
-    laws = None if how.params.greedy else probabilities(logits, how.params)
-    uniforms = [source.uniform() for _ in tokens]
-    return Reading(answer, Text(tokens, laws, uniforms), read.features, logits)
+    def __init__(self, target: CausalLM, how: Recording):
+        self._target, self._how = target, how
+        self._made: dict[int, Generation] = {}
+
+    def _generation(self, prompt: BenchPrompt, number: int) -> Generation:
+        if number not in self._made:
+            how, source = self._how, TorchSource(self._how.seed + number)
+            self._made[number] = generate(
+                self._target, None, prompt.prompt_ids, how.params, how.max_new_tokens, source, how.eos_ids
+            )
+        return self._made[number]
+
+    def read(self, prompt: BenchPrompt, number: int, further: int) -> Reading:
+        """number: of the answer, which seeds it. further: tokens after an end token that a round may still draft;
+        whether the target would have gone on with them is counted there."""
+        target, how, ids = self._target, self._how, prompt.prompt_ids
+        made = self._generation(prompt, number)
+        room = room_for(ids, how.max_new_tokens, target.info.max_position)
+        answer = Answer(prompt.id, prompt.task, len(ids), made.tokens, made.ended, room)
+        count = min(further, room - len(made.tokens)) if made.ended else 0
+        session = target.session(len(ids) + len(made.tokens) + count)
+        read = session.extend([*ids, *made.tokens], num_logits=len(made.tokens) + 1)
+        tokens, rows = list(made.tokens), [read.logits]
+        source = TorchSource(seed_of(how.seed, number))
+        for _ in range(count):
+            last = rows[-1][-1]
+            tokens.append(best_token(last) if how.params.greedy else source.draw(probabilities(last, how.params)))
+            rows.append(session.extend([tokens[-1]]).logits)
+        logits = torch.cat(rows)[: len(tokens)]
+        laws = None if how.params.greedy else probabilities(logits, how.params)
+        uniforms = [source.uniform() for _ in tokens]
+        return Reading(answer, Text(tokens, laws, uniforms), read.features, logits)
 
 
 def seed_of(*numbers: int) -> int:
@@ -153,8 +166,16 @@ class _Keep(FixedLength):
 class ChainRecorder:
     """Records one answer after another, with one drafter."""
 
-    def __init__(self, models: Models, drafter: DrafterName, how: Recording, heads: Mapping[str, AcceptanceHead]):
-        self._target, self._how, self._heads = models.target, how, heads
+    def __init__(
+        self,
+        models: Models,
+        drafter: DrafterName,
+        how: Recording,
+        heads: Mapping[str, AcceptanceHead],
+        answers: Answers | None = None,
+    ):
+        """answers: those of other recordings of the same prompts, if there are any."""
+        self._answers, self._how, self._heads = answers or Answers(models.target, how), how, heads
         # One token more than is kept: a head judges a token once the forward behind it has read it.
         self._keep = _Keep(how.depth + 1)
         self._drafter = build_chain(models, drafter, self._keep)
@@ -163,7 +184,7 @@ class ChainRecorder:
     def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:
         """number: of the answer, which seeds it."""
         how = self._how
-        reading = answer_and_read(self._target, prompt, number, how, how.depth)
+        reading = self._answers.read(prompt, number, how.depth)
         rows = _ChainRows(reading, how.depth)
         for start, _ in walk(self._drafter, reading, prompt.prompt_ids, how, how.depth + 1, number):
             rows.add(start, self._keep.take(), keep_hidden=bool(self._heads))
@@ -245,9 +266,10 @@ def num_equal(drafted: Sequence[int], text: Sequence[int]) -> int:
 class TreeRecorder:
     """Records one answer after another, with trees of one width."""
 
-    def __init__(self, models: Models, topk: int, how: Recording):
+    def __init__(self, models: Models, topk: int, how: Recording, answers: Answers | None = None):
+        """answers: those of other recordings of the same prompts, if there are any."""
         assert isinstance(models.eagle, EagleHead) and topk <= models.target.info.vocab_size
-        self._target, self._how, self._topk = models.target, how, topk
+        self._answers, self._how, self._topk = answers or Answers(models.target, how), how, topk
         everything = DynamicTree(num_candidates(topk, how.depth + 1), how.depth, topk)
         self._drafter = EagleTreeDrafter(models.eagle, models.target, everything, models.capacity)
 
@@ -256,7 +278,7 @@ class TreeRecorder:
         """number: of the answer, which seeds it."""
         how = self._how
         num_levels = how.depth + 1
-        reading = answer_and_read(self._target, prompt, number, how, num_levels)
+        reading = self._answers.read(prompt, number, num_levels)
         length = len(reading.answer.tokens)
         rows = length - 1
         rank = np.full((rows, num_levels, num_levels), -1, np.int64)
