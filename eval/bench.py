@@ -54,6 +54,7 @@ class BenchConfig:
         eagle:k=5, eagle-tree:tree=eagle-1, eagle2:nodes=60:depth=6:topk=10:value=on:rerank=on, and specdec++,
         confidence or self-verify with drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10,
         hsddw:k=10:max=20, each with drafter=eagle where the head was trained for --mid.
+    method: one more method, as the decode.yaml of `draftsmith eval tune` names it.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
     tasks: keep prompts of these tasks, separated by commas.
     limit: measure the first so many prompts; 0 takes all.
@@ -84,6 +85,7 @@ class BenchConfig:
     eagle: str | None = None
     acceptance: str | None = None
     methods: str = "ar"
+    method: str | None = None
     split: str | None = None
     tasks: str | None = None
     limit: int = 0
@@ -129,7 +131,7 @@ def run(config: BenchConfig) -> Path:
 
 def bench(config: BenchConfig) -> dict[str, Any]:
     """What results.json holds: {"meta": ..., "methods": [...]}. Writes it too."""
-    named = with_baseline(parse_methods(config.methods))
+    named = with_baseline(parse_methods(asked_for(config)))
     params = check(config, named)
     torch.set_num_threads(config.num_threads)
     # One prompt more than is measured, where there is one, is the warm-up; else the first is run once more for it.
@@ -194,6 +196,12 @@ def traced(label: str, runner: Runner | BatchRunner, file: TraceFile) -> Runner 
 
 def in_groups(runner: Runner | BatchRunner) -> GroupRunner:
     return runner if isinstance(runner, BatchRunner) else OneByOne(runner)
+
+
+def asked_for(config: BenchConfig) -> str:
+    """All methods, each once: `decode` takes one `method` and this command `methods`; a decode.yaml serves both."""
+    listed = [label.strip() for label in config.methods.split(",")]
+    return config.methods if config.method is None or config.method in listed else f"{config.methods},{config.method}"
 
 
 def with_baseline(named: Sequence[Named]) -> list[Named]:
