@@ -58,6 +58,7 @@ class BenchConfig:
         eagle:k=5, eagle-tree:tree=eagle-1, eagle2:nodes=60:depth=6:topk=10:value=on:rerank=on, and specdec++,
         confidence or self-verify with drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10,
         hsddw:k=10:max=20, each with drafter=eagle where the head was trained for --mid.
+    method: one more method, as the decode.yaml of `draftsmith eval tune` names it.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
     keep_tasks: keep prompts whose own task is one of these, separated by commas.
     turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later turn
@@ -95,6 +96,7 @@ class BenchConfig:
     eagle: str | None = None
     acceptance: str | None = None
     methods: str = "ar"
+    method: str | None = None
     split: str | None = None
     keep_tasks: str | None = None
     turns: Turns = "all"
@@ -170,7 +172,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         InputError: bad settings, models or prompts; an unfinished run of other settings in `output`; no prompt that
             could be measured.
     """
-    named = with_baseline(parse_methods(config.methods))
+    named = with_baseline(parse_methods(asked_for(config)))
     sources = check(config, named)
     torch.set_num_threads(config.num_threads)
     questions = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
@@ -276,6 +278,12 @@ def between_prompts(total: int, done: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         task = progress.add_task("measuring", total=total, completed=done)
         yield lambda count: progress.update(task, advance=count, refresh=True)
+
+
+def asked_for(config: BenchConfig) -> str:
+    """All methods, each once: `decode` takes one `method` and this command `methods`; a decode.yaml serves both."""
+    listed = [label.strip() for label in config.methods.split(",")]
+    return config.methods if config.method is None or config.method in listed else f"{config.methods},{config.method}"
 
 
 def with_baseline(named: Sequence[Named]) -> list[Named]:

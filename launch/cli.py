@@ -54,6 +54,10 @@ COMMANDS: dict[str, Command] = {
     "plan check": Command("train.planning.check", "PlanCheckConfig", "Plans of memory beside measured peaks"),
     "eval bench": Command("eval.bench", "BenchConfig", "Compare methods: speed, tau, equality with the target"),
     "eval compare": Command("eval.compare", "CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)),
+    "eval tune": Command("eval.tuning.tune", "TuneConfig", "The fastest method and settings here, as decode.yaml"),
+    "eval tune-check": Command(
+        "eval.tuning.check", "TuneCheckConfig", "The tuner's choice beside an exhaustive measured sweep"
+    ),
     "eval lossless": Command("eval.lossless", "LosslessConfig", "Certify that methods leave the output as it is"),
     "eval generation": Command(
         "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
@@ -77,8 +81,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Train heads": ("train acceptance", "train eagle", "plan eagle", "plan acceptance"),
     "Run data and train commands on many devices": ("launch torchrun", "launch slurm", "launch deepspeed"),
     "Use heads elsewhere, and others' here": ("export", "check", "import"),
-    "Measure": ("eval bench", "eval compare", "eval lossless", "eval generation", "eval latency", "train throughput",
-                "plan check"),
+    "Measure": ("eval bench", "eval compare", "eval tune", "eval lossless", "eval generation", "eval latency",
+                "train throughput", "plan check", "eval tune-check"),
     "The shipped models": ("embedded build",),
 }  # fmt: skip
 

@@ -1,0 +1,154 @@
+"""The settings that are weighed against each other, and what rollouts say of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftsmith.eval.costs import AR, Costs, family_of, seconds
+from draftsmith.eval.methods import parse_methods
+from draftsmith.eval.methods.base import Named
+from draftsmith.eval.methods.chains import ConfidenceStop, FixedK, SelfVerification, SpecDecPlusPlus
+from draftsmith.eval.methods.trees import MAX_NODES, Eagle2
+from draftsmith.eval.rollouts import replay
+from draftsmith.eval.rollouts.record import num_candidates
+from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Ints, TreeRollouts
+from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
+from draftsmith.modules.heads.acceptance import AcceptanceHead
+
+HEAD = "acceptance"  # label of its logits in the rollouts
+# Settings are weighed at these values; the coarse grid has every second of them.
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+NODES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """depth: longest chain. tree_depth: most expansions of a tree. topks: its widths. coarse: every second value."""
+
+    depth: int
+    tree_depth: int
+    topks: tuple[int, ...]
+    coarse: bool
+
+    def labels(self, given: Mapping[str, str | None], acceptance_reads: str) -> Iterator[str]:
+        """Every setting that the given models (flag -> path) allow."""
+        step = 2 if self.coarse else 1
+        lengths = [k for k in range(1, self.depth + 1) if not self.coarse or k <= 4 or k % 2 == 0]
+        longest = sorted({self.depth, max(self.depth // 2, 1)}, reverse=True)[::step]
+        yield AR
+        for flag, name in (("draft", "spec"), ("eagle", "eagle")):
+            if not given.get(flag):
+                continue
+            reader = ":drafter=eagle" if flag == "eagle" else ""
+            yield from (f"{name}:k={k}" for k in lengths)
+            yield from (f"confidence:t={t}:max={m}{reader}" for t in THRESHOLDS[:9:step] for m in longest)
+            yield from (f"self-verify:k={m}{reader}" for m in longest)
+            if given.get("acceptance") and acceptance_reads == flag:
+                yield from self._specdecpp(step, longest, reader)
+        if given.get("eagle"):
+            for topk in self.topks:
+                for depth in range(1, self.tree_depth + 1, step):
+                    most = min(num_candidates(topk, depth + 1), MAX_NODES)
+                    yield from (f"eagle2:nodes={n}:depth={depth}:topk={topk}" for n in NODES[::step] if n <= most)
+
+    def _specdecpp(self, step: int, longest: Sequence[int], reader: str) -> Iterator[str]:
+        for calibrated in ("off", "on"):
+            for h in THRESHOLDS[::step]:
+                for minimum in (1, 2)[-1 if self.coarse else 0 :]:
+                    limits = f"min={minimum}:max="
+                    yield from (f"specdec++:h={h}:{limits}{max(m, 2)}:calibrated={calibrated}{reader}" for m in longest)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Rollouts by what drafted them: `draft` or `eagle` chains, trees by their topk; and the head that judged."""
+
+    chains: Mapping[str, ChainRollouts]
+    trees: Mapping[int, TreeRollouts]
+    head: AcceptanceHead | None
+
+    @property
+    def answers(self) -> list[Answer]:
+        """The target's, which all rollouts share."""
+        rollouts: list[ChainRollouts | TreeRollouts] = [*self.chains.values(), *self.trees.values()]
+        return rollouts[0].answers
+
+    def traces(self, named: Named) -> list[DecodeTrace]:
+        """What decoding with these settings does, one trace an answer."""
+        method = named.method
+        if named.label == AR:
+            return [alone(answer) for answer in self.answers]
+        if isinstance(method, Eagle2):
+            assert method.value and method.rerank
+            return replay.replay_tree(self.trees[method.topk], method.nodes, method.depth)
+        rollouts = self.chains[method.needs[0]]
+        if isinstance(method, SelfVerification):
+            return replay.self_verify(rollouts, method.k)
+        return replay.replay(rollouts, self._lengths(named, rollouts))
+
+    def _lengths(self, named: Named, rollouts: ChainRollouts) -> Ints:
+        method = named.method
+        if isinstance(method, ConfidenceStop):
+            return replay.confidence(rollouts, method.t, method.min, method.max)
+        if isinstance(method, SpecDecPlusPlus):
+            assert self.head is not None
+            probs = replay.head_probs(rollouts.heads[HEAD], self.head, method.calibrated)
+            return replay.threshold(rollouts, probs, method.h, method.min, method.max)
+        assert isinstance(method, FixedK)
+        return replay.fixed_k(rollouts, method.k)
+
+
+def alone(answer: Answer) -> DecodeTrace:
+    """Decoding without a drafter."""
+    return DecodeTrace([DecodeStep(0, 0, 1, 0)] * (len(answer.tokens) - 1), prefill_emitted=1)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One setting, and what is expected of it."""
+
+    named: Named
+    family: str
+    tau: float
+    tokens_per_s: float
+
+    @property
+    def label(self) -> str:
+        return self.named.label
+
+
+def predict(labels: Sequence[str], recorded: Recorded, costs: Costs) -> list[Predicted]:
+    """Every setting's speed: tokens by seconds, both summed over the answers."""
+    found = []
+    for named in parse_methods(",".join(labels)):
+        traces, family = recorded.traces(named), family_of(named)
+        totals = pool(traces)
+        took = float(np.sum([seconds(trace, costs, family) for trace in traces]))
+        found.append(Predicted(named, family, totals.tau, totals.num_tokens / took))
+    return found
+
+
+def best_of_families(predicted: Sequence[Predicted]) -> list[Predicted]:
+    """The fastest setting of every family, fastest first."""
+    best: dict[str, Predicted] = {}
+    for item in predicted:
+        if item.family not in best or item.tokens_per_s > best[item.family].tokens_per_s:
+            best[item.family] = item
+    return sorted(best.values(), key=lambda item: -item.tokens_per_s)
+
+
+def probes(labels: Sequence[str]) -> dict[str, list[Named]]:
+    """Family -> two of its settings that draft little and much, by which its costs are told apart."""
+    by_family: dict[str, list[Named]] = {}
+    for named in parse_methods(",".join(labels)):
+        by_family.setdefault(family_of(named), []).append(named)
+    return {family: _ends(named) for family, named in by_family.items()}
+
+
+def _ends(settings: Sequence[Named]) -> list[Named]:
+    """One from each side of the middle of a list that goes from short drafts to long ones."""
+    places = sorted({len(settings) // 4, (3 * len(settings)) // 4})
+    return [settings[place] for place in places]

@@ -1,0 +1,281 @@
+"""`draftsmith eval tune`: method and settings for this machine, these models and these prompts, written as decode.yaml.
+
+Acceptance is recorded once and replayed for every setting; forwards are timed by themselves; from both follows what
+each setting would reach. The few best, one a family, are then decoded for real, interleaved, and the fastest is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from rich.console import Console
+
+from draftsmith.data.manifest import write_json
+from draftsmith.data.models import load_lm
+from draftsmith.data.progress import say
+from draftsmith.eval.bench import check_device, longest_sequence, model_paths
+from draftsmith.eval.clocks import Clock, clock_of, synchronised
+from draftsmith.eval.costs import AR, Costs, measure_costs
+from draftsmith.eval.figures import to_json
+from draftsmith.eval.load import LOADING, load_models
+from draftsmith.eval.measure import BenchPrompt, EngineRunner, GroupRunner, OneByOne, measure
+from draftsmith.eval.methods import parse_method, parse_methods
+from draftsmith.eval.methods.base import Models, Named, at_least
+from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.provenance import describe
+from draftsmith.eval.rollouts.record import Answers, ChainRecorder, Recording, TreeRecorder
+from draftsmith.eval.rollouts.rollouts import joined
+from draftsmith.eval.summary import Clock as ClockName
+from draftsmith.eval.summary import tokens_per_s
+from draftsmith.eval.tuning.candidates import HEAD, Grid, Predicted, Recorded, best_of_families, predict, probes
+from draftsmith.eval.tuning.reasoning import Choice, figures, reasoning_table, summary
+from draftsmith.modules.heads.acceptance import AcceptanceHead
+from draftsmith.modules.types import InputError, SamplingParams
+
+RESULTS, DECODE = "results.json", "decode.yaml"
+# Settings that decode.yaml takes over as they were given; `draftsmith decode` and `draftsmith eval bench` know them.
+KEPT = ("temperature", "top_k", "top_p", "ignore_eos", "dtype", "device", "engine", "packed", "num_threads", "seed",
+        "trust_remote_code")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """Finds the fastest way to decode: method and settings for this machine, these models and these prompts.
+
+    target: model directory, hub id or embedded:target.
+    prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts; take some that
+        are like those to come, and not those that speed is reported on.
+    draft: draft model: spec, confidence, self-verify, and specdec++ with a head.
+    eagle: EAGLE head directory: the same with the head's chains, and eagle2's trees.
+    acceptance: acceptance head directory.
+    acceptance_reads: drafter that the acceptance head was trained for: draft or eagle.
+    split: keep prompts of this split (train, dev or test of embedded:prompts).
+    tasks: keep prompts of these tasks, separated by commas.
+    limit: use the first so many prompts; 0 takes all.
+    max_new_tokens: longest answer.
+    ignore_eos: go on after the end token, up to max_new_tokens.
+    temperature: 0 is greedy.
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the most probable tokens of this mass; 1 keeps all.
+    depth: longest chain of drafted tokens.
+    tree_depth: most levels that a tree is expanded.
+    topk: widths of trees, separated by commas; each is recorded by itself.
+    grid: full, or coarse for every second setting.
+    verify: best settings that are decoded for real, one a family; 0 trusts the prediction.
+    repeats: runs of each of them on every prompt; the median counts.
+    dtype: float32, bfloat16, float16 or auto.
+    device: cpu, cuda, cuda:1, ...
+    engine: lean (Llama family), hf (any transformers model), or auto.
+    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
+    num_threads: CPU threads. With one, CPU time is the clock; it does not see other programs.
+    seed: of sampling.
+    trust_remote_code: run code that comes with a model.
+    output: directory that receives decode.yaml and results.json.
+    """
+
+    target: str = "embedded:target"
+    prompts: str = "embedded:prompts"
+    draft: str | None = None
+    eagle: str | None = None
+    acceptance: str | None = None
+    acceptance_reads: Literal["draft", "eagle"] = "draft"
+    split: str | None = None
+    tasks: str | None = None
+    limit: int = 16
+    max_new_tokens: int = 128
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    depth: int = 16
+    tree_depth: int = 6
+    topk: str = "4,8"
+    grid: Literal["full", "coarse"] = "full"
+    verify: int = 4
+    repeats: int = 2
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    device: str = "cpu"
+    engine: Literal["auto", "lean", "hf"] = "auto"
+    packed: bool = True
+    num_threads: int = 1
+    seed: int = 0
+    trust_remote_code: bool = False
+    output: Path = Path("runs/tune")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def mid(self) -> None:
+        """No method of three models is weighed."""
+        return None
+
+    @property
+    def clock(self) -> ClockName:
+        """As in the bench: a single CPU thread's own time, or the wall's."""
+        return "cpu" if torch.device(self.device).type == "cpu" and self.num_threads == 1 else "wall"
+
+    def weighed(self) -> Grid:
+        """The settings in question."""
+        try:
+            topks = tuple(sorted({int(text) for text in self.topk.split(",")}))
+        except ValueError as error:
+            raise InputError("topk", repr(self.topk), "integers, separated by commas", "Correct it.") from error
+        return Grid(self.depth, self.tree_depth, topks, self.grid == "coarse")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What tuning works with: everything is loaded, nothing is measured."""
+
+    models: Models
+    prompts: list[BenchPrompt]
+    eos_ids: tuple[int, ...]
+    labels: list[str]
+
+
+def run(config: TuneConfig) -> Path:
+    """Print the reasoning, and write `output`/decode.yaml and results.json."""
+    setup = prepare(config)
+    choice = tune(config, setup)
+    Console(highlight=False).print(reasoning_table(choice))
+    config.output.mkdir(parents=True, exist_ok=True)
+    (config.output / DECODE).write_text(decode_yaml(config, choice), "utf-8")
+    models = {"draft": setup.models.draft}
+    meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, clock=config.clock)
+    found = {"meta": meta, "figures": to_json(figures(choice)), "summary": summary(choice)}
+    write_json(config.output / RESULTS, {**found, "costs": choice.costs.to_json()})
+    say(f"{choice.label}: written to {config.output / DECODE}. Use it: draftsmith decode --config FILE '...'")
+    return config.output
+
+
+def prepare(config: TuneConfig) -> Setup:
+    """Check the settings and load what they name."""
+    check(config)
+    torch.set_num_threads(config.num_threads)
+    grid = config.weighed()
+    prompts = read_prompts(config.prompts, config.target, config.split, config.tasks, config.limit)
+    how = {name: getattr(config, name) for name in LOADING}
+    target = load_lm(config.target, **how)
+    for topk in grid.topks:
+        if topk > target.info.vocab_size:
+            raise InputError("topk", topk, f"{target.info.vocab_size}, the vocabulary, or less", "Lower it.")
+    labels = list(grid.labels(model_paths(config), config.acceptance_reads))
+    longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
+    models = load_models(parse_methods(",".join(labels)), model_paths(config), longest, config.sampling, target, **how)
+    eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
+    return Setup(models, prompts, eos_ids, labels)
+
+
+def check(config: TuneConfig) -> None:
+    """What can be found wrong before anything is loaded."""
+    for field in ("max_new_tokens", "depth", "tree_depth", "repeats", "num_threads"):
+        at_least(field, getattr(config, field), 1)
+    for field in ("limit", "verify"):
+        at_least(field, getattr(config, field), 0)
+    for topk in config.weighed().topks:
+        at_least("topk", topk, 1)
+    if not config.draft and not config.eagle:
+        remedy = "Pass --draft DIR or --eagle HEAD."
+        raise InputError("draft, eagle", "neither", "a draft model, an EAGLE head or both", remedy)
+    reads = config.acceptance_reads
+    if config.acceptance and not getattr(config, reads):
+        found = f"a head for --{reads}, which is not given"
+        raise InputError("acceptance", found, f"--{reads}, or another --acceptance-reads", f"Pass --{reads}.")
+    check_device(config.device)
+
+
+def tune(config: TuneConfig, setup: Setup) -> Choice:
+    """Record, time, predict, verify."""
+    raw_clock = clock_of(config.device) if config.clock == "cpu" else synchronised
+    spent: dict[str, float] = {}
+
+    def timed(what: str, call: Callable[[], Any]) -> Any:
+        started = raw_clock()
+        result = call()
+        spent[what] = raw_clock() - started
+        return result
+
+    say(f"{len(setup.labels)} settings on {len(setup.prompts)} prompts")
+    recorded = timed("recording", lambda: record(config, setup))
+    costs = timed("costs", lambda: take_costs(config, setup, raw_clock))
+    predicted = timed("prediction", lambda: predict(setup.labels, recorded, costs))
+    finalists = [item for item in best_of_families(predicted) if item.family != AR][: config.verify]
+    measured = timed("verification", lambda: verify(config, setup, finalists))
+    return Choice(predicted, measured, costs, spent)
+
+
+def record(config: TuneConfig, setup: Setup) -> Recorded:
+    """One recording a drafter, from which all settings are replayed."""
+    how = Recording(config.sampling, config.depth, config.max_new_tokens, config.seed, setup.eos_ids)
+    models, grid = setup.models, config.weighed()
+    answers = Answers(models.target, how)
+    head = models.acceptance if isinstance(models.acceptance, AcceptanceHead) else None
+    chains, trees = {}, {}
+    for flag in ("draft", "eagle"):
+        if getattr(models, flag) is not None:
+            heads = {HEAD: head} if head is not None and config.acceptance_reads == flag else {}
+            recorder = ChainRecorder(models, flag, how, heads, answers)
+            chains[flag] = joined([recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
+    if models.eagle is not None:
+        how = Recording(config.sampling, config.tree_depth, config.max_new_tokens, config.seed, setup.eos_ids)
+        for topk in grid.topks:
+            tree_recorder = TreeRecorder(models, topk, how, answers)
+            trees[topk] = joined([tree_recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
+    return Recorded(chains, trees, head)
+
+
+def take_costs(config: TuneConfig, setup: Setup, clock: Clock) -> Costs:
+    settings = {family: [item.method for item in named] for family, named in probes(setup.labels).items()}
+    return measure_costs(setup.models, setup.prompts, settings, config.sampling, config.seed, clock)
+
+
+def verify(config: TuneConfig, setup: Setup, finalists: Sequence[Predicted]) -> dict[str, float]:
+    """Label -> tokens/s of `ar` and the finalists, decoded for real; empty where there are none."""
+    if not finalists:
+        return {}
+    named = [Named(AR, parse_method(AR)), *(item.named for item in finalists)]
+    return measured_speeds(config, setup, named, config.repeats)
+
+
+def measured_speeds(
+    config: TuneConfig,
+    setup: Setup,
+    named: Sequence[Named],
+    repeats: int,
+    progress: Callable[[int], None] = lambda count: None,
+) -> dict[str, float]:
+    """Label -> tokens/s, interleaved prompt by prompt as in the bench."""
+    models = setup.models
+    runners: dict[str, GroupRunner] = {
+        item.label: OneByOne(EngineRunner(models.target, item.method.build(models), config.sampling, setup.eos_ids))
+        for item in named
+    }
+    warm_up, prompts = setup.prompts[0], setup.prompts
+    measured = measure(runners, prompts, warm_up, config.max_new_tokens, repeats, config.seed, progress)
+    return {label: tokens_per_s(items, config.clock) for label, items in measured.items()}
+
+
+def decode_yaml(config: TuneConfig, choice: Choice) -> str:
+    """Settings for `draftsmith decode --config` and `draftsmith eval bench --config`."""
+    needs = parse_method(choice.label).needs
+    content: dict[str, Any] = {"target": full_path(config.target)}
+    content |= {flag: full_path(str(getattr(config, flag))) for flag in needs}
+    content |= {"method": choice.label, **{name: getattr(config, name) for name in KEPT}}
+    about = (
+        f"# Chosen by `draftsmith eval tune` among {len(choice.predicted)} settings: {choice.speedup:.2f}x the speed "
+        f"of decoding without a draft, {choice.basis}.\n"
+        '# draftsmith decode --config THIS "..."\n# draftsmith eval bench --config THIS --prompts embedded:prompts\n'
+    )
+    return about + yaml.safe_dump(content, sort_keys=False)
+
+
+def full_path(name: str) -> str:
+    """A directory by its whole path, so that the file works from anywhere; other names as they are."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
