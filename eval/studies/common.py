@@ -25,7 +25,7 @@ from draftsmith.eval.methods.base import Models, at_least
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.provenance import describe
 from draftsmith.eval.tables import plain_table
-from draftsmith.modules.decoding.loop import Round
+from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -153,12 +153,13 @@ def decode(
     params: SamplingParams,
     on_round: Callable[[BenchPrompt, Round], None],
     drafter: Drafter | None = None,
-) -> None:
+) -> list[Generation]:
     """Answer every prompt with one method, off the clock; `on_round` sees every round of every prompt.
 
     drafter: the method's own, where the caller has built it to watch it.
     """
     drafter = drafter or parse_methods(label)[0].method.build(ground.models)
+    made: list[Generation] = []
     with bar(f"{label}, T={params.temperature:g}", len(ground.prompts), "prompts") as advance:
         for number, prompt in enumerate(ground.prompts):
 
@@ -166,8 +167,9 @@ def decode(
                 on_round(prompt, done)
 
             runner = EngineRunner(ground.models.target, drafter, params, ground.eos_ids, seen)
-            runner(prompt.prompt_ids, config.max_new_tokens, config.seed + number)
+            made.append(runner(prompt.prompt_ids, config.max_new_tokens, config.seed + number))
             advance(1)
+    return made
 
 
 def measured(
