@@ -133,7 +133,7 @@ def prepare(config: StudyConfig, methods: Sequence[str]) -> Ground:
         at_least(field, getattr(config, field), 1)
     at_least("limit", config.limit, 0)
     params = config.sampling[0]
-    named = parse_methods(",".join(methods))
+    named = parse_methods(",".join(dict.fromkeys(methods)))
     for method in named:
         check_needs(method, model_paths(config))
     check_device(config.device)
@@ -214,7 +214,8 @@ def show(figures: Sequence[Figure]) -> None:
         table = plain_table(title=figure.title, title_justify="left", title_style="bold", caption=figure.note,
                             caption_justify="left")  # fmt: skip
         for column in figure.columns:
-            table.add_column(column.title, justify="right" if column.format else "left")
+            numeric = bool(column.format)
+            table.add_column(column.title, justify="right" if numeric else "left", overflow="fold", no_wrap=False)
         for row in figure.rows:
             table.add_row(*(formatted(row.get(column.key), column.format) for column in figure.columns))
         console.print(table)
@@ -250,3 +251,19 @@ def mean_interval(values: Sequence[float], owner: Sequence[Any], seed: int) -> t
 def mean(values: Sequence[float]) -> float | None:
     """None where there is nothing to average."""
     return float(np.mean(values)) if len(values) else None
+
+
+def ci(interval: Sequence[float] | None) -> str:
+    """As tables write it."""
+    return f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else ""
+
+
+def mode(temperature: float) -> str:
+    """How tables and charts name a temperature."""
+    return f"T={temperature:g}"
+
+
+def slug(*parts: str) -> str:
+    """A key of the summary: `pre+self-verify`, `T=1` -> `pre_self_verify_t1`."""
+    text = "_".join(parts).lower().replace("=", "").replace(",", "")
+    return "".join(char if char.isalnum() or char == "." else "_" for char in text)

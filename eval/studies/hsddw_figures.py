@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from draftsmith.eval.figures import Axis, Chart, Column, Row, Table
-from draftsmith.eval.studies.common import mean, mean_interval, plain
+from draftsmith.eval.studies.common import ci, mean, mean_interval, mode, plain, slug
 from draftsmith.eval.studies.hsddw_watch import Judged, Seen, Window
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.metrics import soft_label_auc
@@ -44,16 +44,11 @@ class Watched:
     lengths: dict[str, int]
 
 
-def mode(temperature: float) -> str:
-    return f"T={temperature:g}"
-
-
 def ablation_table(k: int, speeds: Sequence[Speed]) -> Table:
     """Table 2: each method at the same window, and at the best of those measured."""
     rows = []
     for temperature, name, group in families(speeds):
         at_k = next(item.row for item in group if item.k == k)
-        low, high = at_k["speedup_ci95"] or (None, None)
         best = max(group, key=lambda item: item.row["speedup"])
         worst = min(item.row["speedup"] for item in group)
         rows.append(
@@ -62,8 +57,7 @@ def ablation_table(k: int, speeds: Sequence[Speed]) -> Table:
                     "mode": mode(temperature),
                     "method": name,
                     "speedup": at_k["speedup"],
-                    "low": low,
-                    "high": high,
+                    "ci": ci(at_k["speedup_ci95"]),
                     "tau": at_k["tau"],
                     "best_k": best.k,
                     "best": best.row["speedup"],
@@ -76,13 +70,12 @@ def ablation_table(k: int, speeds: Sequence[Speed]) -> Table:
         Column("mode", "mode"),
         Column("method", "method"),
         Column("speedup", f"speed-up, k={k}", ".2fx"),
-        Column("low", "95 % from", ".2fx"),
-        Column("high", "to", ".2fx"),
+        Column("ci", "95 % CI"),
         Column("tau", "tau", ".2f"),
         Column("best_k", "best k", "d"),
-        Column("best", "speed-up there", ".2fx"),
-        Column("lost", "lost at the worst k", ".0%"),
-        Column("paper", "paper (MT-Bench)", ".2fx"),
+        Column("best", "at it", ".2fx"),
+        Column("lost", "worst k loses", ".0%"),
+        Column("paper", "paper", ".2fx"),
     ]
     note = (
         "Speed-up over autoregressive decoding, methods of one mode interleaved on the same prompts; tau counts the "
@@ -365,9 +358,3 @@ def summary_of(k: int, watched: Sequence[Watched], speeds: Sequence[Speed]) -> d
         for key in ("redundancy", "utilisation"):
             found[f"{key}_{slug(row['method'], row['mode'])}"] = row[key]
     return found
-
-
-def slug(*parts: str) -> str:
-    """`pre+self-verify`, `T=1` -> `pre_self_verify_t1`."""
-    text = "_".join(parts).lower().replace("=", "").replace(",", "")
-    return "".join(char if char.isalnum() or char == "." else "_" for char in text)
