@@ -101,6 +101,8 @@ class Watcher:
             self._prompt, self._emitted, self._number = prompt, 0, 0
         elif done.tree.tokens:
             self._round(done)
+        else:
+            self.seen.origin["target"] += len(done.tokens)
         self._stop.drafts = []
         self._emitted += len(done.tokens)
 
