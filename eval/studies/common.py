@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from draftsmith.data.manifest import write_json
+from draftsmith.data.manifest import resolved, write_json
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import bar, say
 from draftsmith.eval.bench import RESULTS, BenchConfig, bench, check_device, longest_sequence, model_paths
@@ -43,7 +44,7 @@ class StudyConfig:
     mid: model between draft and target.
     eagle: EAGLE head directory.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
-    tasks: keep prompts of these tasks, separated by commas.
+    keep_tasks: keep prompts whose own task is one of these, separated by commas.
     limit: study the first so many prompts; 0 takes all.
     max_new_tokens: longest answer.
     temperatures: separated by commas; 0 is greedy.
@@ -65,7 +66,7 @@ class StudyConfig:
     mid: str | None = None
     eagle: str | None = None
     split: str | None = None
-    tasks: str | None = None
+    keep_tasks: str | None = None
     limit: int = 16
     max_new_tokens: int = 256
     temperatures: str = "0,1"
@@ -138,7 +139,7 @@ def prepare(config: StudyConfig, methods: Sequence[str]) -> Ground:
         check_needs(method, model_paths(config))
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
-    prompts = read_prompts(config.prompts, config.target, config.split, config.tasks, config.limit)
+    prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
     how = {name: getattr(config, name) for name in LOADING}
     target = load_lm(config.target, **how)
     longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
@@ -177,15 +178,32 @@ def measured(
 ) -> dict[str, dict[str, Any]]:
     """Label -> row of a bench at one temperature, in a directory of its own below the study's.
 
-    All methods are in one run: that is what interleaves them.
+    All methods are in one run: that is what interleaves them. What an earlier start of the same study has measured to
+    its end is not measured again, until the study is complete.
     """
     shared = {field.name for field in dataclasses.fields(BenchConfig)} & {f.name for f in dataclasses.fields(config)}
     settings = {name: getattr(config, name) for name in shared - {"output", "temperatures"}}
-    directory = config.output / f"{name}-t{params.temperature:g}"
-    results = bench(
-        BenchConfig(**settings, methods=",".join(methods), temperature=params.temperature, output=directory)
+    to_measure = BenchConfig(
+        **settings,
+        tasks=config.keep_tasks,
+        methods=",".join(methods),
+        temperature=params.temperature,
+        output=config.output / f"{name}-t{params.temperature:g}",
     )
+    results = measured_before(config, to_measure) or bench(to_measure)
     return {row["method"]: row for row in results["methods"]}
+
+
+def measured_before(study: StudyConfig, config: BenchConfig) -> dict[str, Any] | None:
+    """The bench's results, where it was finished with these settings and the study was not."""
+    path = config.output / RESULTS
+    if (study.output / RESULTS).exists() or not path.exists():
+        return None
+    results = json.loads(path.read_text())
+    if results["meta"]["settings"] != resolved(config):
+        return None
+    say(f"Measured before: {path}")
+    return results
 
 
 def write_results(

@@ -52,5 +52,5 @@ def left_out(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
 
 
 def _counts(found: Mapping[str, Any] | Totals) -> Floats:
-    get = found.get if isinstance(found, Mapping) else lambda name: getattr(found, name)
-    return np.array([float(get(name)) for name in COUNTS])
+    values = [found[name] if isinstance(found, Mapping) else getattr(found, name) for name in COUNTS]
+    return np.array(values, np.float64)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
-from draftsmith.eval.studies.common import StudyConfig, ci, mean_interval, numbers, plain, reduced, slug
-from draftsmith.modules.types import InputError
+from draftsmith.eval.studies import common
+from draftsmith.eval.studies.common import StudyConfig, ci, mean_interval, measured, numbers, plain, reduced, slug
+from draftsmith.modules.types import InputError, SamplingParams
 
 
 def test_quick_lowers_and_never_raises():
@@ -45,3 +47,25 @@ def test_names_of_summary_keys_and_intervals():
     assert slug("pre+self-verify", "T=1") == "pre_self_verify_t1"
     assert slug("SD, M2 drafts", "T=0.7") == "sd_m2_drafts_t0.7"
     assert (ci([1.234, 5.678]), ci(None)) == ("1.23-5.68", "")
+
+
+def test_an_interrupted_study_does_not_measure_twice_and_a_complete_one_does(models, tmp_path, monkeypatch):
+    runs = []
+
+    def counted(config):
+        runs.append(config.output.name)
+        return bench(config)
+
+    bench = common.bench
+    monkeypatch.setattr(common, "bench", counted)
+    config = StudyConfig(
+        target=models["target"], prompts=models["prompts"], draft=models["draft"], keep_tasks="a", limit=1,
+        max_new_tokens=4, repeats=1, output=tmp_path,
+    )  # fmt: skip
+    first = measured(config, ["spec:k=2"], SamplingParams(1.0))
+    assert set(first) == {"ar", "spec:k=2"} and first["ar"]["by_task"].keys() == {"a"}
+    assert measured(config, ["spec:k=2"], SamplingParams(1.0)) == first and runs == ["bench-t1"]
+    measured(dataclasses.replace(config, seed=1), ["spec:k=2"], SamplingParams(1.0))
+    (tmp_path / "results.json").write_text("{}")  # the study's own, written last
+    measured(dataclasses.replace(config, seed=1), ["spec:k=2"], SamplingParams(1.0))
+    assert runs == ["bench-t1"] * 3
