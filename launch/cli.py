@@ -62,6 +62,8 @@ COMMANDS: dict[str, Command] = {
     "eval generation": Command(
         "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
     ),
+    "eval eagle2": Command("eval.studies.eagle2", "Eagle2Config", "EAGLE-2's experiments: what a draft tree is worth"),
+    "eval hsddw": Command("eval.studies.hsddw", "HsddwConfig", "HSDDW's experiments: three models, windows by entropy"),
     "eval latency": Command("eval.latency", "LatencyConfig", "What the decoder adds to its models' forwards"),
     "launch torchrun": Command(
         "launch.torchrun", "TorchrunConfig", "Processes on this machine, or one group per machine", ("command",)
@@ -81,8 +83,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Train heads": ("train acceptance", "train eagle", "plan eagle", "plan acceptance"),
     "Run data and train commands on many devices": ("launch torchrun", "launch slurm", "launch deepspeed"),
     "Use heads elsewhere, and others' here": ("export", "check", "import"),
-    "Measure": ("eval bench", "eval compare", "eval tune", "eval lossless", "eval generation", "eval latency",
-                "train throughput", "plan check", "eval tune-check"),
+    "Measure": ("eval bench", "eval compare", "eval tune", "eval report", "eval lossless"),
+    "The papers' experiments": ("eval specdecpp", "eval eagle2", "eval hsddw", "eval calibration"),
+    "Measure Draftsmith itself": ("eval generation", "eval latency", "eval tune-check", "train throughput",
+                                  "plan check"),
     "The shipped models": ("embedded build",),
 }  # fmt: skip
 

@@ -21,6 +21,8 @@ class HierarchicalDrafter:
     """M2 decodes speculatively with M1, so what it emits follows M2 exactly: that is the draft, M2's laws are its q.
 
     The paper leaves out M2's own token when M1's draft is accepted whole; taking it is as lossless, and faster.
+
+    inner: M1. rule: the entropies of M2's laws in this round, and what they are compared with.
     """
 
     needs_features = False
@@ -30,9 +32,9 @@ class HierarchicalDrafter:
 
         dynamic: go on drafting while M2 is sure of itself (HSDDW); else hand over after one verification by M2.
         """
-        self._lm, self._inner, self.max_drafted, self._dynamic = middle, inner, max_drafted, dynamic
+        self._lm, self.inner, self.max_drafted, self._dynamic = middle, inner, max_drafted, dynamic
         self._session = middle.session(min(capacity, middle.info.max_position))
-        self._rule = RunningEntropy()
+        self.rule = RunningEntropy()
         self._tokens: list[int] = []  # committed, then the draft in the making; M2 has read the first `_read` of them
         self._read = 0
         self._features: dict[int, Tensor] = {}  # position -> M2's feature there [H], where M1 may still ask for it
@@ -41,10 +43,10 @@ class HierarchicalDrafter:
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         self._session.keep(0)
-        self._rule.reset()
+        self.rule.reset()
         scores = self._session.extend(prompt)
         self._tokens, self._read = [*prompt, first_token], len(prompt)
-        self._inner.start(prompt, scores.features, first_token)
+        self.inner.start(prompt, scores.features, first_token)
         self._inner_length = len(self._tokens)
         self._features = {}
 
@@ -52,7 +54,7 @@ class HierarchicalDrafter:
         # M2's context may be shorter than the target's; one of its positions goes to the last token it is to read.
         limit = min(max_drafted, self.max_drafted, self._lm.info.max_position - len(self._tokens))
         self.draft_calls = self._num_drafted = 0
-        self._rule.start_round()
+        self.rule.start_round()
         if limit < 1:
             return NOTHING
         start = len(self._tokens)  # what is drafted follows the committed tokens, until it is handed over
@@ -60,7 +62,7 @@ class HierarchicalDrafter:
         while (room := limit - (len(self._tokens) - start)) > 0:
             rows = self._round(room, params, source)
             laws += rows
-            if not self._dynamic or max(self._rule.entropies[-len(rows) :]) > self._rule.threshold:
+            if not self._dynamic or max(self.rule.entropies[-len(rows) :]) > self.rule.threshold:
                 break
         drafted = self._tokens[start:]
         del self._tokens[start:]
@@ -71,9 +73,9 @@ class HierarchicalDrafter:
     def _round(self, room: int, params: SamplingParams, source: Source) -> list[Tensor]:
         """M1 drafts, M2 verifies: at most `room` tokens are appended; M2's laws of them."""
         self._catch_up()
-        tree = self._inner.propose(room - 1, params, source) if room > 1 else NOTHING
+        tree = self.inner.propose(room - 1, params, source) if room > 1 else NOTHING
         assert tree.is_chain, "M1 drafts chains"
-        self.draft_calls += self._inner.draft_calls if tree.tokens else 0
+        self.draft_calls += self.inner.draft_calls if tree.tokens else 0
         scores = self._extend([*self._tokens[self._read :], *tree.tokens], len(tree.tokens) + 1)
         verdict = verify(tree, scores.logits, params, source)
         assert verdict.next_token is not None
@@ -82,14 +84,14 @@ class HierarchicalDrafter:
         rows = len(scores.features) - len(tree.tokens) - 1
         features = scores.features[rows : rows + len(emitted)]
         if tree.tokens:
-            self._inner.advance(Outcome(tuple(emitted), len(verdict.path), features, scores.logits))
+            self.inner.advance(Outcome(tuple(emitted), len(verdict.path), features, scores.logits))
         else:
-            self._inner.commit(emitted, features)
+            self.inner.commit(emitted, features)
         self._tokens += emitted
         self._inner_length = len(self._tokens)
         drawn_from = SamplingParams(1.0) if params.greedy else params
         laws = [probabilities(row, drawn_from) for row in scores.logits[: len(emitted)]]
-        self._rule.entropies += [entropy(law) for law in laws]
+        self.rule.entropies += [entropy(law) for law in laws]
         return laws
 
     def _catch_up(self) -> None:
@@ -98,18 +100,18 @@ class HierarchicalDrafter:
         if first == end:
             return
         features = None
-        if self._inner.needs_features:
+        if self.inner.needs_features:
             if self._read < end - 1:  # the draft was accepted whole: M2 has not read its own last token
                 self._extend(self._tokens[self._read : -1], num_logits=1)
             features = torch.stack([self._features[i] for i in range(first - 1, end - 1)])
-        self._inner.commit(self._tokens[first:], features)
+        self.inner.commit(self._tokens[first:], features)
         self._inner_length = end
 
     def _extend(self, unread: Sequence[int], num_logits: int) -> Scores:
         """M2 reads on: the tokens that follow those it has read."""
         self.draft_calls += 1
         scores = self._session.extend(unread, num_logits=num_logits)
-        if self._inner.needs_features:
+        if self.inner.needs_features:
             self._features |= dict(enumerate(scores.features, start=self._read))
         self._read += len(unread)
         return scores
@@ -123,8 +125,8 @@ class HierarchicalDrafter:
         length = len(self._tokens) + outcome.num_accepted
         self._tokens += outcome.emitted
         self._keep(length)
-        self._inner.rewind(length)
+        self.inner.rewind(length)
         self._inner_length = min(self._inner_length, length)
         # M1 will ask for the features from the token before its next one on.
         self._features = {i: row for i, row in self._features.items() if self._inner_length - 1 <= i < length}
-        self._rule.observe(self._num_drafted, outcome.num_accepted)
+        self.rule.observe(self._num_drafted, outcome.num_accepted)

@@ -1,0 +1,287 @@
+"""What studies share: settings, models and prompts, benches below the study's directory, and results.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from draftsmith.data.manifest import resolved, write_json
+from draftsmith.data.models import load_lm
+from draftsmith.data.progress import bar, say
+from draftsmith.eval.bench import RESULTS, BenchConfig, bench, check_device, longest_sequence, model_paths
+from draftsmith.eval.figures import Figure, Table, formatted, to_json
+from draftsmith.eval.load import LOADING, load_models
+from draftsmith.eval.measure import BenchPrompt, EngineRunner
+from draftsmith.eval.methods import check_needs, parse_methods
+from draftsmith.eval.methods.base import Models, at_least
+from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.provenance import describe
+from draftsmith.eval.tables import plain_table
+from draftsmith.modules.decoding.loop import Generation, Round
+from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.types import InputError, SamplingParams
+
+SIGNIFICANT_DIGITS = 5
+NUM_RESAMPLES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """Settings of every study of decoding methods.
+
+    target: model directory, hub id or embedded:target.
+    prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
+    draft: draft model.
+    mid: model between draft and target.
+    eagle: EAGLE head directory.
+    split: keep prompts of this split (train, dev or test of embedded:prompts).
+    keep_tasks: keep prompts whose own task is one of these, separated by commas.
+    limit: study the first so many prompts; 0 takes all.
+    max_new_tokens: longest answer.
+    temperatures: separated by commas; 0 is greedy.
+    dtype: float32, bfloat16, float16 or auto.
+    device: cpu, cuda, cuda:1, ...
+    engine: lean (Llama family), hf (any transformers model), or auto.
+    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
+    num_threads: CPU threads. With one, CPU time is the clock; it does not see other programs.
+    seed: of sampling and of the bootstrap.
+    repeats: runs of every measured method on every prompt; the median counts.
+    trust_remote_code: run code that comes with a model.
+    quick: fewer prompts, repeats and settings than the others say: a first look in under two minutes.
+    output: directory that receives results.json, and the runs of `eval bench` that it rests on.
+    """
+
+    target: str
+    prompts: str
+    draft: str | None = None
+    mid: str | None = None
+    eagle: str | None = None
+    split: str | None = None
+    keep_tasks: str | None = None
+    limit: int = 16
+    max_new_tokens: int = 256
+    temperatures: str = "0,1"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    device: str = "cpu"
+    engine: Literal["auto", "lean", "hf"] = "auto"
+    packed: bool = True
+    num_threads: int = 1
+    seed: int = 0
+    repeats: int = 2
+    trust_remote_code: bool = False
+    quick: bool = False
+    output: Path = Path("runs/study")
+
+    @property
+    def acceptance(self) -> str | None:
+        """Flag of a head that no study of this kind uses."""
+        return None
+
+    @property
+    def sampling(self) -> list[SamplingParams]:
+        """One for each temperature, in the order given."""
+        return [SamplingParams(value) for value in numbers("temperatures", self.temperatures, float)]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a study decodes with, loaded once. prompts: those that a bench of the same settings measures."""
+
+    models: Models
+    prompts: list[BenchPrompt]
+    eos_ids: tuple[int, ...]
+
+
+def numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Numbers separated by commas.
+
+    Raises:
+        InputError: no number, something else, or one twice.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        values = [kind(part) for part in parts]
+    except ValueError as error:
+        raise InputError(field, repr(text), "numbers separated by commas", "Correct it.") from error
+    if not values or len(set(values)) < len(values):
+        raise InputError(field, repr(text), "one or more different numbers", "Correct it.")
+    return values
+
+
+def reduced(config: Any, most: Mapping[str, int], instead: Mapping[str, Any]) -> Any:
+    """The settings of `--quick`. most: numbers that are lowered to these (0, all of them, too). instead: settings
+    that are replaced."""
+    lowered = {name: min(getattr(config, name) or cap, cap) for name, cap in most.items()}
+    return dataclasses.replace(config, **lowered, **instead)
+
+
+def prepare(config: StudyConfig, methods: Sequence[str]) -> Ground:
+    """Check the settings, load the models that the methods need, and read the prompts.
+
+    Raises:
+        InputError: whatever the user named wrong.
+    """
+    for field in ("repeats", "num_threads", "max_new_tokens"):
+        at_least(field, getattr(config, field), 1)
+    at_least("limit", config.limit, 0)
+    params = config.sampling[0]
+    named = parse_methods(",".join(dict.fromkeys(methods)))
+    for method in named:
+        check_needs(method, model_paths(config))
+    check_device(config.device)
+    torch.set_num_threads(config.num_threads)
+    prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
+    how = {name: getattr(config, name) for name in LOADING}
+    target = load_lm(config.target, **how)
+    longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
+    models = load_models(named, model_paths(config), longest, params, target, **how)
+    return Ground(models, prompts, tuple(target.info.eos_ids))
+
+
+def decode(
+    config: StudyConfig,
+    ground: Ground,
+    label: str,
+    params: SamplingParams,
+    on_round: Callable[[BenchPrompt, Round], None],
+    drafter: Drafter | None = None,
+) -> list[Generation]:
+    """Answer every prompt with one method, off the clock; `on_round` sees every round of every prompt.
+
+    drafter: the method's own, where the caller has built it to watch it.
+    """
+    drafter = drafter or parse_methods(label)[0].method.build(ground.models)
+    made: list[Generation] = []
+    with bar(f"{label}, T={params.temperature:g}", len(ground.prompts), "prompts") as advance:
+        for number, prompt in enumerate(ground.prompts):
+
+            def seen(done: Round, prompt: BenchPrompt = prompt) -> None:
+                on_round(prompt, done)
+
+            runner = EngineRunner(ground.models.target, drafter, params, ground.eos_ids, seen)
+            made.append(runner(prompt.prompt_ids, config.max_new_tokens, config.seed + number))
+            advance(1)
+    return made
+
+
+def measured(
+    config: StudyConfig, methods: Sequence[str], params: SamplingParams, name: str = "bench"
+) -> dict[str, dict[str, Any]]:
+    """Label -> row of a bench at one temperature, in a directory of its own below the study's.
+
+    All methods are in one run: that is what interleaves them. What an earlier start of the same study has measured to
+    its end is not measured again, until the study is complete.
+    """
+    shared = {field.name for field in dataclasses.fields(BenchConfig)} & {f.name for f in dataclasses.fields(config)}
+    settings = {name: getattr(config, name) for name in shared - {"output", "temperatures"}}
+    to_measure = BenchConfig(
+        **settings,
+        tasks=config.keep_tasks,
+        methods=",".join(methods),
+        temperature=params.temperature,
+        output=config.output / f"{name}-t{params.temperature:g}",
+    )
+    results = measured_before(config, to_measure) or bench(to_measure)
+    return {row["method"]: row for row in results["methods"]}
+
+
+def measured_before(study: StudyConfig, config: BenchConfig) -> dict[str, Any] | None:
+    """The bench's results, where it was finished with these settings and the study was not."""
+    path = config.output / RESULTS
+    if (study.output / RESULTS).exists() or not path.exists():
+        return None
+    results = json.loads(path.read_text())
+    if results["meta"]["settings"] != resolved(config):
+        return None
+    say(f"Measured before: {path}")
+    return results
+
+
+def write_results(
+    config: StudyConfig, kind: str, ground: Ground, figures: Sequence[Figure], summary: Mapping[str, Any], **more: Any
+) -> Path:
+    """Print the tables and write results.json, last of all: it is there only when the study is complete.
+
+    summary: flat numbers that texts quote. more: what else belongs into `meta`.
+    """
+    smaller = {"draft": ground.models.draft, "mid": ground.models.mid}
+    meta = describe(kind, config, ground.models.target, ground.prompts, config.prompts, smaller, **more)
+    content = {"meta": meta, "figures": to_json(figures), "summary": plain(summary)}
+    config.output.mkdir(parents=True, exist_ok=True)
+    write_json(config.output / RESULTS, content)
+    show(figures)
+    say(f"Written to {config.output / RESULTS}")
+    return config.output
+
+
+def show(figures: Sequence[Figure]) -> None:
+    """The tables among the figures, on the screen."""
+    console = Console(highlight=False)
+    for figure in figures:
+        if not isinstance(figure, Table):
+            continue
+        table = plain_table(title=figure.title, title_justify="left", title_style="bold", caption=figure.note,
+                            caption_justify="left")  # fmt: skip
+        for column in figure.columns:
+            numeric = bool(column.format)
+            table.add_column(column.title, justify="right" if numeric else "left", overflow="fold", no_wrap=False)
+        for row in figure.rows:
+            table.add_row(*(formatted(row.get(column.key), column.format) for column in figure.columns))
+        console.print(table)
+
+
+def plain(value: Any) -> Any:
+    """As JSON holds it: rounded numbers, None where there is none (NaN), in mappings and lists alike."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
+    return value
+
+
+def mean_interval(values: Sequence[float], owner: Sequence[Any], seed: int) -> tuple[float | None, float | None]:
+    """95 % bootstrap interval of the mean of values [N]; what belongs to one owner [N] (a prompt) is drawn together.
+    (None, None) for fewer than two owners."""
+    _, group = np.unique(np.asarray(owner), return_inverse=True)
+    count = group.max() + 1 if len(group) else 0
+    if count < 2:
+        return None, None
+    picks = np.random.default_rng(seed).integers(count, size=(NUM_RESAMPLES, count))
+    sums, sizes = np.bincount(group, values), np.bincount(group)
+    means = sums[picks].sum(1) / sizes[picks].sum(1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """None where there is nothing to average."""
+    return float(np.mean(values)) if len(values) else None
+
+
+def ci(interval: Sequence[float] | None) -> str:
+    """As tables write it."""
+    return f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else ""
+
+
+def mode(temperature: float) -> str:
+    """How tables and charts name a temperature."""
+    return f"T={temperature:g}"
+
+
+def slug(*parts: str) -> str:
+    """A key of the summary: `pre+self-verify`, `T=1` -> `pre_self_verify_t1`."""
+    text = "_".join(parts).lower().replace("=", "").replace(",", "")
+    return "".join(char if char.isalnum() or char == "." else "_" for char in text)

@@ -1,0 +1,71 @@
+"""What studies share: their settings in short, intervals, and numbers as results.json holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from draftsmith.eval.studies import common
+from draftsmith.eval.studies.common import StudyConfig, ci, mean_interval, measured, numbers, plain, reduced, slug
+from draftsmith.modules.types import InputError, SamplingParams
+
+
+def test_quick_lowers_and_never_raises():
+    config = StudyConfig(target="t", prompts="p", limit=3, repeats=4)
+    quick = reduced(config, {"limit": 5, "repeats": 1}, {"temperatures": "0"})
+    assert (quick.limit, quick.repeats, quick.temperatures) == (3, 1, "0")
+    everything = StudyConfig(target="t", prompts="p", limit=0)
+    assert reduced(everything, {"limit": 5}, {}).limit == 5  # 0 takes all prompts, which are more
+
+
+def test_numbers_are_read_in_order_and_each_once():
+    assert numbers("windows", " 4, 2,10", int) == [4, 2, 10]
+    assert numbers("temperatures", "0,1", float) == [0.0, 1.0]
+    for wrong in ("", "4,4", "4;5"):
+        with pytest.raises(InputError, match="windows"):
+            numbers("windows", wrong, int)
+
+
+def test_values_are_plain_json():
+    found = plain({"a": np.float64(1.23456789), "b": [float("nan"), np.int64(7)], "c": (True, "x", None)})
+    assert json.loads(json.dumps(found, allow_nan=False)) == {"a": 1.2346, "b": [None, 7], "c": [True, "x", None]}
+
+
+def test_the_interval_of_a_mean_draws_prompts_and_not_tokens():
+    """Two prompts of one token value each: resamples give 0, 1, and the weighted mean between."""
+    assert mean_interval([0.0] * 3 + [1.0], ["a"] * 3 + ["b"], seed=0) == (0.0, 1.0)
+    assert mean_interval([0.0, 1.0], ["a", "a"], seed=0) == (None, None)
+    assert mean_interval([], [], seed=0) == (None, None)
+    low, high = mean_interval([0.5] * 4, list("abcd"), seed=0)
+    assert (low, high) == (0.5, 0.5)
+
+
+def test_names_of_summary_keys_and_intervals():
+    assert slug("pre+self-verify", "T=1") == "pre_self_verify_t1"
+    assert slug("SD, M2 drafts", "T=0.7") == "sd_m2_drafts_t0.7"
+    assert (ci([1.234, 5.678]), ci(None)) == ("1.23-5.68", "")
+
+
+def test_an_interrupted_study_does_not_measure_twice_and_a_complete_one_does(models, tmp_path, monkeypatch):
+    runs = []
+
+    def counted(config):
+        runs.append(config.output.name)
+        return bench(config)
+
+    bench = common.bench
+    monkeypatch.setattr(common, "bench", counted)
+    config = StudyConfig(
+        target=models["target"], prompts=models["prompts"], draft=models["draft"], keep_tasks="a", limit=1,
+        max_new_tokens=4, repeats=1, output=tmp_path,
+    )  # fmt: skip
+    first = measured(config, ["spec:k=2"], SamplingParams(1.0))
+    assert set(first) == {"ar", "spec:k=2"} and first["ar"]["by_task"].keys() == {"a"}
+    assert measured(config, ["spec:k=2"], SamplingParams(1.0)) == first and runs == ["bench-t1"]
+    measured(dataclasses.replace(config, seed=1), ["spec:k=2"], SamplingParams(1.0))
+    (tmp_path / "results.json").write_text("{}")  # the study's own, written last
+    measured(dataclasses.replace(config, seed=1), ["spec:k=2"], SamplingParams(1.0))
+    assert runs == ["bench-t1"] * 3
