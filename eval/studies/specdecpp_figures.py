@@ -1,0 +1,203 @@
+"""The tables and charts of SpecDec++'s experiments, with the paper's numbers beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftsmith.eval.figures import Axis, Chart, Column, Figure, Table
+from draftsmith.eval.studies.forward_times import ForwardTimes
+from draftsmith.eval.studies.specdecpp_sweep import Setting, front
+
+# Huang et al. 2024, table of KL: w_rej = 6, by depth 0..4.
+PAPER_EVAL_KL = {(6.0, depth): kl for depth, kl in enumerate((0.637, 0.596, 0.589, 0.582, 0.575))}
+# Section 4: gain of SpecDec++ over the best fixed K with llama-2-chat 7B for 70B.
+PAPER_GAIN = "+7.2 / +11.1 / +9.4 % (Alpaca / HumanEval / GSM8K)"
+PAPER_R2, PAPER_THEORY_ERROR = ">= 0.98", "within 6.2 %"
+
+
+def rounded(value: float | None, digits: int = 5) -> float | None:
+    """To so many significant digits, as results.json keeps numbers."""
+    return None if value is None else float(f"{value:.{digits}g}")
+
+
+def rate_row(series: str, setting: Setting, times: ForwardTimes) -> dict[str, Any]:
+    """A setting as a point of discard rate against verification rate."""
+    totals = setting.totals
+    return {
+        "series": series,
+        "setting": setting.rule.label,
+        "head": setting.rule.head,
+        "discard_rate": rounded(totals.discard_rate),
+        "verification_rate": rounded(totals.verification_rate),
+        "tau": rounded(totals.tau),
+        "theory": rounded(times.tokens_per_s(totals)),
+    }
+
+
+def rate_series(settings: Sequence[Setting], best_head: str, published: str | None) -> dict[str, list[Setting]]:
+    """Series of figure 4: fixed K; the best head's thresholds; the published head's, as published; the front of all
+    heads and thresholds; the oracle."""
+    heads = [setting for setting in settings if setting.rule.head is not None]
+
+    def of(head: str, calibrated: bool) -> list[Setting]:
+        return [s for s in heads if s.rule.head == head and s.rule.calibrated == calibrated]
+
+    series = {
+        "fixed K": [setting for setting in settings if setting.rule.k],
+        f"best head ({best_head}), calibrated": of(best_head, True),
+    }
+    if published is not None:
+        series["published head (w_rej 6, D 3), raw"] = of(published, False)
+    series["Pareto front of all heads and h"] = front(heads)
+    series["greedy oracle (lemma 2.1)"] = [s for s in settings if not s.rule.k and s.rule.head is None]
+    return series
+
+
+def rate_charts(
+    settings: Sequence[Setting], best_head: str, published: str | None, times: ForwardTimes, w_rej: Mapping[str, float]
+) -> list[Figure]:
+    """Verification rate against discard rate: the series above, and every setting by its head's weight."""
+    axes = {
+        "x": Axis("discard_rate", "discarded tokens per token", ".2f", zero=True),
+        "y": Axis("verification_rate", "target calls per token", ".2f"),
+    }
+    hover = ("setting", "head", "tau", "theory")
+    series = rate_series(settings, best_head, published)
+    lines = [rate_row(name, setting, times) for name, own in series.items() for setting in own]
+    points = [
+        rate_row("fixed K" if s.rule.k else _weight_name(s, w_rej), s, times)
+        for s in settings
+        if s.rule.k or s.rule.head is not None
+    ]
+    note = (
+        "Lower left is better: a curve below that of fixed K drafts as much and verifies less. Replayed from rollouts "
+        "on the reported prompts; counts equal those of decoding."
+    )
+    return [
+        Chart(
+            "specdecpp-rates", "Verification against discard rate (SpecDec++, figure 4)", "line", lines, **axes,
+            series="series", label="setting", hover=hover, note=note,
+        ),
+        Chart(
+            "specdecpp-all-heads", "The same for every head and threshold, raw and calibrated", "point", points, **axes,
+            series="series", series_title="heads with", hover=hover,
+            note="Each point is one head at one h. Weights move a head along the front rather than to another one where "
+            "the clouds of two weights overlap.",
+        ),
+    ]  # fmt: skip
+
+
+def _weight_name(setting: Setting, w_rej: Mapping[str, float]) -> str:
+    assert setting.rule.head is not None
+    return f"w_rej {w_rej[setting.rule.head]:g}"
+
+
+def kl_figures(rows: Sequence[Mapping[str, Any]], constant: float | None) -> list[Figure]:
+    """The table of KL by (w_rej, D), and its eval column as lines. rows: of `kl_rows`. constant: the eval KL of the
+    best constant."""
+    table = [
+        {
+            **{key: rounded(value) if isinstance(value, float) else value for key, value in row.items()},
+            "paper": PAPER_EVAL_KL.get((row["w_rej"], row["depth"])),
+        }
+        for row in rows
+    ]
+    kls = [("train_kl", "train"), ("eval_kl", "eval")]
+    columns = [
+        Column("w_rej", "w_rej", "g"),
+        Column("depth", "D"),
+        *(Column(key, f"{name} KL, raw", ".4f") for key, name in kls),
+        Column("paper", "eval KL, paper", ".3f"),
+        *(Column(f"{key}_corrected", f"{name} KL, corrected", ".4f") for key, name in kls),
+        Column("eval_auc", "eval AUC", ".3f"),
+    ]
+    note = (
+        "Mean binary KL in nats over drafted tokens, each alike. Raw: the head's output as the paper's threshold reads "
+        "it, which w_rej above 1 biases towards rejection; corrected: log(w_rej/w_acc) added to its logit. "
+        + ("" if constant is None else f"The best constant has {constant:.4f}. ")
+        + "The paper's pair is llama-2-chat 7B for 70B: compare directions, not sizes."
+    )
+    lines = [
+        {"series": f"w_rej {row['w_rej']:g}, {what}", "depth": row["depth"], "kl": rounded(row[key])}
+        for row in rows
+        for key, what in (("eval_kl", "raw"), ("eval_kl_corrected", "corrected"))
+    ]
+    paper = [{"series": "paper, w_rej 6, raw", "depth": d, "kl": kl} for (_, d), kl in PAPER_EVAL_KL.items()]
+    return [
+        Table("specdecpp-kl", "KL of the heads by w_rej and depth", columns, table, note),
+        Chart(
+            "specdecpp-kl-depth", "Eval KL by depth", "line", [*lines, *paper],
+            Axis("depth", "residual blocks D", "d", "ordinal"), Axis("kl", "eval KL, nats", ".2f"),
+            series="series", note="Lower is better; a falling line says that depth pays.",
+        ),
+    ]  # fmt: skip
+
+
+def throughput_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Tables 1 and 3: the chosen settings, by the cost model on both splits and measured."""
+    columns = [
+        Column("role", "setting"),
+        Column("head", "head"),
+        Column("rule", "rule"),
+        Column("dev_theory", "cost model, dev (tok/s)", ".1f"),
+        Column("test_theory", "cost model, test (tok/s)", ".1f"),
+        Column("gain_theory", "over best K", "+.1%"),
+        Column("gain_theory_ci", "95 % interval"),
+        Column("measured", "measured (tok/s)", ".1f"),
+        Column("speedup", "over ar", ".2fx"),
+        Column("gain_measured", "over best K", "+.1%"),
+        Column("gain_measured_ci", "95 % interval"),
+        Column("paper", "paper, over best K"),
+    ]
+    note = (
+        "Settings are the fastest by the cost model on the dev prompts. Cost model: counts replayed from rollouts, "
+        "times fitted to a bench on the dev prompts. Measured: real decoding on the test prompts, one thread, CPU time, "
+        "interleaved with the fixed K that it is compared to. Intervals: bootstrap over prompts, in pairs. The oracle "
+        "knows which token will be rejected; no decoder can run it."
+    )
+    return Table("specdecpp-throughput", "Best throughput (SpecDec++, tables 1 and 3)", columns, rows, note)
+
+
+def regression_figures(
+    times: ForwardTimes, test_r2: float, theory: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]
+) -> list[Figure]:
+    """Forward times (table 2, section 4.2). theory: rows of `theory_rows` of the test runs. points: predicted and
+    measured seconds of single prompts."""
+    worst = max((abs(row["difference"]) for row in theory if row["method"] != "ar"), default=None)
+    fit = [
+        {"what": "t_draft, ms a drafted token", "ours": rounded(times.t_draft * 1e3), "paper": None},
+        {"what": "t_target, ms a target call", "ours": rounded(times.t_target * 1e3), "paper": None},
+        {"what": "c = t_draft / t_target", "ours": rounded(times.t_draft / times.t_target), "paper": None},
+        {"what": "R2 over the rows it was fitted to", "ours": rounded(times.r2), "paper": PAPER_R2},
+        {"what": "R2 over the test rows", "ours": rounded(test_r2), "paper": None},
+        {"what": "rows fitted (methods x prompts)", "ours": times.rows, "paper": None},
+        {"what": "largest |theory / measured - 1|, without ar", "ours": rounded(worst), "paper": PAPER_THEORY_ERROR},
+        {"what": "hint of theorem 3.1: h <= 1 - c", "ours": rounded(1 - times.t_draft / times.t_target), "paper": None},
+    ]
+    methods = [{key: rounded(v) if isinstance(v, float) else v for key, v in row.items()} for row in theory]
+    return [
+        Table(
+            "specdecpp-forward-times", "Forward times by regression (section 4.2)",
+            [Column("what", "quantity"), Column("ours", "ours", ".4g"), Column("paper", "paper")], fit,
+            "Least squares of a prompt's seconds, all of its decoding, on its drafted tokens and target calls (the "
+            "prefill among them); drafting methods of the dev bench, no intercept.",
+        ),
+        Table(
+            "specdecpp-theory", "Theoretical against measured throughput",
+            [
+                Column("run", "bench run"), Column("method", "method"), Column("measured", "measured (tok/s)", ".1f"),
+                Column("theory", "theory (tok/s)", ".1f"), Column("difference", "theory / measured - 1", "+.1%"),
+            ],
+            methods,
+            "Theory: the run's own counts at the fitted times. ar was not part of the fit: its target calls read one "
+            "row, those of the others several.",
+        ),
+        Chart(
+            "specdecpp-time-fit", "Seconds of single prompts, predicted and measured", "point", points,
+            Axis("predicted", "predicted (s)", ".2f", zero=True), Axis("measured", "measured (s)", ".2f", zero=True),
+            series="method", hover=("id",), note="Test prompts, times fitted on dev prompts; on a line where the cost "
+            "model holds.",
+        ),
+    ]  # fmt: skip
+
