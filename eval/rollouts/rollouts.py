@@ -11,8 +11,9 @@ rollouts: rounds of a replay walk X from t to t + accepted + 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,9 @@ class ChainRollouts:
     softmax), log q of the token itself, nats. accept_prob, overlap [S, K]: min(1, p/q) of the token (greedy: 1 or 0)
     and sum_v min(p, q) (greedy: the same), down to and with the first rejected token; NaN below it and beyond X's end.
     heads: label -> raw logits [S, K] of an acceptance head for each token, once the drafter has read it.
+    past_end [S]: drafted tokens accepted after X's end token, where all before them were: what the target would have
+    gone on with counts in a round's `num_accepted`, though it is never emitted. None: no answer was read on.
+    Where the drafter's context ends, drafts are shorter: token is -1 there, and the floats are NaN.
     """
 
     answers: list[Answer]
@@ -58,6 +62,7 @@ class ChainRollouts:
     accept_prob: Floats
     overlap: Floats
     heads: Mapping[str, Floats] = field(default_factory=dict)
+    past_end: Ints | None = None
 
     @property
     def depth(self) -> int:
@@ -68,6 +73,10 @@ class ChainRollouts:
         """[S, K]: drafted tokens down to and with the first that was rejected, within X: those with a label."""
         return ~np.isnan(self.accept_prob)
 
+    def available(self) -> Ints:
+        """[S]: tokens that the drafter could draft, K but for the end of its context."""
+        return (self.token >= 0).sum(1)
+
 
 @dataclass(frozen=True)
 class TreeRollouts:
@@ -77,7 +86,10 @@ class TreeRollouts:
     all candidates of these levels, by value, best first; -1 where no candidate is on X. A tree of m nodes holds
     exactly the candidates of rank < m, so it accepts as many levels as ranks below m follow each other. confidence,
     on_text [S, D]: of the best child of the node on X at level j: its own confidence (probability by the head), and
-    whether X goes on with it; NaN where the walk has left the tree.
+    whether X goes on with it; NaN where the walk has left the tree, or X is over.
+    levels [S]: that the drafter's context allowed, D where None. place [S, D]: of the children of the node on X at
+    level j the one on X, 0 for the most probable, -1 where it is not among the topk, or where `confidence` is NaN.
+    `rank` goes on past X's end token, with what the target would have gone on with, as a round's `num_accepted` does.
     """
 
     answers: list[Answer]
@@ -87,3 +99,42 @@ class TreeRollouts:
     rank: Ints
     confidence: Floats
     on_text: Floats
+    levels: Ints | None = None
+    place: Ints | None = None
+
+    @property
+    def depth(self) -> int:
+        """`DynamicTree.depth`, times that nodes were expanded: one less than the D levels."""
+        return self.rank.shape[1] - 1
+
+
+Rollouts = TypeVar("Rollouts", ChainRollouts, TreeRollouts)
+
+
+def joined(parts: Sequence[Rollouts]) -> Rollouts:
+    """Recordings by one drafter, of one depth and with the same heads, as one; their answers are counted on."""
+    first = parts[0]
+    arrays: dict[str, Any] = {}
+    for item in fields(first):
+        value = getattr(first, item.name)
+        if isinstance(value, np.ndarray):
+            arrays[item.name] = np.concatenate([getattr(part, item.name) for part in parts])
+        elif isinstance(value, Mapping):
+            arrays[item.name] = {k: np.concatenate([getattr(part, item.name)[k] for part in parts]) for k in value}
+    before = np.cumsum([0, *(len(part.answers) for part in parts)])
+    arrays["answer"] = np.concatenate([part.answer + n for part, n in zip(parts, before, strict=False)])
+    return replace(first, answers=[answer for part in parts for answer in part.answers], **arrays)
+
+
+def of_answer(rollouts: Rollouts, number: int) -> Rollouts:
+    """One answer's part, with which `joined` began."""
+    rows = rollouts.answer == number
+    arrays: dict[str, Any] = {}
+    for item in fields(rollouts):
+        value = getattr(rollouts, item.name)
+        if isinstance(value, np.ndarray):
+            arrays[item.name] = value[rows]
+        elif isinstance(value, Mapping):
+            arrays[item.name] = {key: array[rows] for key, array in value.items()}
+    arrays["answer"] = np.zeros_like(arrays["answer"])
+    return replace(rollouts, answers=[rollouts.answers[number]], **arrays)
