@@ -58,6 +58,10 @@ COMMANDS: dict[str, Command] = {
         "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
     ),
     "eval latency": Command("eval.latency", "LatencyConfig", "What the decoder adds to its models' forwards"),
+    "eval specdecpp": Command("launch.specdecpp", "SpecDecPPConfig", "SpecDec++'s experiments, heads trained for them"),
+    "eval calibration": Command(
+        "eval.studies.calibration", "CalibrationConfig", "Are acceptance probabilities right, and better than q?"
+    ),
     "launch torchrun": Command(
         "launch.torchrun", "TorchrunConfig", "Processes on this machine, or one group per machine", ("command",)
     ),
@@ -76,7 +80,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Train heads": ("train acceptance", "train eagle", "plan eagle", "plan acceptance"),
     "Run data and train commands on many devices": ("launch torchrun", "launch slurm", "launch deepspeed"),
     "Use heads elsewhere, and others' here": ("export", "check", "import"),
-    "Measure": ("eval bench", "eval lossless", "eval generation", "eval latency", "train throughput",
+    "Measure": ("eval bench", "eval lossless", "eval generation", "eval latency", "eval specdecpp",
+                "eval calibration", "train throughput",
                 "plan check"),
     "The shipped models": ("embedded build",),
 }  # fmt: skip

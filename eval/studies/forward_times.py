@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,27 @@ class ForwardTimes:
 def fit_forward_times(rows: Sequence[Row], clock: str) -> ForwardTimes:
     """Least squares without intercept over rows of `bench_rows`, one a method and prompt.
 
-    clock: `cpu` or `wall`. R2 = 1 - residual / total sum of squares about the mean of T.
+    clock: `cpu` or `wall`.
     """
-    counts = np.array([[row["num_draft_tokens"], row["num_target_calls"]] for row in rows], dtype=np.float64)
-    seconds = np.array([row[f"{clock}_s"] for row in rows], dtype=np.float64)
-    (t_draft, t_target), *_ = np.linalg.lstsq(counts, seconds, rcond=None)
-    residual = np.square(seconds - counts @ [t_draft, t_target]).sum()
-    total = np.square(seconds - seconds.mean()).sum()
-    return ForwardTimes(float(t_draft), float(t_target), float(1 - residual / total), len(rows))
+    (t_draft, t_target), *_ = np.linalg.lstsq(_counts(rows), _seconds(rows, clock), rcond=None)
+    times = ForwardTimes(float(t_draft), float(t_target), 0.0, len(rows))
+    return replace(times, r2=explained(rows, times, clock))
+
+
+def explained(rows: Sequence[Row], times: ForwardTimes, clock: str) -> float:
+    """R2 of these times over rows that they need not be fitted to: 1 - residual / total sum of squares about the mean
+    of T."""
+    seconds = _seconds(rows, clock)
+    residual = np.square(seconds - _counts(rows) @ [times.t_draft, times.t_target]).sum()
+    return float(1 - residual / np.square(seconds - seconds.mean()).sum())
+
+
+def _counts(rows: Sequence[Row]) -> Floats:
+    return np.array([[row["num_draft_tokens"], row["num_target_calls"]] for row in rows], dtype=np.float64)
+
+
+def _seconds(rows: Sequence[Row], clock: str) -> Floats:
+    return np.array([row[f"{clock}_s"] for row in rows], dtype=np.float64)
 
 
 def gain_interval(rows: Sequence[Row], method: str, baseline: str, clock: str, seed: int) -> list[float] | None:
@@ -86,9 +99,7 @@ def theory_rows(rows: Sequence[Row], times: ForwardTimes, clock: str) -> list[di
         )
         measured = tokens / sum(row[f"{clock}_s"] for row in own)
         theory = tokens / times.seconds(drafted, calls)
-        found.append(
-            {"method": method, "measured": measured, "theory": theory, "difference": theory / measured - 1}
-        )
+        found.append({"method": method, "measured": measured, "theory": theory, "difference": theory / measured - 1})
     return found
 
 

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
+from draftsmith.data.progress import bar
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import Models
-from draftsmith.eval.rollouts import record, store
+from draftsmith.eval.rollouts.record import ChainRecorder, DrafterName, Recording
 from draftsmith.eval.rollouts.rollouts import ChainRollouts
+from draftsmith.eval.rollouts.store import recorded
 from draftsmith.modules.heads.acceptance import AcceptanceHead
-from draftsmith.modules.types import SamplingParams
 
 
 def recorded_chains(
     directory: Path,
     models: Models,
-    drafter: Literal["draft", "eagle"],
+    drafter: DrafterName,
     prompts: Sequence[BenchPrompt],
-    params: SamplingParams,
-    depth: int,
-    max_new_tokens: int,
-    seed: int,
+    how: Recording,
     heads: Mapping[str, AcceptanceHead],
 ) -> ChainRollouts:
-    """Those in `directory`, where they are complete; else recorded and kept there. Answers end at the target's end
-    tokens."""
-    raise AssertionError
+    """Chains of every prompt with the logits of all heads: those in `directory` are read, the others recorded there.
+
+    Raises:
+        InputError: the directory holds rollouts that were made otherwise.
+    """
+    settings = {
+        **dataclasses.asdict(how),
+        "drafter": drafter,
+        "models": {flag: lm.info.identity for flag, lm in (("target", models.target), ("draft", models.draft)) if lm},
+        "heads": {name: _digest(head) for name, head in heads.items()},
+    }
+    recorder = ChainRecorder(models, drafter, how, heads)
+    with bar(f"rollouts, {directory.name}", len(prompts), "prompts") as advance:
+        return recorded(directory, prompts, settings, recorder, advance)
+
+
+def _digest(head: AcceptanceHead) -> str:
+    """Of a head's weights."""
+    values = hashlib.sha256()
+    for tensor in head.parameters():
+        values.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return values.hexdigest()[:16]

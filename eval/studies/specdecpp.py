@@ -19,11 +19,12 @@ from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Models, at_least, between
 from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.rollouts.record import Recording
 from draftsmith.eval.rollouts.rollouts import ChainRollouts
 from draftsmith.eval.studies.forward_times import ForwardTimes
 from draftsmith.eval.studies.heads import head_directories, load_heads
 from draftsmith.eval.studies.recording import recorded_chains
-from draftsmith.eval.studies.specdecpp_sweep import PUBLISHED_H, Grid, Rule, Setting, best, published_head, sweep
+from draftsmith.eval.studies.specdecpp_sweep import PUBLISHED_H, Grid, Rule, Setting, best, published_head
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -218,8 +219,11 @@ def load_study(config: SpecDecPPConfig, heads: Path) -> Study:
 def rollouts_of(study: Study, split: str) -> ChainRollouts:
     """Recorded in output/rollouts/SPLIT, or read from there."""
     config = study.config
-    how = recording(config, study.models.target, config.recorded_depth)
-    return recorded_chains(config.output / "rollouts" / split, study.models, study.prompts[split], how, study.heads)
+    how = Recording(
+        config.sampling, config.recorded_depth, config.max_new_tokens, config.seed, study.models.target.info.eos_ids
+    )
+    directory = config.output / "rollouts" / split
+    return recorded_chains(directory, study.models, "draft", study.prompts[split], how, study.heads)
 
 
 def dev_methods(config: SpecDecPPConfig) -> list[str]:
@@ -244,4 +248,3 @@ def choose(study: Study, settings: Sequence[Setting], times: ForwardTimes) -> Ch
         own = [s for s in stopped if s.rule.head == published and s.rule.calibrated]
         found[PUBLISHED_CALIBRATED] = best(own, times.tokens_per_s).rule
     return Choice(found)
-

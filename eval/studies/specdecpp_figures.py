@@ -7,6 +7,7 @@ from typing import Any
 
 from draftsmith.eval.figures import Axis, Chart, Column, Figure, Table
 from draftsmith.eval.studies.forward_times import ForwardTimes
+from draftsmith.eval.studies.keeping import rounded
 from draftsmith.eval.studies.specdecpp_sweep import Setting, front
 
 # Huang et al. 2024, table of KL: w_rej = 6, by depth 0..4.
@@ -16,23 +17,20 @@ PAPER_GAIN = "+7.2 / +11.1 / +9.4 % (Alpaca / HumanEval / GSM8K)"
 PAPER_R2, PAPER_THEORY_ERROR = ">= 0.98", "within 6.2 %"
 
 
-def rounded(value: float | None, digits: int = 5) -> float | None:
-    """To so many significant digits, as results.json keeps numbers."""
-    return None if value is None else float(f"{value:.{digits}g}")
-
-
 def rate_row(series: str, setting: Setting, times: ForwardTimes) -> dict[str, Any]:
     """A setting as a point of discard rate against verification rate."""
     totals = setting.totals
-    return {
-        "series": series,
-        "setting": setting.rule.label,
-        "head": setting.rule.head,
-        "discard_rate": rounded(totals.discard_rate),
-        "verification_rate": rounded(totals.verification_rate),
-        "tau": rounded(totals.tau),
-        "theory": rounded(times.tokens_per_s(totals)),
-    }
+    return rounded(
+        {
+            "series": series,
+            "setting": setting.rule.label,
+            "head": setting.rule.head,
+            "discard_rate": totals.discard_rate,
+            "verification_rate": totals.verification_rate,
+            "tau": totals.tau,
+            "theory": times.tokens_per_s(totals),
+        }
+    )
 
 
 def rate_series(settings: Sequence[Setting], best_head: str, published: str | None) -> dict[str, list[Setting]]:
@@ -82,8 +80,8 @@ def rate_charts(
         Chart(
             "specdecpp-all-heads", "The same for every head and threshold, raw and calibrated", "point", points, **axes,
             series="series", series_title="heads with", hover=hover,
-            note="Each point is one head at one h. Weights move a head along the front rather than to another one where "
-            "the clouds of two weights overlap.",
+            note="Each point is one head at one h. Where the points of two weights lie on one curve, the weight moves a "
+            "head along the front and not to a better one.",
         ),
     ]  # fmt: skip
 
@@ -96,13 +94,7 @@ def _weight_name(setting: Setting, w_rej: Mapping[str, float]) -> str:
 def kl_figures(rows: Sequence[Mapping[str, Any]], constant: float | None) -> list[Figure]:
     """The table of KL by (w_rej, D), and its eval column as lines. rows: of `kl_rows`. constant: the eval KL of the
     best constant."""
-    table = [
-        {
-            **{key: rounded(value) if isinstance(value, float) else value for key, value in row.items()},
-            "paper": PAPER_EVAL_KL.get((row["w_rej"], row["depth"])),
-        }
-        for row in rows
-    ]
+    table = [{**rounded(row), "paper": PAPER_EVAL_KL.get((row["w_rej"], row["depth"]))} for row in rows]
     kls = [("train_kl", "train"), ("eval_kl", "eval")]
     columns = [
         Column("w_rej", "w_rej", "g"),
@@ -119,7 +111,7 @@ def kl_figures(rows: Sequence[Mapping[str, Any]], constant: float | None) -> lis
         + "The paper's pair is llama-2-chat 7B for 70B: compare directions, not sizes."
     )
     lines = [
-        {"series": f"w_rej {row['w_rej']:g}, {what}", "depth": row["depth"], "kl": rounded(row[key])}
+        rounded({"series": f"w_rej {row['w_rej']:g}, {what}", "depth": row["depth"], "kl": row[key]})
         for row in rows
         for key, what in (("eval_kl", "raw"), ("eval_kl_corrected", "corrected"))
     ]
@@ -152,7 +144,7 @@ def throughput_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     ]
     note = (
         "Settings are the fastest by the cost model on the dev prompts. Cost model: counts replayed from rollouts, "
-        "times fitted to a bench on the dev prompts. Measured: real decoding on the test prompts, one thread, CPU time, "
+        "times fitted to a bench on the dev prompts. Measured: real decoding on the test prompts, one thread, "
         "interleaved with the fixed K that it is compared to. Intervals: bootstrap over prompts, in pairs. The oracle "
         "knows which token will be rejected; no decoder can run it."
     )
@@ -165,17 +157,19 @@ def regression_figures(
     """Forward times (table 2, section 4.2). theory: rows of `theory_rows` of the test runs. points: predicted and
     measured seconds of single prompts."""
     worst = max((abs(row["difference"]) for row in theory if row["method"] != "ar"), default=None)
-    fit = [
-        {"what": "t_draft, ms a drafted token", "ours": rounded(times.t_draft * 1e3), "paper": None},
-        {"what": "t_target, ms a target call", "ours": rounded(times.t_target * 1e3), "paper": None},
-        {"what": "c = t_draft / t_target", "ours": rounded(times.t_draft / times.t_target), "paper": None},
-        {"what": "R2 over the rows it was fitted to", "ours": rounded(times.r2), "paper": PAPER_R2},
-        {"what": "R2 over the test rows", "ours": rounded(test_r2), "paper": None},
-        {"what": "rows fitted (methods x prompts)", "ours": times.rows, "paper": None},
-        {"what": "largest |theory / measured - 1|, without ar", "ours": rounded(worst), "paper": PAPER_THEORY_ERROR},
-        {"what": "hint of theorem 3.1: h <= 1 - c", "ours": rounded(1 - times.t_draft / times.t_target), "paper": None},
+    ratio = times.t_draft / times.t_target
+    quantities: list[tuple[str, float | None, str | None]] = [
+        ("t_draft, ms a drafted token", times.t_draft * 1e3, None),
+        ("t_target, ms a target call", times.t_target * 1e3, None),
+        ("c = t_draft / t_target", ratio, None),
+        ("R2 over the rows it was fitted to", times.r2, PAPER_R2),
+        ("R2 over the test rows", test_r2, None),
+        ("rows fitted (methods x prompts)", times.rows, None),
+        ("largest |theory / measured - 1|, without ar", worst, PAPER_THEORY_ERROR),
+        ("hint of theorem 3.1: h <= 1 - c", 1 - ratio, None),
     ]
-    methods = [{key: rounded(v) if isinstance(v, float) else v for key, v in row.items()} for row in theory]
+    fit = [rounded({"what": what, "ours": ours, "paper": paper}) for what, ours, paper in quantities]
+    methods = [rounded(row) for row in theory]
     return [
         Table(
             "specdecpp-forward-times", "Forward times by regression (section 4.2)",
@@ -200,4 +194,3 @@ def regression_figures(
             "model holds.",
         ),
     ]  # fmt: skip
-

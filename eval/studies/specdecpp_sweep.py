@@ -11,7 +11,7 @@ import torch
 from draftsmith.eval.rollouts import replay
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, Floats
 from draftsmith.eval.studies.pareto import pareto_front
-from draftsmith.modules.decoding.trace import Totals, pool
+from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 
 # SpecDec++ section 4: the head and the threshold that its headline numbers are of.
@@ -83,23 +83,19 @@ class Grid:
 
 def sweep(rollouts: ChainRollouts, grid: Grid, heads: Mapping[str, AcceptanceHead]) -> list[Setting]:
     """Every rule of the grid on these rollouts: the counts that decoding with it would have had, exactly."""
-    probs = {
-        (name, calibrated): head_prob(rollouts.heads[name], heads[name], calibrated)
-        for name in grid.heads
-        for calibrated in (False, True)
-    }
-    found = []
-    for rule in grid.rules():
-        if rule.k:
-            lengths = replay.fixed_k(rollouts, rule.k)
-        elif rule.head is None:
-            lengths = replay.oracle(rollouts)
-        else:
-            lengths = replay.threshold(
-                rollouts, probs[rule.head, rule.calibrated], rule.h, grid.minimum, grid.maximum
-            )
-        found.append(Setting(rule, pool(replay.replay(rollouts, lengths))))
-    return found
+    return [Setting(rule, pool(replayed(rollouts, rule, grid, heads))) for rule in grid.rules()]
+
+
+def replayed(rollouts: ChainRollouts, rule: Rule, grid: Grid, heads: Mapping[str, AcceptanceHead]) -> list[DecodeTrace]:
+    """One rule, one trace an answer."""
+    if rule.k:
+        lengths = replay.fixed_k(rollouts, rule.k)
+    elif rule.head is None:
+        lengths = replay.oracle(rollouts)
+    else:
+        probs = head_prob(rollouts.heads[rule.head], heads[rule.head], rule.calibrated)
+        lengths = replay.threshold(rollouts, probs, rule.h, grid.minimum, grid.maximum)
+    return replay.replay(rollouts, lengths)
 
 
 def head_prob(logit: Floats, head: AcceptanceHead, calibrated: bool) -> Floats:
