@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from draftsmith.eval.rollouts.record import num_candidates
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Floats, Ints, TreeRollouts
 from draftsmith.modules.decoding.stop import RunningEntropy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.heads.acceptance import AcceptanceHead
 
 # A round by its row: (how many tokens it may draft) -> (drafted, accepted, the drafter's forwards).
 PlayRound = Callable[[int, int], tuple[int, int, int]]
@@ -23,6 +25,12 @@ def fixed_k(rollouts: ChainRollouts, k: int) -> Ints:
     """[S]: k drafted tokens a round."""
     assert 1 <= k <= rollouts.depth
     return np.full(len(rollouts.start), k, np.int64)
+
+
+def head_probs(logits: Floats, head: AcceptanceHead, calibrated: bool) -> Floats:
+    """[S, K]: a head's raw outputs, as the paper's rule takes them, or its probabilities."""
+    raw = torch.from_numpy(logits)
+    return torch.sigmoid(head.calibrated(raw) if calibrated else raw).numpy()
 
 
 def threshold(rollouts: ChainRollouts, probs: Floats, h: float, minimum: int, maximum: int) -> Ints:
