@@ -27,8 +27,10 @@ def keep(
     prompts: Sequence[BenchPrompt],
     figures: Sequence[Figure],
     summary: Mapping[str, Any],
+    shown: Sequence[str],
 ) -> dict[str, Any]:
-    """Write `output`/results.json, complete as it appears, and print the tables. config: has prompts and output."""
+    """Write `output`/results.json, complete as it appears, and print some of its tables. config: has prompts and
+    output. shown: names of tables."""
     smaller = {"draft": models.draft, "mid": models.mid}
     results = {
         "meta": describe(kind, config, models.target, prompts, config.prompts, smaller),
@@ -39,7 +41,7 @@ def keep(
     write_json(config.output / RESULTS, results)
     console = Console(highlight=False)
     for figure in figures:
-        if isinstance(figure, Table):
+        if isinstance(figure, Table) and figure.name in shown:
             console.print(printed(figure))
     say(f"Written to {config.output / RESULTS}")
     return results

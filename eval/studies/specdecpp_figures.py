@@ -80,8 +80,8 @@ def rate_charts(
         Chart(
             "specdecpp-all-heads", "The same for every head and threshold, raw and calibrated", "point", points, **axes,
             series="series", series_title="heads with", hover=hover,
-            note="Each point is one head at one h. Where the points of two weights lie on one curve, the weight moves a "
-            "head along the front and not to a better one.",
+            note="A point is one head at one h. Where the points of two weights lie on one curve, the weight moves a head "
+            "along the front and not to a better one.",
         ),
     ]  # fmt: skip
 

@@ -81,7 +81,8 @@ def write_results(study: Study, found: Found) -> dict[str, Any]:
         **{f"{row['role']}: {key}": row[key] for row in throughput for key in ("rule", "head", *GAINS)},
     }
     prompts = study.prompts[config.split]
-    return keep("specdecpp", config, study.models, prompts, figures, numbers)
+    shown = ("specdecpp-throughput", "specdecpp-kl", "specdecpp-forward-times", "specdecpp-theory")
+    return keep("specdecpp", config, study.models, prompts, figures, numbers, shown)
 
 
 GAINS = ("gain_theory", "gain_theory_ci", "gain_measured", "gain_measured_ci")
