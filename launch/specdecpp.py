@@ -103,6 +103,7 @@ def training_steps(config: SpecDecPPConfig) -> list[Step]:
                 *("train", "acceptance", "--config", "acceptance-small", "--draft", config.draft),
                 *("--data", str(data / "train" / "acceptance"), "--val", str(data / "eval" / "acceptance")),
                 *("--w_rej", str(weight), "--num_blocks", str(depth), "--epochs", str(config.epochs)),
+                *("--batch_size", str(config.batch_size)),
                 *("--seed", str(config.seed), "--num_threads", str(config.num_threads), "--track", "csv"),
                 *("--output", str(output), "--resume", "true"),
             )
@@ -140,7 +141,7 @@ def measure(config: SpecDecPPConfig, console: Console) -> None:
     from draftsmith.data.progress import say
     from draftsmith.eval.studies.forward_times import bench_rows, fit_forward_times
     from draftsmith.eval.studies.specdecpp import choose, dev_methods, load_study, rollouts_of
-    from draftsmith.eval.studies.specdecpp_results import Found, write_results
+    from draftsmith.eval.studies.specdecpp_results import Found, drafting, write_results
     from draftsmith.eval.studies.specdecpp_sweep import published_head, sweep
 
     study = load_study(config, config.heads or config.output / "heads")
@@ -148,7 +149,8 @@ def measure(config: SpecDecPPConfig, console: Console) -> None:
     dev = bench_step(study, config.dev_split, config.dev_prompts, dev_methods(config), timing)
     execute(dev, console)
     clock = read_json(dev.done)["meta"]["clock"]
-    times = fit_forward_times([row for row in bench_rows(dev.done.parent) if row["method"] != "ar"], clock)
+    dev_rows = bench_rows(dev.done.parent)
+    times = fit_forward_times(drafting(dev_rows), clock)
     rollouts = {split: rollouts_of(study, split) for split in (config.dev_split, config.split)}
     say("Replaying every K, and every h of every head")
     choice = choose(study, sweep(rollouts[config.dev_split], study.grid, study.heads), times)
@@ -162,4 +164,4 @@ def measure(config: SpecDecPPConfig, console: Console) -> None:
     places = {name: config.output / "data" / name / "acceptance" for name in ("train", "eval")}
     labels = {name: place for name, place in places.items() if place.exists()}
     runs = [step.done.parent for step in tests]
-    write_results(study, Found(rollouts, reported, choice, times, clock, runs, labels))
+    write_results(study, Found(rollouts, reported, choice, times, dev_rows, clock, runs, labels))

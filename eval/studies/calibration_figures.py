@@ -131,7 +131,8 @@ def depth_charts(said: Said) -> list[Chart]:
     return [
         Chart(
             f"{key}-by-depth", f"{key.upper()} by place in the draft", "line", group_rows(said, "depth", shown), axis,
-            Axis(key, key.upper(), ".3f"), series="predictor", facet="temperature", hover=("tokens", "accepted"), note=note,
+            Axis(key, key.upper(), ".3f"), series="predictor", facet="temperature",
+            hover=("tokens", "accepted"), note=note,
         )
         for key, shown in (("auc", RANKED), ("ece", HAVE_PROB))
     ]  # fmt: skip

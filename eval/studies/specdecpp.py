@@ -32,14 +32,13 @@ from draftsmith.modules.types import InputError, SamplingParams
 QUICK: dict[str, Any] = {
     "depths": (0, 3),
     "weights": (1.0, 6.0),
-    "train_prompts": 112,
-    "dev_prompts": 10,
-    "test_prompts": 12,
-    "label_prompts": 32,
-    "epochs": 3,
-    "max_new_tokens": 96,
+    "train_prompts": 64,
+    "label_prompts": 24,
+    "dev_prompts": 6,
+    "test_prompts": 10,
+    "batch_size": 4,
+    "max_new_tokens": 80,
     "max_drafted": 14,
-    "repeats": 1,
 }
 
 
@@ -71,6 +70,7 @@ class SpecDecPPConfig:
     dev_prompts: dev prompts to choose settings on.
     test_prompts: prompts to report.
     epochs: passes over the training labels.
+    batch_size: answers in one step of training.
     max_new_tokens: longest answer.
     repeats: timed runs of every method on every prompt; the median counts.
     quick: under two minutes: two depths, two weights, fewer and shorter answers, instead of what is set here.
@@ -104,10 +104,11 @@ class SpecDecPPConfig:
     train_prompts: int = 480
     label_prompts: int = 60
     dev_prompts: int = 24
-    test_prompts: int = 32
+    test_prompts: int = 80
     epochs: int = 4
+    batch_size: int = 8
     max_new_tokens: int = 256
-    repeats: int = 2
+    repeats: int = 1
     quick: bool = False
     dtype: str = "float32"
     device: str = "cpu"
@@ -128,7 +129,15 @@ class SpecDecPPConfig:
         at_least("ks", min(self.ks), 1)
         at_least("min_drafted", self.min_drafted, 1)
         at_least("max_drafted", self.max_drafted, self.min_drafted)
-        for name in ("label_prompts", "dev_prompts", "test_prompts", "epochs", "max_new_tokens", "repeats"):
+        for name in (
+            "label_prompts",
+            "dev_prompts",
+            "test_prompts",
+            "epochs",
+            "batch_size",
+            "max_new_tokens",
+            "repeats",
+        ):
             at_least(name, getattr(self, name), 1)
         at_least("train_prompts", self.train_prompts, 0)
         _ = self.sampling
@@ -171,19 +180,15 @@ class Choice:
     settings: dict[str, Rule]
 
     def methods(self, config: SpecDecPPConfig) -> dict[str, list[str]]:
-        """Head -> methods of the bench run that loads it, the best fixed K among them; a method is in it once."""
-        fixed = [rule.method(config.min_drafted, config.max_drafted) for rule in self.settings.values() if rule.k]
-        found: dict[str, list[str]] = {}
-        for rule in self.settings.values():
-            if rule.head is not None:
-                own = found.setdefault(rule.head, list(fixed))
-                method = rule.method(config.min_drafted, config.max_drafted)
-                own += [method] if method not in own else []
-        return found
+        """Head -> methods of the bench run that loads it, those without a head among them; a method is in it once."""
+        named = [(rule.head, rule.method(config.min_drafted, config.max_drafted)) for rule in self.settings.values()]
+        heads = dict.fromkeys(head for head, _ in named if head is not None)
+        return {head: list(dict.fromkeys(method for own, method in named if own in (None, head))) for head in heads}
 
 
-BEST_K, BEST_HEAD, PUBLISHED, PUBLISHED_CALIBRATED = (
+BEST_K, BEST_T, BEST_HEAD, PUBLISHED, PUBLISHED_CALIBRATED = (
     "best fixed K",
+    "best threshold on q",
     "best head and h",
     "published: w_rej 6, D 3, h 0.7",
     "the same head, calibrated, best h",
@@ -228,8 +233,8 @@ def rollouts_of(study: Study, split: str) -> ChainRollouts:
 
 def dev_methods(config: SpecDecPPConfig) -> list[str]:
     """What the times of the cost model are fitted to: fixed lengths over the whole range, and the published rule."""
-    ks = sorted(config.ks)
-    spread = sorted({ks[round(i * (len(ks) - 1) / 4)] for i in range(5)})
+    ks, count = sorted(config.ks), 3 if config.quick else 5
+    spread = sorted({ks[round(i * (len(ks) - 1) / (count - 1))] for i in range(count)})
     rules = [*(Rule(k=k) for k in spread), Rule(head="any", h=PUBLISHED_H), Rule(head="any", h=0.5, calibrated=True)]
     return [rule.method(config.min_drafted, config.max_drafted) for rule in rules]
 
@@ -240,6 +245,7 @@ def choose(study: Study, settings: Sequence[Setting], times: ForwardTimes) -> Ch
     stopped = [setting for setting in settings if setting.rule.head is not None]
     found = {
         BEST_K: best(fixed, times.tokens_per_s).rule,
+        BEST_T: best([s for s in settings if s.rule.t], times.tokens_per_s).rule,
         BEST_HEAD: best(stopped, times.tokens_per_s).rule,
     }
     published = published_head(study.heads)

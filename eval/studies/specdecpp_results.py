@@ -14,8 +14,10 @@ from draftsmith.eval.rollouts.rollouts import ChainRollouts
 from draftsmith.eval.studies.forward_times import (
     Floats,
     ForwardTimes,
+    Row,
     bench_rows,
     explained,
+    fit_forward_times,
     gain_interval,
     ratio_interval,
     theory_rows,
@@ -38,14 +40,15 @@ ORACLE = "greedy oracle (lemma 2.1)"
 
 @dataclass(frozen=True)
 class Found:
-    """All that was measured. rollouts: by split. settings: the sweep on the reported split. clock: of
-    the benches, cpu or wall. runs: benches on the
+    """All that was measured. rollouts: by split. settings: the sweep on the reported split. dev_rows: of the
+    bench on the dev prompts, which `times` are fitted to. clock: of the benches, cpu or wall. runs: benches on the
     reported prompts. labels: `train` and `eval` artefacts that exist."""
 
     rollouts: Mapping[str, ChainRollouts]
     settings: Sequence[Setting]
     choice: Choice
     times: ForwardTimes
+    dev_rows: Sequence[Row]
     clock: str
     runs: Sequence[Path]
     labels: Mapping[str, Path]
@@ -56,33 +59,56 @@ def write_results(study: Study, found: Found) -> dict[str, Any]:
     config, draft, times = study.config, study.models.draft, found.times
     assert draft is not None
     throughput = throughput_rows(study, found)
-    rows = [row for run in found.runs for row in bench_rows(run) if row["method"] != "ar"]
+    by_run = {run.name: bench_rows(run) for run in found.runs}
+    rows = drafting([row for own in by_run.values() for row in own])
+    fits = fits_of(found, by_run)
     theory = [
-        {"run": run.name, **row} for run in found.runs for row in theory_rows(bench_rows(run), times, found.clock)
+        {"run": name, **row, "difference_dev": dev["difference"]}
+        for name, own in by_run.items()
+        for row, dev in zip(
+            theory_rows(own, fits[name], found.clock), theory_rows(own, times, found.clock), strict=True
+        )
     ]
     sets = {name: read_labels(path, draft, config.seed, config.label_prompts) for name, path in found.labels.items()}
-    best_head = found.choice.settings[BEST_HEAD].head
-    assert best_head is not None
+    best_head = found.choice.settings[BEST_HEAD]
     weights = {name: head.config.w_rej for name, head in study.heads.items()}
-    test_r2 = explained(rows, times, found.clock)
     figures: list[Figure] = [
         throughput_table(throughput),
         *rate_charts(found.settings, best_head, published_head(study.heads), times, weights),
         *kl_figures(kl_rows(study.heads, sets), constant_kl(sets["eval"])),
-        *regression_figures(times, test_r2, theory, time_points(rows, times, found.clock)),
+        *regression_figures(fits, theory, time_points(rows, times, found.clock)),
     ]
     numbers = {
         "t_draft_ms": times.t_draft * 1e3,
         "t_target_ms": times.t_target * 1e3,
         "c": times.t_draft / times.t_target,
-        "r2_dev": times.r2,
-        "r2_test": test_r2,
+        "r2": times.r2,
+        "r2_test": explained(rows, times, found.clock),
         "largest_theory_error": max(abs(row["difference"]) for row in theory if row["method"] != "ar"),
+        "largest_theory_error_dev": max(abs(row["difference_dev"]) for row in theory if row["method"] != "ar"),
         **{f"{row['role']}: {key}": row[key] for row in throughput for key in ("rule", "head", *GAINS)},
     }
     prompts = study.prompts[config.split]
     shown = ("specdecpp-throughput", "specdecpp-kl", "specdecpp-forward-times", "specdecpp-theory")
     return keep("specdecpp", config, study.models, prompts, figures, numbers, shown)
+
+
+def drafting(rows: Sequence[Row]) -> list[Row]:
+    """Without ar, whose target calls read one row: what the times are fitted to."""
+    return [row for row in rows if row["method"] != "ar"]
+
+
+def fits_of(found: Found, by_run: Mapping[str, Sequence[Row]]) -> dict[str, ForwardTimes]:
+    """Times of the dev bench, of its methods with and without a head alone, and of each bench on the reported
+    prompts."""
+    dev = drafting(found.dev_rows)
+    parts = {
+        "dev, fixed K only": [row for row in dev if row["method"].startswith("spec:")],
+        "dev, specdec++ only": [row for row in dev if row["method"].startswith("specdec++")],
+        **{name: drafting(rows) for name, rows in by_run.items()},
+    }
+    fits = {name: fit_forward_times(rows, found.clock) for name, rows in parts.items()}
+    return {"dev, all drafting methods": found.times, **fits}
 
 
 GAINS = ("gain_theory", "gain_theory_ci", "gain_measured", "gain_measured_ci")
@@ -131,10 +157,10 @@ def measured_columns(study: Study, rule: Rule, fixed: Rule, runs: Sequence[Path]
     """Throughput of a rule in the first bench run that decoded with it (and its head), over `ar` and over the best
     fixed K of the same run. Nothing for the oracle."""
     config = study.config
-    if not rule.k and rule.head is None:
+    if rule.is_oracle:
         return {}
     method, baseline = (r.method(config.min_drafted, config.max_drafted) for r in (rule, fixed))
-    run = next(run for run in runs if rule.k or run.name == run_name(config.split, rule.head))
+    run = next(run for run in runs if rule.head is None or run.name == run_name(config.split, rule.head))
     rows = bench_rows(run)
     rates = {row["method"]: row["measured"] for row in theory_rows(rows, ForwardTimes(1.0, 1.0, 0.0, 0), clock)}
     columns: dict[str, Any] = {"measured": rates[method], "speedup": rates[method] / rates["ar"]}

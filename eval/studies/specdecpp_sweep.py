@@ -23,28 +23,38 @@ class Rule:
     """How long a draft gets.
 
     k: that many tokens, where it is above 0. head, h: SpecDec++'s threshold on the product of this head's outputs,
-    calibrated or as they are. Neither: the greedy oracle of lemma 2.1, which drafts what will be accepted.
+    calibrated or as they are. t: until a token whose own q is below it, the baseline that needs no head. None of them:
+    the greedy oracle of lemma 2.1, which drafts what will be accepted.
     """
 
     k: int = 0
     head: str | None = None
     h: float = 0.0
     calibrated: bool = False
+    t: float = 0.0
 
     @property
     def label(self) -> str:
         """The setting, short."""
         if self.k:
             return f"K={self.k}"
+        if self.t:
+            return f"t={self.t:g}"
         if self.head is None:
             return "oracle"
         return f"h={self.h:g}" + (", calibrated" if self.calibrated else "")
 
+    @property
+    def is_oracle(self) -> bool:
+        return self == Rule()
+
     def method(self, minimum: int, maximum: int) -> str:
         """As `eval bench` calls it; the head is passed beside it."""
+        assert not self.is_oracle, "no decoder can run the oracle"
         if self.k:
             return f"spec:k={self.k}"
-        assert self.head is not None, "no decoder can run the oracle"
+        if self.t:
+            return f"confidence:t={self.t:g}:min=1:max={maximum}"
         calibrated = ":calibrated=on" if self.calibrated else ""
         return f"specdec++:h={self.h:g}:min={minimum}:max={maximum}{calibrated}"
 
@@ -73,8 +83,9 @@ class Grid:
     maximum: int
 
     def rules(self) -> Iterable[Rule]:
-        """Fixed K first, then each head's thresholds, raw and calibrated, then the oracle."""
+        """Fixed K first, then thresholds on q, then each head's thresholds, raw and calibrated, then the oracle."""
         yield from (Rule(k=k) for k in self.ks)
+        yield from (Rule(t=t) for t in self.thresholds)
         for head in self.heads:
             for calibrated in (False, True):
                 yield from (Rule(head=head, h=h, calibrated=calibrated) for h in self.thresholds)
@@ -90,6 +101,8 @@ def replayed(rollouts: ChainRollouts, rule: Rule, grid: Grid, heads: Mapping[str
     """One rule, one trace an answer."""
     if rule.k:
         lengths = replay.fixed_k(rollouts, rule.k)
+    elif rule.t:
+        lengths = replay.confidence(rollouts, rule.t, 1, grid.maximum)
     elif rule.head is None:
         lengths = replay.oracle(rollouts)
     else:
