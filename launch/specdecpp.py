@@ -103,7 +103,7 @@ def training_steps(config: SpecDecPPConfig) -> list[Step]:
                 *("train", "acceptance", "--config", "acceptance-small", "--draft", config.draft),
                 *("--data", str(data / "train" / "acceptance"), "--val", str(data / "eval" / "acceptance")),
                 *("--w_rej", str(weight), "--num_blocks", str(depth), "--epochs", str(config.epochs)),
-                *("--batch_size", str(config.batch_size)),
+                *("--batch_size", str(config.batch_size), "--lr", str(config.lr)),
                 *("--seed", str(config.seed), "--num_threads", str(config.num_threads), "--track", "csv"),
                 *("--output", str(output), "--resume", "true"),
             )
