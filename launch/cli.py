@@ -65,6 +65,10 @@ COMMANDS: dict[str, Command] = {
     "eval eagle2": Command("eval.studies.eagle2", "Eagle2Config", "EAGLE-2's experiments: what a draft tree is worth"),
     "eval hsddw": Command("eval.studies.hsddw", "HsddwConfig", "HSDDW's experiments: three models, windows by entropy"),
     "eval latency": Command("eval.latency", "LatencyConfig", "What the decoder adds to its models' forwards"),
+    "eval specdecpp": Command("launch.specdecpp", "SpecDecPPConfig", "SpecDec++'s experiments, heads trained for them"),
+    "eval calibration": Command(
+        "eval.studies.calibration", "CalibrationConfig", "Are acceptance probabilities right, and better than q?"
+    ),
     "launch torchrun": Command(
         "launch.torchrun", "TorchrunConfig", "Processes on this machine, or one group per machine", ("command",)
     ),

@@ -32,7 +32,7 @@ class TrainAcceptanceConfig(TrainConfig):
         init: Head directory to go on from, in the place of random weights: to fine-tune a head, also one that was
             imported or made for another draft of this width. num_blocks and tied are then the head's; the loss weights
             are those given here.
-        num_blocks: Residual blocks of the head; by default 3, or those of init.
+        num_blocks: Residual blocks of the head, 0 for a linear one; by default 3, or those of init.
         w_acc: Loss weight of accepted tokens.
         w_rej: Loss weight of rejected tokens.
         tied: Apply one block num_blocks times, as the paper's published code does; by default off, or as in init.
@@ -56,8 +56,8 @@ class TrainAcceptanceConfig(TrainConfig):
             raise InputError("w_acc, w_rej", f"{self.w_acc}, {self.w_rej}", "positive weights", "Change them.")
         if not 0 <= self.mix < 1:
             raise InputError("mix", self.mix, "a probability below 1", "With 1 no drafted token would be left.")
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise InputError("num_blocks", self.num_blocks, "1 or more", "Change it.")
+        if self.num_blocks is not None and self.num_blocks < 0:
+            raise InputError("num_blocks", self.num_blocks, "0 (a linear head) or more", "Change it.")
 
 
 def run(config: TrainAcceptanceConfig) -> Path:

@@ -89,7 +89,7 @@ class LitAcceptance(LitHead):
             raise InputError("val", "no drafted token", "validation samples with a response", "Hold out more samples.")
         raw, accept_prob, log_q, sample = rows.unbind(1)
         weights = dataclasses.replace(self.head.config, calibration=(1.0, 0.0))
-        logit = AcceptanceHead.calibrated(_Configured(weights), raw)  # type: ignore[arg-type]
+        logit = self.head.corrected(raw)
         metrics = acceptance_metrics(logit, accept_prob, log_q)
         everything = AcceptanceBatch(raw[None], accept_prob[None], torch.ones_like(raw, dtype=torch.bool)[None])
         metrics["loss"] = float(acceptance_loss(raw[None], everything, weights.w_acc, weights.w_rej).loss)
@@ -109,13 +109,6 @@ class LitAcceptance(LitHead):
             columns = (self.judge(batch.hidden), batch.accept_prob, log_q, sample)
             rows.append(torch.stack([column[mask].float() for column in columns], dim=1))
         return gather_rows(torch.cat(rows))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Configured:
-    """A head's `calibrated` needs its config only."""
-
-    config: object
 
 
 def _cross_fitted_ece(logit: Tensor, accept_prob: Tensor, sample: Tensor) -> float:

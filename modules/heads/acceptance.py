@@ -66,11 +66,15 @@ class AcceptanceHead(nn.Module):
             x = block(x)
         return self.out(x).squeeze(-1)
 
+    def corrected(self, logit: Tensor) -> Tensor:
+        """The raw logit without the loss' weights: the optimum is w_acc P / (w_acc P + w_rej (1-P)), so add
+        log(w_rej/w_acc)."""
+        return logit + math.log(self.config.w_rej / self.config.w_acc)
+
     def calibrated(self, logit: Tensor) -> Tensor:
-        """The logit of a probability: the loss' optimum is w_acc P / (w_acc P + w_rej (1-P)), so add log(w_rej/w_acc);
-        then the scale and shift that were fitted on held-out tokens."""
+        """The logit of a probability: corrected, then the scale and shift that were fitted on held-out tokens."""
         scale, shift = self.config.calibration
-        return scale * (logit + math.log(self.config.w_rej / self.config.w_acc)) + shift
+        return scale * self.corrected(logit) + shift
 
 
 class SpecDecPP:

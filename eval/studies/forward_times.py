@@ -1,0 +1,116 @@
+"""SpecDec++'s cost model: T = t_draft N_draft + t_target N_target (eq. 2.1-2.3), its times fitted to measured prompts
+(section 4.2)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftsmith.eval.summary import NUM_RESAMPLES
+from draftsmith.modules.decoding.trace import Totals
+
+Floats = NDArray[np.float64]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ForwardTimes:
+    """Seconds for a drafted token and for a target call, and what share of the variance of T over `rows` rows they
+    explain."""
+
+    t_draft: float
+    t_target: float
+    r2: float
+    rows: int
+
+    def seconds(self, num_draft_tokens: float, num_target_calls: float) -> float:
+        """T."""
+        return self.t_draft * num_draft_tokens + self.t_target * num_target_calls
+
+    def tokens_per_s(self, totals: Totals) -> float:
+        """N / T, eq. 2.3."""
+        return totals.num_tokens / self.seconds(totals.num_draft_tokens, totals.num_target_calls)
+
+
+def fit_forward_times(rows: Sequence[Row], clock: str) -> ForwardTimes:
+    """Least squares without intercept over rows of `bench_rows`, one a method and prompt.
+
+    clock: `cpu` or `wall`.
+    """
+    (t_draft, t_target), *_ = np.linalg.lstsq(_counts(rows), _seconds(rows, clock), rcond=None)
+    times = ForwardTimes(float(t_draft), float(t_target), 0.0, len(rows))
+    return replace(times, r2=explained(rows, times, clock))
+
+
+def explained(rows: Sequence[Row], times: ForwardTimes, clock: str) -> float:
+    """R2 of these times over rows that they need not be fitted to: 1 - residual / total sum of squares about the mean
+    of T."""
+    seconds = _seconds(rows, clock)
+    residual = np.square(seconds - _counts(rows) @ [times.t_draft, times.t_target]).sum()
+    return float(1 - residual / np.square(seconds - seconds.mean()).sum())
+
+
+def _counts(rows: Sequence[Row]) -> Floats:
+    return np.array([[row["num_draft_tokens"], row["num_target_calls"]] for row in rows], dtype=np.float64)
+
+
+def _seconds(rows: Sequence[Row], clock: str) -> Floats:
+    return np.array([row[f"{clock}_s"] for row in rows], dtype=np.float64)
+
+
+def gain_interval(rows: Sequence[Row], method: str, baseline: str, clock: str, seed: int) -> list[float] | None:
+    """95 % bootstrap interval of the relative gain in tokens/s of `method` over `baseline`, prompts resampled in pairs;
+    None for fewer than two prompts."""
+    pairs = [
+        {row["id"]: (row["tokens"], row[f"{clock}_s"]) for row in rows if row["method"] == name}
+        for name in (method, baseline)
+    ]
+    ids = [name for name in pairs[0] if name in pairs[1]]
+    if len(ids) < 2:
+        return None
+    own, other = (np.array([pair[name] for name in ids], dtype=np.float64) for pair in pairs)
+    return ratio_interval(own, other, seed)
+
+
+def ratio_interval(own: Floats, other: Floats, seed: int) -> list[float]:
+    """95 % bootstrap interval of (tokens/s of `own`) / (tokens/s of `other`) - 1; both [prompts, 2], tokens and seconds
+    of the same prompts, resampled in pairs."""
+    picks = np.random.default_rng(seed).integers(len(own), size=(NUM_RESAMPLES, len(own)))
+    tokens, seconds = np.moveaxis(own[picks].sum(1), 1, 0)
+    other_tokens, other_seconds = np.moveaxis(other[picks].sum(1), 1, 0)
+    low, high = np.percentile((tokens / seconds) / (other_tokens / other_seconds) - 1, [2.5, 97.5])
+    return [float(low), float(high)]
+
+
+def theory_rows(rows: Sequence[Row], times: ForwardTimes, clock: str) -> list[dict[str, Any]]:
+    """One row a method, in the order of `rows`: measured throughput beside what the cost model says of the same counts
+    (both ratios of sums over prompts), and their relative difference."""
+    found = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        tokens, drafted, calls = (
+            sum(row[name] for row in own) for name in ("tokens", "num_draft_tokens", "num_target_calls")
+        )
+        measured = tokens / sum(row[f"{clock}_s"] for row in own)
+        theory = tokens / times.seconds(drafted, calls)
+        found.append({"method": method, "measured": measured, "theory": theory, "difference": theory / measured - 1})
+    return found
+
+
+def bench_rows(directory: Path) -> list[dict[str, Any]]:
+    """The rows that `eval bench` keeps, one for each method and prompt: method, id, task, tokens, wall_s, cpu_s and the
+    counts. Prompts that were not measured are left out."""
+    parquet = directory / "prompts.parquet"
+    if parquet.exists():
+        import pyarrow.parquet as pq
+
+        rows = pq.read_table(parquet).to_pylist()
+    else:
+        rows = [json.loads(line) for line in (directory / "prompts.jsonl").read_text("utf-8").splitlines()]
+    return [row for row in rows if row.get("error") is None]

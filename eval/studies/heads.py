@@ -1,0 +1,37 @@
+"""The acceptance heads of a study: directories, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draftsmith.data.heads import load_head
+from draftsmith.modules.heads.acceptance import AcceptanceHead
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError
+
+
+def head_directories(root: Path) -> dict[str, Path]:
+    """Name -> head directory, of every folder in `root` that is a head or a training's output (its best/).
+
+    Raises:
+        InputError: there is none.
+    """
+    found: dict[str, Path] = {}
+    for folder in sorted(path for path in root.glob("*") if path.is_dir()):
+        directory = next((place for place in (folder, folder / "best") if (place / "config.json").exists()), None)
+        if directory is not None:
+            found[folder.name] = directory
+    if not found:
+        expected = "a folder of acceptance heads or of trainings' outputs"
+        raise InputError("heads", f"no head in {root}", expected, "Check the path, or leave --heads out to train some.")
+    return found
+
+
+def load_heads(directories: dict[str, Path], draft: CausalLM) -> dict[str, AcceptanceHead]:
+    """Name -> head, each of which must have been trained for this draft."""
+    loaded = {}
+    for name, directory in directories.items():
+        head = load_head(directory, draft, kind="acceptance")
+        assert isinstance(head, AcceptanceHead)
+        loaded[name] = head
+    return loaded

@@ -1,0 +1,48 @@
+"""Rollouts of a study: recorded once, then read."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from draftsmith.data.progress import bar
+from draftsmith.eval.measure import BenchPrompt
+from draftsmith.eval.methods.base import Models
+from draftsmith.eval.rollouts.record import ChainRecorder, DrafterName, Recording
+from draftsmith.eval.rollouts.rollouts import ChainRollouts
+from draftsmith.eval.rollouts.store import recorded
+from draftsmith.modules.heads.acceptance import AcceptanceHead
+
+
+def recorded_chains(
+    directory: Path,
+    models: Models,
+    drafter: DrafterName,
+    prompts: Sequence[BenchPrompt],
+    how: Recording,
+    heads: Mapping[str, AcceptanceHead],
+) -> ChainRollouts:
+    """Chains of every prompt with the logits of all heads: those in `directory` are read, the others recorded there.
+
+    Raises:
+        InputError: the directory holds rollouts that were made otherwise.
+    """
+    settings = {
+        **dataclasses.asdict(how),
+        "drafter": drafter,
+        "models": {flag: lm.info.identity for flag, lm in (("target", models.target), ("draft", models.draft)) if lm},
+        "heads": {name: _digest(head) for name, head in heads.items()},
+    }
+    recorder = ChainRecorder(models, drafter, how, heads)
+    with bar(f"rollouts, {directory.name}", len(prompts), "prompts") as advance:
+        return recorded(directory, prompts, settings, recorder, advance)
+
+
+def _digest(head: AcceptanceHead) -> str:
+    """Of a head's weights."""
+    values = hashlib.sha256()
+    for tensor in head.parameters():
+        values.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return values.hexdigest()[:16]

@@ -1,0 +1,167 @@
+"""`draftsmith eval specdecpp`: SpecDec++'s experiments in one command, which makes the labels, trains the heads and
+measures. Every stage is the command that would run it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from draftsmith.launch.demo import Step, execute
+
+if TYPE_CHECKING:
+    from draftsmith.eval.studies.specdecpp import SpecDecPPConfig, Study
+
+STARTED = "settings.json"
+
+
+def __getattr__(name: str) -> Any:
+    """The class of settings, which the measuring part owns: nothing of it is loaded before it is asked for."""
+    if name == "SpecDecPPConfig":
+        from draftsmith.eval.studies.specdecpp import SpecDecPPConfig
+
+        return SpecDecPPConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def run(config: SpecDecPPConfig) -> Path:
+    """Everything that is missing, then output/results.json."""
+    config = config.sized()
+    begin(config)
+    console = Console(highlight=False)
+    for step in [*label_steps(config), *training_steps(config)]:
+        execute(step, console)
+    measure(config, console)
+    return config.output
+
+
+def begin(config: SpecDecPPConfig) -> None:
+    """Remember the settings, so that stages of other settings are never mixed.
+
+    Raises:
+        InputError: the output directory holds a study with other settings.
+    """
+    from draftsmith.data.manifest import decisive, differences, read_json, write_json
+    from draftsmith.modules.types import InputError
+
+    started = config.output / STARTED
+    if started.exists():
+        differing = differences(decisive(config), read_json(started))
+        if differing:
+            found = f"{config.output}, begun with " + "; ".join(f"{key} {was}" for key, _, was in differing)
+            expected = "; ".join(f"{key} {now}" for key, now, _ in differing)
+            raise InputError("output", found, expected, "Choose another output, or restore the settings.")
+        return
+    config.output.mkdir(parents=True, exist_ok=True)
+    write_json(started, decisive(config))
+
+
+def label_steps(config: SpecDecPPConfig) -> list[Step]:
+    """Prompts, the target's answers and acceptance labels, of the prompts to train on and of dev prompts. Heads that
+    exist need the latter only."""
+    sets = {"eval": (config.dev_split, config.label_prompts)}
+    if config.heads is None:
+        sets = {"train": (config.train_split, config.train_prompts), **sets}
+    return [step for name, (split, limit) in sets.items() for step in data_steps(config, name, split, limit)]
+
+
+def data_steps(config: SpecDecPPConfig, name: str, split: str, limit: int) -> list[Step]:
+    """Of one set of prompts."""
+    root = config.output / "data" / name
+    sampling = sampling_flags(config)
+    common = ["--seed", str(config.seed), "--dtype", config.dtype, "--device", config.device]
+    common += ["--num_threads", str(config.num_threads)]
+    prompts = ["--source", config.prompts, "--target", config.target, "--split", split, "--limit", str(limit)]
+    prompts += ["--task", config.tasks] if config.tasks else []
+    answers = ["--prompts", str(root / "prompts"), "--target", config.target, *sampling, *common]
+    answers += ["--max_new_tokens", str(config.max_new_tokens), "--batch_size", "128"]
+    labels = ["--responses", str(root / "responses"), "--target", config.target, "--draft", config.draft]
+    labels += [*sampling, *common]
+    stages = {
+        "prompts": ("Prompts", prompts),
+        "responses": ("Answers of the target", answers),
+        "acceptance": ("Labels: which drafted tokens does the target keep?", labels),
+    }
+    return [
+        Step(f"{title} ({name})", ("data", stage, *argv, "--output", str(root / stage)), root / stage / "manifest.json")
+        for stage, (title, argv) in stages.items()
+    ]
+
+
+def training_steps(config: SpecDecPPConfig) -> list[Step]:
+    """One head for every depth and weight."""
+    if config.heads is not None:
+        return []
+    data = config.output / "data"
+    steps = []
+    for weight in config.weights:
+        for depth in config.depths:
+            output = config.output / "heads" / f"w{weight:g}-d{depth}"
+            argv = (
+                *("train", "acceptance", "--config", "acceptance-small", "--draft", config.draft),
+                *("--data", str(data / "train" / "acceptance"), "--val", str(data / "eval" / "acceptance")),
+                *("--w_rej", str(weight), "--num_blocks", str(depth), "--epochs", str(config.epochs)),
+                *("--batch_size", str(config.batch_size), "--lr", str(config.lr)),
+                *("--seed", str(config.seed), "--num_threads", str(config.num_threads), "--track", "csv"),
+                *("--output", str(output), "--resume", "true"),
+            )
+            steps.append(Step(f"Acceptance head: w_rej {weight:g}, D {depth}", argv, output / "training.json"))
+    return steps
+
+
+def bench_step(study: Study, split: str, limit: int, methods: Sequence[str], head: str) -> Step:
+    """Real decoding of these methods, with one head, one thread and its CPU time."""
+    from draftsmith.eval.studies.specdecpp_results import run_name
+
+    config = study.config
+    output = config.output / "bench" / run_name(split, head)
+    argv = (
+        *("eval", "bench", "--target", config.target, "--draft", config.draft),
+        *("--acceptance", str(study.places[head]), "--methods", ",".join(methods)),
+        *("--prompts", config.prompts, "--split", split, "--limit", str(limit)),
+        *(("--tasks", config.tasks) if config.tasks else ()),
+        *sampling_flags(config),
+        *("--max_new_tokens", str(config.max_new_tokens), "--repeats", str(config.repeats)),
+        *("--seed", str(config.seed), "--dtype", config.dtype, "--device", config.device, "--engine", config.engine),
+        *("--output", str(output)),
+    )
+    return Step(f"Bench on the {split} prompts, head {head}", argv, output / "results.json")
+
+
+def sampling_flags(config: SpecDecPPConfig) -> list[str]:
+    """As every stage takes them."""
+    return [f"--{key}={getattr(config, key)}" for key in ("temperature", "top_k", "top_p")]
+
+
+def measure(config: SpecDecPPConfig, console: Console) -> None:
+    """Rollouts and sweep, times, choice on the dev prompts, bench on the reported ones, results."""
+    from draftsmith.data.manifest import read_json
+    from draftsmith.data.progress import say
+    from draftsmith.eval.studies.forward_times import bench_rows, fit_forward_times
+    from draftsmith.eval.studies.specdecpp import choose, dev_methods, load_study, rollouts_of
+    from draftsmith.eval.studies.specdecpp_results import Found, drafting, write_results
+    from draftsmith.eval.studies.specdecpp_sweep import published_head, sweep
+
+    study = load_study(config, config.heads or config.output / "heads")
+    timing = published_head(study.heads) or next(iter(study.heads))
+    dev = bench_step(study, config.dev_split, config.dev_prompts, dev_methods(config), timing)
+    execute(dev, console)
+    clock = read_json(dev.done)["meta"]["clock"]
+    dev_rows = bench_rows(dev.done.parent)
+    times = fit_forward_times(drafting(dev_rows), clock)
+    rollouts = {split: rollouts_of(study, split) for split in (config.dev_split, config.split)}
+    say("Replaying every K, and every h of every head")
+    choice = choose(study, sweep(rollouts[config.dev_split], study.grid, study.heads), times)
+    tests = [
+        bench_step(study, config.split, config.test_prompts, methods, head)
+        for head, methods in choice.methods(config).items()
+    ]
+    for step in tests:
+        execute(step, console)
+    reported = sweep(rollouts[config.split], study.grid, study.heads)
+    places = {name: config.output / "data" / name / "acceptance" for name in ("train", "eval")}
+    labels = {name: place for name, place in places.items() if place.exists()}
+    runs = [step.done.parent for step in tests]
+    write_results(study, Found(rollouts, reported, choice, times, dev_rows, clock, runs, labels))
