@@ -57,6 +57,7 @@ COMMANDS: dict[str, Command] = {
     "eval generation": Command(
         "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
     ),
+    "eval report": Command("eval.report.command", "ReportConfig", "Finished runs as one HTML page", ("runs",)),
     "eval latency": Command("eval.latency", "LatencyConfig", "What the decoder adds to its models' forwards"),
     "launch torchrun": Command(
         "launch.torchrun", "TorchrunConfig", "Processes on this machine, or one group per machine", ("command",)
@@ -76,7 +77,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Train heads": ("train acceptance", "train eagle", "plan eagle", "plan acceptance"),
     "Run data and train commands on many devices": ("launch torchrun", "launch slurm", "launch deepspeed"),
     "Use heads elsewhere, and others' here": ("export", "check", "import"),
-    "Measure": ("eval bench", "eval lossless", "eval generation", "eval latency", "train throughput",
+    "Measure": ("eval bench", "eval report", "eval lossless", "eval generation", "eval latency", "train throughput",
                 "plan check"),
     "The shipped models": ("embedded build",),
 }  # fmt: skip

@@ -28,11 +28,11 @@ def specification(chart: Chart) -> dict[str, Any]:
     if chart.facet is not None:
         sizes |= {"width": PANEL_WIDTH}
     if heatmap:
-        sizes |= {"height": alt.Step(26)}
+        sizes |= {"height": 27 * count(rows, chart.y.key)}
         sizes |= {"width": alt.Step(_cell_width(chart, rows))} if chart.facet is not None else {}
     elif _along_y(chart, rows):
-        each = len({row.get(chart.series) for row in rows}) if chart.series and chart.mark == "bar" else 1
-        sizes |= {"height": alt.Step(12 * each + 12 if each > 1 else 26)}
+        each = count(rows, chart.series) if chart.series and chart.mark == "bar" else 1
+        sizes |= {"height": (12 * each + 12 if each > 1 else 27) * count(rows, chart.x.key)}
     else:
         sizes |= {"height": PANEL_HEIGHT if chart.facet is not None else 320}
     drawn = drawn.properties(**sizes)
@@ -69,11 +69,17 @@ def _position(axis: Axis, rows: Sequence[Row], channel: Any, chart: Chart) -> An
         return channel(field=field(axis.key), type="ordinal", title=axis.title, sort=sort, axis=labels)
     if chart.diagonal:
         scale = alt.Scale(domain=[0, 1])
+    elif axis.scale == "log":
+        scale = alt.Scale(type="log")
     else:
-        bars = chart.mark == "bar" and axis is chart.y
-        scale = alt.Scale(type="log" if axis.scale == "log" else "linear", zero=axis.zero or bars, nice=True)
+        scale = alt.Scale(zero=axis.zero or (chart.mark == "bar" and axis is chart.y))
     numbers = alt.Axis(format=axis.format) if axis.format else alt.Axis()
     return channel(field=field(axis.key), type="quantitative", title=axis.title, scale=scale, axis=numbers)
+
+
+def count(rows: Sequence[Row], key: str) -> int:
+    """Distinct values."""
+    return len({row.get(key) for row in rows})
 
 
 def longest(rows: Sequence[Row], key: str) -> int:
@@ -84,8 +90,7 @@ def _along_y(chart: Chart, rows: Sequence[Row]) -> bool:
     """Whether names are too long, or too many, to stand under their marks: then x and y change places."""
     if chart.mark not in ("bar", "point") or chart.x.scale != "ordinal" or chart.y.scale == "ordinal":
         return False
-    names = {row[chart.x.key] for row in rows}
-    return kind_of(rows, chart.x.key) == "nominal" and (longest(rows, chart.x.key) > LONG_LABEL or len(names) > 8)
+    return kind_of(rows, chart.x.key) == "nominal" and (longest(rows, chart.x.key) > LONG_LABEL or count(rows, chart.x.key) > 8)
 
 
 def _tooltip(chart: Chart) -> list[alt.Tooltip]:
@@ -141,7 +146,7 @@ def _marks(chart: Chart, rows: list[dict[str, Any]]) -> list[Any]:
 
 def _mark(chart: Chart, rows: Sequence[Row]) -> alt.MarkDef:
     if chart.mark == "line":
-        series = max(1, len({row.get(chart.series) for row in rows})) if chart.series else 1
+        series = max(1, count(rows, chart.series)) if chart.series else 1
         point: Any = "transparent" if len(rows) / series > MANY_POINTS else alt.OverlayMarkDef(filled=True, size=38)
         return alt.MarkDef(type="line", point=point, interpolate="linear")
     if chart.mark == "bar":
@@ -182,7 +187,7 @@ def _interval(chart: Chart, place: dict[str, Any], grouped: dict[str, Any], colo
     along = "x" if turned else "y"
     channels = {"x": (alt.X, alt.X2), "y": (alt.Y, alt.Y2)}[along]
     title = chart.y.title
-    low = channels[0](field=field(chart.low), type="quantitative", title=title, scale=place[along].scale)
+    low = channels[0](field=field(chart.low), type="quantitative", title=title, scale=place[along]["scale"])
     ends = {along: low, f"{along}2": channels[1](field=field(chart.high))}
     rest = {name: channel for name, channel in place.items() if name != along}
     filtered = f"isValid(datum[{chart.low!r}]) && isValid(datum[{chart.high!r}])"
@@ -216,7 +221,7 @@ def _heatmap(chart: Chart, rows: list[dict[str, Any]]) -> list[Any]:
 
 def _cell_width(chart: Chart, rows: Sequence[Row]) -> int:
     """Pixels of a cell in a panel: room for its number, and for all columns."""
-    columns = max(1, len({row[chart.x.key] for row in rows}))
+    columns = max(1, count(rows, chart.x.key))
     return max(30, min(48, (PANEL_WIDTH + 60) // columns))
 
 
