@@ -120,11 +120,11 @@ def charts(rows: Sequence[Row]) -> list[Figure]:
     ]  # fmt: skip
     if by_task:
         across = (Axis("task", "task", scale="ordinal"), method)
-        for key, title, form in (("tau", "τ", ".2f"), ("speedup", "speed-up", ".2f")):
+        for key, title, words in (("speedup", "Speed-up by task", "speed-up"), ("tau", "τ by task", "τ")):
             found.append(
                 Chart(
-                    *(f"{key}-by-task", f"{title[0].upper()}{title[1:]} by task", "heatmap", by_task, *across),
-                    color=key, color_title=title, color_format=form, facet=facet, hover=("prompts",),
+                    *(f"{key}-by-task", title, "heatmap", by_task, *across),
+                    color=key, color_title=words, color_format=".2f", facet=facet, hover=("prompts",),
                     note="A cell is a ratio of sums over the prompts of one task; bright is better.",
                 )
             )  # fmt: skip

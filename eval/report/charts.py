@@ -16,6 +16,7 @@ MAX_CELL_LABELS = 260  # more numbers than that in a heatmap are not read
 MANY_POINTS = 40  # of a line: beyond, its points only answer to the pointer
 LONG_LABEL = 9  # characters; longer names are written along y, where they need not be turned
 PANEL_WIDTH, PANEL_HEIGHT, PANEL_COLUMNS = 230, 200, 3
+SQUARE = 360  # pixels of a side where x and y are both probabilities
 
 
 def specification(chart: Chart) -> dict[str, Any]:
@@ -24,9 +25,12 @@ def specification(chart: Chart) -> dict[str, Any]:
     heatmap = chart.mark == "heatmap"
     layers = _heatmap(chart, rows) if heatmap else _marks(chart, rows)
     drawn = alt.layer(*layers)
+    panels = count(rows, chart.facet) if chart.facet is not None else 1
     sizes: dict[str, Any] = {}
     if chart.facet is not None:
         sizes |= {"width": PANEL_WIDTH}
+    elif chart.diagonal:
+        sizes |= {"width": SQUARE}
     if heatmap:
         sizes |= {"height": 27 * count(rows, chart.y.key)}
         sizes |= {"width": alt.Step(_cell_width(chart, rows))} if chart.facet is not None else {}
@@ -34,7 +38,7 @@ def specification(chart: Chart) -> dict[str, Any]:
         each = count(rows, chart.series) if chart.series and chart.mark == "bar" else 1
         sizes |= {"height": (12 * each + 12 if each > 1 else 27) * count(rows, chart.x.key)}
     else:
-        sizes |= {"height": PANEL_HEIGHT if chart.facet is not None else 320}
+        sizes |= {"height": PANEL_HEIGHT if chart.facet is not None else SQUARE if chart.diagonal else 320}
     drawn = drawn.properties(**sizes)
     data = alt.Data(values=rows)
     if chart.facet is None:
@@ -42,8 +46,10 @@ def specification(chart: Chart) -> dict[str, Any]:
     else:
         header = alt.Header(title=None, labelLimit=PANEL_WIDTH)
         facet = alt.Facet(field=field(chart.facet), type=kind_of(rows, chart.facet), header=header, sort=None)
-        whole = drawn.properties(data=data).facet(facet=facet, columns=PANEL_COLUMNS)
-    return whole.properties(description=f"{chart.title}. {chart.note}".strip()).to_dict()
+        whole = drawn.properties(data=data).facet(facet=facet, columns=2 if panels in (2, 4) else PANEL_COLUMNS)
+    # For who fits it to a width: panels, and the characters of the longest entry of its legend.
+    meta = {"panels": panels, "entry": longest(rows, chart.series) if chart.series is not None else 0}
+    return whole.properties(description=f"{chart.title}. {chart.note}".strip(), usermeta=meta).to_dict()
 
 
 def field(key: str) -> str:
@@ -66,14 +72,16 @@ def _position(axis: Axis, rows: Sequence[Row], channel: Any, chart: Chart) -> An
         sort: Any = None if not numeric else "descending" if channel is alt.Y else "ascending"
         angle = 0 if numeric or longest(rows, axis.key) <= LONG_LABEL or channel is alt.Y else -35
         labels = alt.Axis(labelAngle=angle, grid=False)
-        return channel(field=field(axis.key), type="ordinal", title=axis.title, sort=sort, axis=labels)
+        gaps = {"scale": alt.Scale(paddingInner=0.3, paddingOuter=0.15)} if chart.mark == "bar" else {}
+        return channel(field=field(axis.key), type="ordinal", title=axis.title, sort=sort, axis=labels, **gaps)
+    from_zero = axis.zero or (chart.mark == "bar" and axis is chart.y)
     if chart.diagonal:
         scale = alt.Scale(domain=[0, 1])
     elif axis.scale == "log":
-        scale = alt.Scale(type="log")
-    else:
-        scale = alt.Scale(zero=axis.zero or (chart.mark == "bar" and axis is chart.y))
-    numbers = alt.Axis(format=axis.format) if axis.format else alt.Axis()
+        scale = alt.Scale(type="log", padding=10)
+    else:  # no mark stands on the edge, unless the edge is zero
+        scale = alt.Scale(zero=True) if from_zero else alt.Scale(zero=False, padding=10)
+    numbers = alt.Axis(tickCount=8, **({"format": axis.format} if axis.format else {}))
     return channel(field=field(axis.key), type="quantitative", title=axis.title, scale=scale, axis=numbers)
 
 
@@ -172,7 +180,8 @@ def _more(chart: Chart, rows: Sequence[Row]) -> dict[str, Any]:
     if chart.size is not None:
         title = chart.size.replace("_", " ")
         scale = alt.Scale(range=[24, 420], zero=True)
-        found["size"] = alt.Size(field=field(chart.size), type="quantitative", title=title, scale=scale)
+        legend = alt.Legend(tickCount=3)
+        found["size"] = alt.Size(field=field(chart.size), type="quantitative", title=title, scale=scale, legend=legend)
     return found
 
 
@@ -230,19 +239,35 @@ def against(rows: Sequence[Row], methods: Sequence[str]) -> dict[str, Any]:
 
     A prompt above the diagonal is faster by the method along y.
     """
-    first, last = methods[0], methods[-1]
-    choose = {
-        name: alt.param(name=name, value=value, bind=alt.binding_select(options=list(methods), name=title))
+    first = methods[0]
+    last = max(methods[1:], key=lambda method: sum(row["tokens_per_s"] for row in rows if row["method"] == method))
+    choose = [
+        alt.param(name=name, value=value, bind=alt.binding_select(options=list(methods), name=title))
         for name, value, title in (("method_x", first, "along x "), ("method_y", last, "along y "))
-    }
-    points = (
-        alt.Chart()
-        .transform_calculate(
-            along_x="datum.method == method_x ? datum.tokens_per_s : null",
-            along_y="datum.method == method_y ? datum.tokens_per_s : null",
+    ]
+
+    def pairs() -> Any:
+        """One row a prompt: x and y."""
+        return (
+            alt.Chart()
+            .transform_calculate(
+                along_x="datum.method == method_x ? datum.tokens_per_s : null",
+                along_y="datum.method == method_y ? datum.tokens_per_s : null",
+            )
+            .transform_aggregate(x="max(along_x)", y="max(along_y)", groupby=["prompt", "task"])
+            .transform_filter("isValid(datum.x) && isValid(datum.y)")
         )
-        .transform_aggregate(x="max(along_x)", y="max(along_y)", groupby=["prompt", "task"])
-        .transform_filter("isValid(datum.x) && isValid(datum.y)")
+
+    diagonal = (
+        pairs()
+        .transform_aggregate(most_x="max(x)", most_y="max(y)")
+        .transform_calculate(end="[0, max(datum.most_x, datum.most_y)]")
+        .transform_flatten(["end"])
+        .mark_line(style="reference")
+        .encode(x="end:Q", y="end:Q")
+    )
+    points = (
+        pairs()
         .transform_calculate(ratio="datum.y / datum.x")
         .mark_point()
         .encode(
@@ -259,9 +284,7 @@ def against(rows: Sequence[Row], methods: Sequence[str]) -> dict[str, Any]:
             ],
         )
     )
-    top = max(row["tokens_per_s"] for row in rows)
-    ends = alt.Data(values=[{"x": 0, "y": 0}, {"x": top, "y": top}])
-    diagonal = alt.Chart(ends, mark=alt.MarkDef(type="line", style="reference")).encode(x="x:Q", y="y:Q")
-    drawn = alt.layer(diagonal, points, data=alt.Data(values=list(rows))).add_params(*choose.values())
+    drawn = alt.layer(points, diagonal, data=alt.Data(values=list(rows))).add_params(*choose)
     about = "Tokens per second of two methods, prompt by prompt."
-    return drawn.properties(height=360, description=about).to_dict()
+    meta = {"panels": 1, "entry": longest(rows, "task")}
+    return drawn.properties(width=SQUARE + 60, height=SQUARE, description=about, usermeta=meta).to_dict()

@@ -58,7 +58,7 @@ def latex(table: Table) -> str:
     """A `tabular` for the booktabs package; title and note are comments, as captions are the paper's own words."""
     import pandas as pd
 
-    frame = pd.DataFrame(cells(table), dtype=str)
+    frame = pd.DataFrame(cells(table), columns=range(len(table.columns)), dtype=str)
     if groups(table.columns):
         frame.columns = pd.MultiIndex.from_tuples([(column.group, column.title) for column in table.columns])
     else:

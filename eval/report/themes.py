@@ -49,8 +49,13 @@ def chart_config(theme: Theme) -> dict[str, Any]:
             "titleFontWeight": 600,
             "titlePadding": 10,
             "labelLimit": 340,
+            "labelFlush": False,
+            "labelOverlap": "greedy",
+            "labelSeparation": 6,
         },
         "legend": {
+            "symbolBaseFillColor": quiet,
+            "symbolBaseStrokeColor": quiet,
             "labelColor": ink,
             "titleColor": ink,
             "labelFontSize": 12,
@@ -71,7 +76,7 @@ def chart_config(theme: Theme) -> dict[str, Any]:
         "rect": {"stroke": PAPER[theme], "strokeWidth": 1},
         "text": {"color": ink, "fontSize": 12},
         "style": {
-            "reference": {"stroke": quiet, "strokeDash": [5, 4], "strokeWidth": 1.2, "opacity": 0.9},
+            "reference": {"color": quiet, "stroke": quiet, "strokeDash": [5, 4], "strokeWidth": 1.2, "opacity": 0.9},
             "interval": {"stroke": ink, "strokeWidth": 1.4, "opacity": 0.85},
             "band": {"opacity": 0.18},
             "guide-label": {"font": FONT},

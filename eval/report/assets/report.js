@@ -36,9 +36,15 @@ let drawing = 0;
 
 function sized(specification, width) {
   const copy = structuredClone(specification);
+  const panels = copy.usermeta?.panels ?? 1;
   if (copy.facet) {
-    const panel = typeof copy.spec.width === "number" ? copy.spec.width : 260;
-    copy.columns = Math.max(1, Math.min(copy.columns ?? 3, Math.floor(width / (panel + 50))));
+    const stepped = typeof copy.spec.width !== "number"; // cells of a heatmap have their own width
+    const room = stepped ? 330 : 270;
+    const most = Math.max(1, Math.min(copy.columns ?? 3, Math.floor(width / room)));
+    copy.columns = Math.ceil(panels / Math.ceil(panels / most));
+    if (!stepped) copy.spec.width = Math.min(380, Math.max(170, Math.floor((width - 80) / copy.columns) - 24));
+  } else if (copy.width) {
+    copy.width = Math.min(copy.width, width - 100);
   } else {
     copy.width = "container";
     copy.autosize = { type: "fit-x", contains: "padding" };
@@ -48,15 +54,15 @@ function sized(specification, width) {
 
 // As many entries of a legend beside each other as fit.
 function legendColumns(specification, width) {
-  const names = JSON.stringify(specification.datasets ?? specification.data ?? "").match(/"[^"]{3,}"/g) ?? [];
-  const longest = Math.max(10, ...names.map((name) => Math.min(name.length, 60)));
-  return Math.max(1, Math.floor(width / (longest * 7 + 40)));
+  const longest = Math.min(60, Math.max(3, specification.usermeta?.entry ?? 12));
+  return Math.max(1, Math.floor((width - 100) / (longest * 6.8 + 36)));
 }
 
 async function drawChart(element) {
   const specification = charts[element.dataset.chart];
   const width = element.parentElement.clientWidth || 600;
   const config = structuredClone(themes[theme()].config);
+  config.axis.labelLimit = Math.max(90, Math.min(340, width * 0.38));
   config.legend.columns = legendColumns(specification, width);
   const result = await vegaEmbed(element, sized(specification, width), {
     config,
