@@ -73,7 +73,9 @@ def _position(axis: Axis, rows: Sequence[Row], channel: Any, chart: Chart) -> An
         angle = 0 if numeric or longest(rows, axis.key) <= LONG_LABEL or channel is alt.Y else -35
         labels = alt.Axis(labelAngle=angle, grid=False)
         gaps = {"scale": alt.Scale(paddingInner=0.3, paddingOuter=0.15)} if chart.mark == "bar" else {}
-        return channel(field=field(axis.key), type="ordinal", title=axis.title, sort=sort, axis=labels, **gaps)
+        # Names along y say what they are, and a turned title beside them costs their room.
+        title = axis.title if numeric or channel is alt.X else None
+        return channel(field=field(axis.key), type="ordinal", title=title, sort=sort, axis=labels, **gaps)
     from_zero = axis.zero or (chart.mark == "bar" and axis is chart.y)
     if chart.diagonal:
         scale = alt.Scale(domain=[0, 1])
@@ -81,7 +83,7 @@ def _position(axis: Axis, rows: Sequence[Row], channel: Any, chart: Chart) -> An
         scale = alt.Scale(type="log", padding=10)
     else:  # no mark stands on the edge, unless the edge is zero
         scale = alt.Scale(zero=True) if from_zero else alt.Scale(zero=False, padding=10)
-    numbers = alt.Axis(tickCount=8, **({"format": axis.format} if axis.format else {}))
+    numbers = alt.Axis(tickCount=5 if chart.facet is not None else 8, **({"format": axis.format} if axis.format else {}))
     return channel(field=field(axis.key), type="quantitative", title=axis.title, scale=scale, axis=numbers)
 
 
@@ -143,9 +145,9 @@ def _marks(chart: Chart, rows: list[dict[str, Any]]) -> list[Any]:
         ends = alt.Data(values=[{"x": 0, "y": 0}, {"x": 1, "y": 1}])
         corner = {name: channel(field=name, type="quantitative") for name, channel in (("x", alt.X), ("y", alt.Y))}
         layers.append(alt.Chart(ends, mark=alt.MarkDef(type="line", style="reference")).encode(**corner))
-    if chart.low is not None and chart.high is not None:
-        layers += _interval(chart, place, grouped, colour, turned)
-    layers.append(alt.Chart(mark=_mark(chart, rows)).encode(**place, **grouped, **colour, **_more(chart, rows)))
+    main = [alt.Chart(mark=_mark(chart, rows)).encode(**place, **grouped, **colour, **_more(chart, rows))]
+    around = _interval(chart, place, grouped, colour, turned) if chart.low is not None and chart.high is not None else []
+    layers += main + around if chart.mark == "bar" else around + main  # a bar would hide half of its interval
     if chart.label is not None:
         beside = alt.MarkDef(type="text", align="left", dx=9, fontSize=11)
         layers.append(alt.Chart(mark=beside).encode(**place, text=alt.Text(field=field(chart.label))))

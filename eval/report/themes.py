@@ -67,6 +67,7 @@ def chart_config(theme: Theme) -> dict[str, Any]:
             "gradientLength": 180,
             "offset": 14,
         },
+        "facet": {"spacing": 26},
         "header": {"labelColor": ink, "titleColor": ink, "labelFontSize": 13, "labelFontWeight": 600},
         "title": {"color": ink, "fontSize": 13, "anchor": "start"},
         "range": {"category": SERIES[theme], "ordinal": ramp, "heatmap": {"scheme": "viridis"}, "ramp": ramp},
@@ -77,7 +78,7 @@ def chart_config(theme: Theme) -> dict[str, Any]:
         "text": {"color": ink, "fontSize": 12},
         "style": {
             "reference": {"color": quiet, "stroke": quiet, "strokeDash": [5, 4], "strokeWidth": 1.2, "opacity": 0.9},
-            "interval": {"stroke": ink, "strokeWidth": 1.4, "opacity": 0.85},
+            "interval": {"color": ink, "stroke": ink, "strokeWidth": 1.6},
             "band": {"opacity": 0.18},
             "guide-label": {"font": FONT},
         },

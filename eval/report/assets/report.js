@@ -322,17 +322,19 @@ class Viewer {
   }
 
   nodeTable(round) {
-    const optional = [["q", "q"], ["entropy", "entropy"], ["head", "head says"], ["value", "value"], ["accept_prob", "accept prob."]];
+    const optional = [["q", "q"], ["entropy", "entropy"], ["head", "head"], ["value", "value"], ["accept_prob", "accept"]];
     const columns = optional.filter(([key]) => round[key]);
-    const headings = ["#", ...(round.parents ? ["after"] : []), "token", ...columns.map(([, title]) => title), "fate"];
+    const headings = ["#", ...(round.parents ? ["after"] : []), "token", "fate", ...columns.map(([, title]) => title)];
     const table = make("table", { class: "nodes" });
-    table.append(make("thead", {}, make("tr", {}, ...headings.map((title) => make("th", { scope: "col", textContent: title })))));
+    const heading = (title) => make("th", { scope: "col", textContent: title, class: ["token", "fate"].includes(title) ? "" : "number" });
+    table.append(make("thead", {}, make("tr", {}, ...headings.map(heading))));
     const body = make("tbody");
     round.drafted.forEach((token, node) => {
       const fate = this.fate(round, node);
       const cells = [make("td", { class: "number", textContent: String(node + 1) })];
       if (round.parents) cells.push(make("td", { class: "number", textContent: round.parents[node] < 0 ? "root" : String(round.parents[node] + 1) }));
       cells.push(make("td", {}, make("span", { class: `token ${fate === "accepted" ? "accepted" : "discarded"}`, textContent: visible(this.text(token)) })));
+      cells.push(make("td", { textContent: fate }));
       for (const [key] of columns) {
         const value = round[key][node];
         const cell = make("td", { class: "number", textContent: value == null ? "" : NUMBER.format(value) });
@@ -343,7 +345,6 @@ class Viewer {
         }
         cells.push(cell);
       }
-      cells.push(make("td", { textContent: fate }));
       body.append(make("tr", { class: fate.replace(" ", "-") }, ...cells));
     });
     table.append(body);
@@ -370,8 +371,10 @@ class Viewer {
     const leaves = round.drafted.filter((_, node) => !parents.has(node)).length;
     const specification = structuredClone(treeSpecification);
     specification.data[0].values = nodes;
-    const signals = { breadth: Math.max(90, leaves * 19), reach: Math.max(...depth) * 105, ink: colours.ink, quiet: colours.quiet };
-    for (const signal of specification.signals) signal.value = signals[signal.name];
+    const levels = Math.max(...depth);
+    specification.height = Math.max(90, leaves * 24);
+    specification.width = Math.max(levels * 60, Math.min(levels * 120, place.clientWidth - 70));
+    for (const signal of specification.signals) signal.value = colours[signal.name];
     const options = { mode: "vega", renderer: "svg", actions: false, tooltip: { theme: theme() } };
     const result = await vegaEmbed(place, specification, options);
     this.dropTree();
