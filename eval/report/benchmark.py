@@ -65,7 +65,7 @@ def headline(rows: Sequence[Row], temperature: float, several: bool) -> Table:
 
 
 def interval(ends: Sequence[float] | None) -> str:
-    return f"{ends[0]:.2f}–{ends[1]:.2f}" if ends else ""  # noqa: RUF001
+    return f"{ends[0]:.2f}–{ends[1]:.2f}" if ends else ""
 
 
 def counts(rows: Sequence[Row]) -> Table:
@@ -86,7 +86,7 @@ def counts(rows: Sequence[Row]) -> Table:
 
 def _equal(row: Mapping[str, Any]) -> str:
     if row.get("matches_ar") is None:
-        return "–"  # noqa: RUF001
+        return "–"
     return "yes" if row["matches_ar"] else f"no ({row.get('num_differing', '?')})"
 
 

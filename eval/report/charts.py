@@ -83,7 +83,9 @@ def _position(axis: Axis, rows: Sequence[Row], channel: Any, chart: Chart) -> An
         scale = alt.Scale(type="log", padding=10)
     else:  # no mark stands on the edge, unless the edge is zero
         scale = alt.Scale(zero=True) if from_zero else alt.Scale(zero=False, padding=10)
-    numbers = alt.Axis(tickCount=5 if chart.facet is not None else 8, **({"format": axis.format} if axis.format else {}))
+    numbers = alt.Axis(
+        tickCount=5 if chart.facet is not None else 8, **({"format": axis.format} if axis.format else {})
+    )
     return channel(field=field(axis.key), type="quantitative", title=axis.title, scale=scale, axis=numbers)
 
 
@@ -100,7 +102,9 @@ def _along_y(chart: Chart, rows: Sequence[Row]) -> bool:
     """Whether names are too long, or too many, to stand under their marks: then x and y change places."""
     if chart.mark not in ("bar", "point") or chart.x.scale != "ordinal" or chart.y.scale == "ordinal":
         return False
-    return kind_of(rows, chart.x.key) == "nominal" and (longest(rows, chart.x.key) > LONG_LABEL or count(rows, chart.x.key) > 8)
+    return kind_of(rows, chart.x.key) == "nominal" and (
+        longest(rows, chart.x.key) > LONG_LABEL or count(rows, chart.x.key) > 8
+    )
 
 
 def _tooltip(chart: Chart) -> list[alt.Tooltip]:
@@ -146,7 +150,9 @@ def _marks(chart: Chart, rows: list[dict[str, Any]]) -> list[Any]:
         corner = {name: channel(field=name, type="quantitative") for name, channel in (("x", alt.X), ("y", alt.Y))}
         layers.append(alt.Chart(ends, mark=alt.MarkDef(type="line", style="reference")).encode(**corner))
     main = [alt.Chart(mark=_mark(chart, rows)).encode(**place, **grouped, **colour, **_more(chart, rows))]
-    around = _interval(chart, place, grouped, colour, turned) if chart.low is not None and chart.high is not None else []
+    around = (
+        _interval(chart, place, grouped, colour, turned) if chart.low is not None and chart.high is not None else []
+    )
     layers += main + around if chart.mark == "bar" else around + main  # a bar would hide half of its interval
     if chart.label is not None:
         beside = alt.MarkDef(type="text", align="left", dx=9, fontSize=11)
@@ -192,7 +198,9 @@ def _sort(kind: str) -> Any:
     return None if kind == "nominal" else "ascending"
 
 
-def _interval(chart: Chart, place: dict[str, Any], grouped: dict[str, Any], colour: dict[str, Any], turned: bool) -> Any:
+def _interval(
+    chart: Chart, place: dict[str, Any], grouped: dict[str, Any], colour: dict[str, Any], turned: bool
+) -> Any:
     """A band around a line, a rule through anything else."""
     assert chart.low is not None and chart.high is not None
     along = "x" if turned else "y"

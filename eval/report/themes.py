@@ -93,7 +93,9 @@ def page_themes() -> dict[str, Any]:
             "config": chart_config(theme),
             "ink": INK[theme],
             "quiet": QUIET[theme],
-            "kinds": {kind: dict(zip(("ink", "behind"), colours[theme], strict=True)) for kind, colours in KINDS.items()},
+            "kinds": {
+                kind: dict(zip(("ink", "behind"), colours[theme], strict=True)) for kind, colours in KINDS.items()
+            },
         }
         for theme in themes
     }

@@ -372,8 +372,8 @@ class Viewer {
     const specification = structuredClone(treeSpecification);
     specification.data[0].values = nodes;
     const levels = Math.max(...depth);
-    specification.height = Math.max(90, leaves * 24);
-    specification.width = Math.max(levels * 60, Math.min(levels * 120, place.clientWidth - 70));
+    specification.height = Math.max(90, leaves * 22);
+    specification.width = Math.max(levels * 60, Math.min(levels * 120, place.clientWidth - 120));
     for (const signal of specification.signals) signal.value = colours[signal.name];
     const options = { mode: "vega", renderer: "svg", actions: false, tooltip: { theme: theme() } };
     const result = await vegaEmbed(place, specification, options);
