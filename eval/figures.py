@@ -14,11 +14,13 @@ Row = Mapping[str, Any]
 @dataclass(frozen=True)
 class Column:
     """One column of a table: the key of its values in the rows, its heading, and the format of its numbers
-    (`format()`'s; `x` behind it is kept: `.2fx` writes 1.84x). Missing values and None are empty cells."""
+    (`format()`'s; `x` behind it is kept: `.2fx` writes 1.84x). Missing values and None are empty cells. group: a
+    heading above this one, over all neighbours that share it."""
 
     key: str
     title: str
     format: str = ""
+    group: str = ""
 
 
 @dataclass(frozen=True)

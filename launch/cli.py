@@ -55,19 +55,20 @@ COMMANDS: dict[str, Command] = {
     "eval bench": Command("eval.bench", "BenchConfig", "Compare methods: speed, tau, equality with the target"),
     "eval compare": Command("eval.compare", "CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)),
     "eval tune": Command("eval.tuning.tune", "TuneConfig", "The fastest method and settings here, as decode.yaml"),
-    "eval tune-check": Command(
-        "eval.tuning.check", "TuneCheckConfig", "The tuner's choice beside an exhaustive measured sweep"
-    ),
+    "eval report": Command("eval.report.command", "ReportConfig", "Finished runs as one HTML page", ("runs",)),
     "eval lossless": Command("eval.lossless", "LosslessConfig", "Certify that methods leave the output as it is"),
+    "eval specdecpp": Command("launch.specdecpp", "SpecDecPPConfig", "SpecDec++'s experiments, heads trained for them"),
+    "eval eagle2": Command("eval.studies.eagle2", "Eagle2Config", "EAGLE-2's experiments: what a draft tree is worth"),
+    "eval hsddw": Command("eval.studies.hsddw", "HsddwConfig", "HSDDW's experiments: three models, windows by entropy"),
+    "eval calibration": Command(
+        "eval.studies.calibration", "CalibrationConfig", "Are acceptance probabilities right, and better than q?"
+    ),
     "eval generation": Command(
         "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
     ),
-    "eval eagle2": Command("eval.studies.eagle2", "Eagle2Config", "EAGLE-2's experiments: what a draft tree is worth"),
-    "eval hsddw": Command("eval.studies.hsddw", "HsddwConfig", "HSDDW's experiments: three models, windows by entropy"),
     "eval latency": Command("eval.latency", "LatencyConfig", "What the decoder adds to its models' forwards"),
-    "eval specdecpp": Command("launch.specdecpp", "SpecDecPPConfig", "SpecDec++'s experiments, heads trained for them"),
-    "eval calibration": Command(
-        "eval.studies.calibration", "CalibrationConfig", "Are acceptance probabilities right, and better than q?"
+    "eval tune-check": Command(
+        "eval.tuning.check", "TuneCheckConfig", "The tuner's choice beside an exhaustive measured sweep"
     ),
     "launch torchrun": Command(
         "launch.torchrun", "TorchrunConfig", "Processes on this machine, or one group per machine", ("command",)

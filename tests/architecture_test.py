@@ -40,6 +40,10 @@ CORE_FILES = {"layers", "kv_cache", "lean", "lean_rows", "packed", "packing", "g
 EFFECTS = {"argparse", "http", "io", "logging", "os", "pathlib", "shutil", "socket", "subprocess", "sys", "tempfile",
            "time", "urllib"}  # fmt: skip
 TRAIN_ONLY = {"lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "wandb"}
+# The one file outside train/ that may import the client of Weights & Biases: a report's tables and media.
+TRACKS_REPORTS = "eval/report/tracking.py"
+REPORT_PARTS = tuple(f"draftsmith.eval.report.{name}" for name in ("charts", "files", "page", "sections", "tracking"))
+REPORT_ONLY = {"altair", "vl_convert"}  # of the extra `report`; jinja2 comes with transformers too
 OPTIONAL = {"deepspeed", "httpx", "tenacity", "wandb"}  # imported in the function that needs them, everywhere
 # What the command line may import before it knows the command; everything else waits.
 LIGHT = {"jsonargparse", "rich", "yaml"}
@@ -154,8 +158,12 @@ def errors_of(path: str, found: Import) -> Iterator[str]:
         yield "pickle is never read or written"
     if top in PACKAGES:
         yield f"`{name}`: write draftsmith.{name}"
-    if top in TRAIN_ONLY and package != "train":
+    if top in TRAIN_ONLY and package != "train" and (top, path) != ("wandb", TRACKS_REPORTS):
         yield f"{top} belongs in train/ only"
+    if top in REPORT_ONLY and not path.startswith("eval/report/"):
+        yield f"{top} belongs in eval/report/ only"
+    if name.startswith(REPORT_PARTS) and not path.startswith("eval/report/") and found.at_import:
+        yield f"{name} needs the extra `report`: import it inside a function"
     if top in OPTIONAL and found.at_import:
         yield f"{top} is imported inside the function that needs it"
     if package == "modules":
@@ -221,6 +229,11 @@ def test_imports_follow_the_architecture():
         ("eval/bench.py", "from lightning.pytorch import Trainer"),
         ("eval/bench.py", "def f():\n    import wandb"),
         ("eval/bench.py", "import pickle"),
+        ("eval/report/tracking.py", "import wandb"),
+        ("eval/report/page.py", "def f():\n    import wandb"),
+        ("eval/report/tracking.py", "from lightning.pytorch import Trainer"),
+        ("data/card.py", "import altair"),
+        ("eval/bench.py", "from draftsmith.eval.report.page import render"),
         ("launch/cli.py", "import torch"),
         ("launch/cli.py", "try:\n    import datasets\nexcept ImportError:\n    pass"),
         ("launch/cli.py", "from draftsmith.data.prompts import run"),
@@ -247,6 +260,8 @@ def test_a_planted_violation_is_caught_once(path, source):
         ("data/responses.py", "def engine():\n    import httpx"),
         ("train/lit.py", "import lightning\nfrom draftsmith.data.datasets import Features"),
         ("train/loggers.py", "def make():\n    import wandb"),
+        ("eval/report/tracking.py", "def log():\n    import wandb"),
+        ("eval/report/charts.py", "import altair"),
         ("launch/cli.py", "import sys\nimport rich\ndef f():\n    import torch\n    from draftsmith.eval import bench"),
         ("launch/cli.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
     ],

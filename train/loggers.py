@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import os
 import re
-import shlex
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,11 +21,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 
 from draftsmith.data.manifest import read_json, resolved
+from draftsmith.data.tracking import finish_wandb, start_wandb, switched_off
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import is_first_process
 
-WANDB_START_TIMEOUT_S = 20
 # (step, metrics) of what a continued run logged before, oldest first.
 Past = Callable[[], Iterable[tuple[int, Mapping[str, float]]]]
 
@@ -92,20 +90,6 @@ class CsvLogger(Logger):
         partial.replace(self.path)
 
 
-def has_wandb_key() -> bool:
-    """A key in the environment or in the netrc file that `wandb login` writes. Looks; does not read the key."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    import netrc
-
-    path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].rstrip("/")
-    try:
-        return path.exists() and host in netrc.netrc(str(path)).hosts
-    except (netrc.NetrcParseError, OSError):
-        return False
-
-
 class WandbLogger(Logger):
     """A Weights & Biases run that ends with the training. (Lightning's own leaves it open, so that the next training of
     the same process would go on writing into it.)"""
@@ -157,11 +141,7 @@ class WandbLogger(Logger):
         if not self._open:
             return
         self._open = False
-        files = Path(self._run.dir).resolve()
-        self._run.finish(exit_code=0 if status == "success" else 1)
-        if self._run.offline:
-            command = shlex.join(["wandb", "sync", str(files.parent)])
-            self._say(f"Weights & Biases: logged offline. Upload it with: {command}")
+        finish_wandb(self._run, self._say, exit_code=0 if status == "success" else 1)
 
 
 class HeadArtifact(pl.Callback):
@@ -187,14 +167,10 @@ def wandb_logger(
     the run's id is kept, and where the server does not bring back what was logged before, `past` is logged anew.
     (Uploading a second offline directory of one run replaces the first, so the last one has to hold everything.)
     """
-    if "wandb" not in config.track or config.wandb == "off" or os.environ.get("WANDB_MODE") == "disabled":
+    if "wandb" not in config.track or switched_off(config.wandb):
         return None
     import wandb
 
-    offline = config.wandb == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
-    if not offline and not has_wandb_key():
-        offline = True
-        say("Weights & Biases: no API key, so this run is logged offline (`wandb login` to change that)")
     options: dict[str, Any] = {
         "project": config.project,
         "name": f"{job} {config.output.name}",
@@ -204,15 +180,7 @@ def wandb_logger(
         "id": _run_id(config.output / "wandb_id.txt", resumed),
         "resume": "allow" if resumed else None,
     }
-    run = None
-    if not offline:
-        try:
-            run = wandb.init(**options, mode="online", settings=_settings())
-        except Exception as error:  # the client raises a family of its own for network, key and server troubles
-            say(f"Weights & Biases: did not start online ({type(error).__name__}), so this run is logged offline")
-            wandb.teardown()  # else the next init waits for the failed one
-    if run is None:
-        run = wandb.init(**options | {"resume": None}, mode="offline", settings=_settings())
+    run = start_wandb(wandb, config.wandb, options, say)
     logger = WandbLogger(run, say)
     if resumed and not run.resumed:
         for step, metrics in past():
@@ -224,25 +192,6 @@ def _run_id(path: Path, resumed: bool) -> str:
     if not resumed or not path.exists():
         path.write_text(uuid.uuid4().hex[:12] + "\n")
     return path.read_text().strip()
-
-
-def _settings() -> Any:
-    """Quiet, and nothing but what the run itself gives: no console text, machine load, git state or code, no host name,
-    paths and arguments of the process, no list of installed packages."""
-    import wandb
-
-    return wandb.Settings(
-        console="off",
-        silent=True,
-        init_timeout=WANDB_START_TIMEOUT_S,
-        x_disable_stats=True,
-        x_disable_meta=True,
-        x_disable_machine_info=True,
-        x_save_requirements=False,
-        host="",
-        disable_git=True,
-        save_code=False,
-    )
 
 
 def tensorboard_logger(config: TrainConfig, resumed_step: int, made_from: Mapping[str, Any]) -> Logger:

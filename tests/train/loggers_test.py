@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from wandb_file import offline_runs
 
+from draftsmith.data.tracking import has_wandb_key
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.loggers import CsvLogger, has_wandb_key, make_loggers
+from draftsmith.train.loggers import CsvLogger, make_loggers
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -1,0 +1,75 @@
+"""Starting a Weights & Biases run, alike for trainings and reports: online with a key, else offline.
+
+The client itself is passed in: who may import it is decided elsewhere (tests/architecture_test.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+WANDB_START_TIMEOUT_S = 20
+# Quiet, and nothing but what the run itself gives: no console text, machine load, git state or code, no host name,
+# paths and arguments of the process, no list of installed packages.
+SETTINGS: dict[str, Any] = {
+    "console": "off",
+    "silent": True,
+    "init_timeout": WANDB_START_TIMEOUT_S,
+    "x_disable_stats": True,
+    "x_disable_meta": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+    "host": "",
+    "disable_git": True,
+    "save_code": False,
+}
+Choice = Literal["auto", "online", "offline", "off"]
+
+
+def has_wandb_key() -> bool:
+    """A key in the environment or in the netrc file that `wandb login` writes. Looks; does not read the key."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import netrc
+
+    path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].rstrip("/")
+    try:
+        return path.exists() and host in netrc.netrc(str(path)).hosts
+    except (netrc.NetrcParseError, OSError):
+        return False
+
+
+def switched_off(choice: Choice) -> bool:
+    """By the setting, or by the client's own environment variable."""
+    return choice == "off" or os.environ.get("WANDB_MODE") == "disabled"
+
+
+def start_wandb(wandb: Any, choice: Choice, options: dict[str, Any], say: Callable[[str], None]) -> Any:
+    """A run, online with a key, else offline; online that does not start falls back to offline.
+
+    wandb: the client's module. options: of its `init`. say: where a reader is told why it is offline.
+    """
+    settings = wandb.Settings(**SETTINGS)
+    offline = choice == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
+    if not offline and not has_wandb_key():
+        offline = True
+        say("Weights & Biases: no API key, so this run is logged offline (`wandb login` to change that)")
+    if not offline:
+        try:
+            return wandb.init(**options, mode="online", settings=settings)
+        except Exception as error:  # the client raises a family of its own for network, key and server troubles
+            say(f"Weights & Biases: did not start online ({type(error).__name__}), so this run is logged offline")
+            wandb.teardown()  # else the next init waits for the failed one
+    return wandb.init(**options | {"resume": None}, mode="offline", settings=settings)
+
+
+def finish_wandb(run: Any, say: Callable[[str], None], exit_code: int = 0) -> None:
+    """End the run; of an offline one, say how it is uploaded."""
+    files = Path(run.dir).resolve()
+    run.finish(exit_code=exit_code)
+    if run.offline:
+        say(f"Weights & Biases: logged offline. Upload it with: {shlex.join(['wandb', 'sync', str(files.parent)])}")

@@ -1,0 +1,68 @@
+"""Charts as PNG and SVG, tables as Markdown, CSV and LaTeX: one file for each figure and format."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import vl_convert
+
+from draftsmith.eval.figures import Chart, Figure, Table
+from draftsmith.eval.report import tables
+from draftsmith.eval.report.page import VEGA_LITE, Drawn, Section, specification_of
+from draftsmith.eval.report.themes import PAPER, chart_config
+
+WIDTH = 600  # pixels of a single panel; PNG has three for each, for print
+SCALE = 3
+TEXTS: dict[str, Callable[[Table], str]] = {
+    "md": tables.markdown,
+    "csv": tables.comma_separated,
+    "tex": tables.latex,
+}
+
+
+def write_figures(sections: Sequence[Section], directory: Path, formats: Collection[str]) -> list[Path]:
+    """`directory`/SECTION-FIGURE.FORMAT of all of them; charts without rows are left out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    written = []
+    for section in sections:
+        for figure in section.figures:
+            for form, content in contents(figure, formats).items():
+                path = directory / f"{section.name}-{figure.name}.{form}"
+                path.write_bytes(content)
+                written.append(path)
+    return written
+
+
+def contents(figure: Figure | Drawn, formats: Collection[str]) -> dict[str, bytes]:
+    """Format -> file content, of those of `formats` that suit the figure."""
+    if isinstance(figure, Table):
+        return {form: write(figure).encode() for form, write in TEXTS.items() if form in formats}
+    if isinstance(figure, Chart) and not figure.rows:
+        return {}
+    specification = on_paper(specification_of(figure))
+    found = {}
+    if "png" in formats:
+        found["png"] = png(specification)
+    if "svg" in formats:
+        found["svg"] = svg(specification)
+    return found
+
+
+def on_paper(specification: Mapping[str, Any]) -> dict[str, Any]:
+    """A specification with a width, in light colours on white."""
+    sized = copy.deepcopy(dict(specification))
+    if "facet" not in sized:
+        sized.setdefault("width", WIDTH)
+    # A system's own font need not be where the image is made or shown.
+    return {**sized, "config": {**chart_config("light"), "background": PAPER["light"], "font": "sans-serif"}}
+
+
+def png(specification: Mapping[str, Any]) -> bytes:
+    return vl_convert.vegalite_to_png(dict(specification), vl_version=VEGA_LITE, scale=SCALE, allowed_base_urls=[])
+
+
+def svg(specification: Mapping[str, Any]) -> bytes:
+    return vl_convert.vegalite_to_svg(dict(specification), vl_version=VEGA_LITE, allowed_base_urls=[]).encode()

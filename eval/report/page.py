@@ -1,0 +1,144 @@
+"""The report as one HTML file that loads nothing: scripts, styles, charts and traces are in it.
+
+A content security policy lets only the page's own scripts run, by their hashes, and forbids every request: what a
+model or a prompt has written stays text even if an escape were forgotten.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+import altair
+import jinja2
+import vl_convert
+from markupsafe import Markup
+
+from draftsmith.eval.figures import Chart, Figure, Table
+from draftsmith.eval.report import tables
+from draftsmith.eval.report.charts import specification
+from draftsmith.eval.report.themes import INK, KINDS, LINE, PAPER, QUIET, SERIES, page_themes
+
+# The version of Vega-Lite that Altair writes, as vl-convert counts them: 6.1.0 -> 6.1.
+VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A chart as a Vega-Lite specification, for what `Chart` has no words."""
+
+    name: str
+    title: str
+    specification: Mapping[str, Any]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One run, or benchmarks that share their tables.
+
+    name: for anchors and files. about: one sentence: what was measured, on what. facts: (heading, [(key, value)]) of
+    the details. commands: that measure it again. viewer: of `viewer_data`.
+    """
+
+    name: str
+    title: str
+    about: str
+    figures: Sequence[Figure | Drawn]
+    facts: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
+    commands: Sequence[str] = ()
+    viewer: Mapping[str, Any] | None = None
+    warnings: Sequence[str] = field(default_factory=tuple)
+
+
+def render(title: str, date: str, sections: Sequence[Section]) -> str:
+    """The whole page. Everything but this project's own assets is escaped."""
+    drawings: dict[str, Any] = {}
+    shown = [_for_template(section, drawings) for section in sections]
+    scripts = [bundle(), asset("report.js")]
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    template = environment.from_string(asset("template.html.jinja"))
+    return template.render(
+        title=title,
+        date=date,
+        sections=shown,
+        policy=policy(scripts),
+        css=Markup(f"{variables()}\n{asset('report.css')}"),
+        scripts=[Markup(script) for script in scripts],
+        charts=json_text(drawings),
+        themes=json_text(page_themes()),
+        tree=Markup(asset("tree.vega.json")),
+        kinds=list(KINDS),
+    )
+
+
+def specification_of(figure: Chart | Drawn) -> Mapping[str, Any]:
+    return figure.specification if isinstance(figure, Drawn) else specification(figure)
+
+
+def _for_template(section: Section, drawings: dict[str, Any]) -> dict[str, Any]:
+    """A section with its tables as cells; its charts go into `drawings` under their anchors."""
+    figures = []
+    for figure in section.figures:
+        anchor = f"{section.name}-{figure.name}"
+        shown: dict[str, Any] = {"anchor": anchor, "title": figure.title, "note": figure.note}
+        if isinstance(figure, Table):
+            shown |= {
+                "cells": tables.cells(figure),
+                "columns": [(column.title, tables.is_number(figure, column.key)) for column in figure.columns],
+                "groups": tables.groups(figure.columns),
+            }
+        elif isinstance(figure, Chart) and not figure.rows:
+            shown |= {"empty": True}
+        else:
+            drawings[anchor] = specification_of(figure)
+        figures.append(shown)
+    viewer = json_text(section.viewer) if section.viewer is not None else None
+    taken = (len(section.viewer["prompts"]), section.viewer["total"]) if section.viewer is not None else (0, 0)
+    return {"section": section, "figures": figures, "viewer": viewer, "taken": taken}
+
+
+@functools.cache
+def bundle() -> str:
+    """Vega, Vega-Lite and vega-embed as one script."""
+    script = vl_convert.javascript_bundle(vl_version=VEGA_LITE)
+    assert "</script" not in script.lower() and "<!--" not in script, "would end its element"
+    return script
+
+
+def asset(name: str) -> str:
+    return (files("draftsmith.eval.report") / "assets" / name).read_text("utf-8")
+
+
+def json_text(content: Any) -> Markup:
+    """JSON for a script element of type application/json: nothing in it can end the element, or a line of one."""
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and U+2029 are escaped too
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return Markup(text)
+
+
+def policy(scripts: Sequence[str]) -> str:
+    """Only these scripts, inline styles, and images of the page itself. Vega compiles expressions, hence unsafe-eval."""
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src 'unsafe-eval' {allowed}; {rest}"
+
+
+def variables() -> str:
+    """Colours as CSS variables, each for both themes."""
+    pairs = {"ink": INK, "quiet": QUIET, "line": LINE, "paper": PAPER}
+    found = {name: (pair["light"], pair["dark"]) for name, pair in pairs.items()}
+    found["accent"] = (SERIES["light"][0], SERIES["dark"][0])
+    for kind, colours in KINDS.items():
+        for number, part in enumerate(("ink", "behind")):
+            found[f"{kind}-{part}"] = (colours["light"][number], colours["dark"][number])
+    lines = (f"  --{name}: light-dark({light}, {dark});" for name, (light, dark) in found.items())
+    return ":root {\n  color-scheme: light dark;\n" + "\n".join(lines) + "\n}"

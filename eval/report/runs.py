@@ -1,0 +1,117 @@
+"""Finished runs as the report reads them, and which of them may stand in one table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.manifest import flatten, read_json
+from draftsmith.modules.types import InputError
+
+RESULTS, PER_PROMPT, PER_PROMPT_LINES = "results.json", "prompts.parquet", "prompts.jsonl"
+# Of the settings: those that change what a speed or a rate means. Methods, paths and repeats do not.
+DECISIVE = ("top_k", "top_p", "dtype", "device", "engine", "num_threads", "batch_size", "max_new_tokens", "ignore_eos")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A directory with results.json. name: of the directory, with its parent's where another run has the same."""
+
+    path: Path
+    name: str
+    results: Mapping[str, Any]
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        return self.results["meta"]
+
+    @property
+    def kind(self) -> str:
+        # Results of schema version 1 are all of benchmarks, and do not say so.
+        return str(self.meta.get("kind", "bench"))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self.meta.get("settings", {})
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Raises:
+    InputError: a path without complete results, or with results of something else.
+    """
+    directories = [path.parent if path.name == RESULTS else path for path in paths]
+    resolved = [path.resolve() for path in directories]
+    twice = [str(path) for number, path in enumerate(directories) if resolved[number] in resolved[:number]]
+    if twice:
+        raise InputError("runs", f"{twice[0]} twice", "each run once", "Name it once.")
+    names = [path.name for path in resolved]
+    runs = []
+    for directory, path, name in zip(directories, resolved, names, strict=True):
+        runs.append(Run(directory, name if names.count(name) == 1 else f"{path.parent.name}/{name}", _read(directory)))
+    return runs
+
+
+def _read(directory: Path) -> Mapping[str, Any]:
+    if not directory.is_dir():
+        raise InputError("runs", f"no directory {directory}", "directories of finished runs", "Check the path.")
+    if not (directory / RESULTS).exists():
+        remedy = "Run its command again: it continues with what is left."
+        raise InputError("runs", f"no {RESULTS} in {directory}", "a finished run, which ends by writing it", remedy)
+    results = read_json(directory / RESULTS)
+    fits = isinstance(results, dict) and isinstance(results.get("meta"), dict)
+    if not fits or not any(isinstance(results.get(key), list) for key in ("methods", "figures")):
+        expected = "results of `eval bench` or of a study"
+        raise InputError("runs", f"other JSON in {directory / RESULTS}", expected, "Pass another directory.")
+    return results
+
+
+def comparable(runs: Iterable[Run]) -> list[list[Run]]:
+    """Benchmarks that may share a table, in the order given; a study is always alone."""
+    groups: dict[str, list[Run]] = {}
+    for number, run in enumerate(runs):
+        key = json.dumps(basis(run), sort_keys=True) if run.kind == "bench" else str(number)
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())
+
+
+def basis(run: Run) -> dict[str, Any]:
+    """What two benchmarks must share before their rows are compared, flat: models, prompts, sampling, machine."""
+    meta = run.meta
+    machine = {key: meta.get("hardware", {}).get(key) for key in ("cpu", "gpu")}
+    return flatten(
+        {
+            "target": meta.get("target"),
+            "prompts": meta.get("prompts", {}).get("sha256"),
+            "temperatures": temperatures(run),
+            "clock": meta.get("clock"),
+            "hardware": machine,
+            "settings": {key: run.settings.get(key) for key in DECISIVE},
+        }
+    )
+
+
+def temperatures(run: Run) -> list[float]:
+    """Of the rows of a benchmark, rising."""
+    return sorted({temperature_of(run, row) for row in run.results.get("methods", [])})
+
+
+def temperature_of(run: Run, row: Mapping[str, Any]) -> float:
+    """Of one row; results of one temperature name it in the settings only."""
+    return float(row.get("temperature", run.settings.get("temperature", 0.0)))
+
+
+def prompt_rows(run: Run) -> list[dict[str, Any]]:
+    """A benchmark's raw rows, one for each method, temperature, prompt and turn; none where they were not kept."""
+    if (run.path / PER_PROMPT).exists():
+        import pyarrow.parquet as pq
+
+        wanted = {"method", "temperature", "id", "task", "turn", "tokens", "wall_s", "cpu_s", "error", "prompt"}
+        file = pq.ParquetFile(run.path / PER_PROMPT)
+        return file.read(columns=[name for name in file.schema_arrow.names if name in wanted]).to_pylist()
+    if (run.path / PER_PROMPT_LINES).exists():
+        with (run.path / PER_PROMPT_LINES).open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
+    return []

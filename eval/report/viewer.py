@@ -1,0 +1,131 @@
+"""The trace of a benchmark as the page's viewer takes it: answers, round by round, within a number of bytes.
+
+How an emitted token came, as the viewer colours it:
+    accepted: the target kept a drafted token.
+    bonus: the target's own token after it had kept a draft to its end.
+    correction: the target's own token in place of a drafted one.
+    alone: the target's own token where nothing was drafted, the prefill's first token too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.manifest import read_json
+
+TRACE, TOKENS = "trace.jsonl", "tokens.json"
+# Per drafted token, as a trace line has them, and rounded for the page.
+PER_NODE = ("q", "entropy", "head", "value", "accept_prob")
+Prompt = tuple[str, int]  # id and turn
+
+
+def kinds(line: Mapping[str, Any]) -> list[str]:
+    """How each emitted token of a round came."""
+    emitted, path = line["emitted"], list(line.get("accepted", ()))
+    if line.get("prefill") or not line.get("drafted"):
+        return ["alone"] * len(emitted)
+    found = ["accepted"] * min(len(path), len(emitted))
+    if len(emitted) > len(found):
+        last = path[-1] if path else -1
+        found.append("correction" if last in line["parents"] else "bonus")
+    return found
+
+
+def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
+    """What the page embeds of a run's trace; None where rounds were not traced.
+
+    Prompts are taken task by task in turn, each with all its methods, as long as they fit into `max_bytes`. Returns
+    `methods`, `prompts` (id, task, turn), `answers` (method, temperature, prompt, rounds), `tokens` (id -> text), and
+    `total`, the number of traced prompts.
+    """
+    if not (directory / TRACE).exists() or not (directory / TOKENS).exists():
+        return None
+    sizes: dict[Prompt, int] = {}
+    tasks: dict[Prompt, str] = {}
+    for line, _ in _lines(directory / TRACE):
+        prompt = _prompt(line)
+        tasks[prompt] = line.get("task") or ""
+        sizes[prompt] = sizes.get(prompt, 0) + len(json.dumps(_round(line), separators=(",", ":"))) + 1
+    chosen = choose(sizes, tasks, max_bytes)
+    answers: dict[tuple[str, float, Prompt], list[dict[str, Any]]] = {}
+    for line, _ in _lines(directory / TRACE):
+        if _prompt(line) in chosen:
+            key = (line["method"], float(line.get("temperature", 0.0)), _prompt(line))
+            answers.setdefault(key, []).append(_round(line))
+    number = {prompt: index for index, prompt in enumerate(chosen)}
+    methods = list(dict.fromkeys(method for method, _, _ in answers))
+    texts = read_json(directory / TOKENS)
+    used = sorted({token for rounds in answers.values() for item in rounds for token in _tokens(item)})
+    return {
+        "methods": methods,
+        "prompts": [{"id": prompt[0], "task": tasks[prompt], "turn": prompt[1]} for prompt in chosen],
+        "answers": [
+            {"method": methods.index(method), "temperature": temperature, "prompt": number[prompt], "rounds": rounds}
+            for (method, temperature, prompt), rounds in answers.items()
+        ],
+        "tokens": {token: texts.get(str(token), f"<{token}>") for token in used},
+        "total": len(sizes),
+    }
+
+
+def choose(sizes: Mapping[Prompt, int], tasks: Mapping[Prompt, str], max_bytes: int) -> list[Prompt]:
+    """Prompts that fit, the first of every task before the second of any."""
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in sizes:
+        by_task.setdefault(tasks[prompt], []).append(prompt)
+    chosen, left = [], max_bytes
+    for prompt in itertools.chain.from_iterable(itertools.zip_longest(*by_task.values())):
+        if prompt is not None and sizes[prompt] <= left:
+            chosen.append(prompt)
+            left -= sizes[prompt]
+    return chosen
+
+
+def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    with path.open(encoding="utf-8") as file:
+        for text in file:
+            yield json.loads(text), len(text)
+
+
+def _prompt(line: Mapping[str, Any]) -> Prompt:
+    return str(line.get("id", line["prompt"])), int(line.get("turn") or 0)
+
+
+def _tokens(item: Mapping[str, Any]) -> list[int]:
+    return [*item["emitted"], *item.get("drafted", ()), *([item["next"]] if item.get("next") is not None else [])]
+
+
+def _round(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line as the page has it: times in milliseconds, a chain without its parents, nothing that is empty."""
+    found: dict[str, Any] = {"emitted": line["emitted"], "kinds": kinds(line), "target_ms": _ms(line.get("target_s"))}
+    if line.get("prefill"):
+        return {**found, "prefill": True}
+    if not line.get("drafted"):
+        return found
+    found |= {"drafted": line["drafted"], "accepted": line["accepted"], "next": line.get("next_token")}
+    found |= {"draft_ms": _ms(line.get("draft_s")), "draft_calls": line.get("draft_calls")}
+    if list(line["parents"]) != list(range(-1, len(line["drafted"]) - 1)):
+        found["parents"] = line["parents"]
+    for key in PER_NODE:
+        if line.get(key):
+            found[key] = [_short(value) for value in line[key]]
+    if line.get("beside"):
+        found["beside"] = True
+    return found
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.3g}")
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else float(f"{1000 * seconds:.3g}")
+
+
+def share(max_bytes: int, parts: Sequence[Any]) -> int:
+    """Bytes for each of several traces."""
+    return max_bytes // max(1, len(parts))

@@ -1,0 +1,205 @@
+"""The page in a real browser: Debian's Chromium, headless, from file:// and without a network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, field
+
+import pytest
+from report_runs import CHAIN, HOSTILE, METHODS, TOKENS, bench_run, study_run
+
+from draftsmith.eval.report.command import ReportConfig, run
+
+INSTALL = "no chromium on PATH: apt-get install chromium (Debian), or any Chromium under that name"
+
+
+@dataclass
+class Seen:
+    """The page, and all that it should not do."""
+
+    page: object
+    trouble: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    chromium = shutil.which("chromium")
+    if chromium is None and (os.environ.get("CI") or os.environ.get("DRAFTSMITH_BROWSER") == "required"):
+        pytest.fail(INSTALL)
+    if chromium is None:  # a laptop without one still runs the other tests; .ci/run demands it
+        pytest.skip(INSTALL)
+    from playwright.sync_api import sync_playwright
+
+    directory = tmp_path_factory.mktemp("page")
+    output = directory / "report.html"
+    run(ReportConfig(runs=(bench_run(directory / "bench"), study_run(directory / "study")), output=output))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        context = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme="light")
+        page = context.new_page()
+        found = Seen(page)
+        page.on("console", lambda message: found.trouble.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: found.trouble.append(f"page error: {error}"))
+        page.on("dialog", lambda dialog: (found.trouble.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on(
+            "request",
+            lambda request: request.url.startswith(("file:", "data:", "blob:")) or found.trouble.append(request.url),
+        )
+        page.goto(output.as_uri())
+        drawn(page)
+        yield found
+        browser.close()
+
+
+@pytest.fixture(autouse=True)
+def quiet(seen):
+    """No console message, error, dialog or request, whatever a test does."""
+    yield
+    assert seen.trouble == []
+
+
+def drawn(page):
+    page.wait_for_selector("html[data-charts=ready]")
+
+
+def choose_method(page, method):
+    page.locator("[data-choose=temperature]").select_option("0")
+    page.locator("[data-choose=method]").select_option(label=method)
+
+
+def test_every_chart_is_drawn_and_every_table_filled(seen):
+    charts = seen.page.locator("[data-chart]")
+    assert charts.count() == 5 + 6 + 1  # of the benchmark: four and two against each other; of the study: six
+    for index in range(charts.count()):
+        box = charts.nth(index).locator("svg.marks").bounding_box()
+        assert box["width"] > 100 and box["height"] > 40
+    assert seen.page.locator("#bench-bench-headline-t0 tbody tr").count() == len(METHODS)
+    assert seen.page.locator("figure .empty").all_inner_texts() == ["No rows.", "Nothing to draw."]
+
+
+def test_nothing_is_wider_than_its_page(seen):
+    for width in (1200, 390):
+        seen.page.set_viewport_size({"width": width, "height": 900})
+        assert seen.page.evaluate("document.documentElement.scrollWidth") == width
+    seen.page.set_viewport_size({"width": 1200, "height": 900})
+
+
+def test_values_are_shown_under_the_pointer(seen):
+    bar = seen.page.locator('[data-chart="bench-bench-speedup"] path[aria-roledescription="bar"]').first
+    bar.scroll_into_view_if_needed()
+    bar.hover()
+    tip = seen.page.locator("#vg-tooltip-element.visible")
+    tip.wait_for()
+    assert "speed-up" in tip.inner_text() and "1.00" in tip.inner_text()
+    seen.page.mouse.move(0, 0)
+
+
+def test_a_clicked_token_opens_its_round(seen):
+    page = seen.page
+    choose_method(page, METHODS[1])
+    shown = page.locator(".text .token[role=button]")
+    expected = [
+        (TOKENS[token], kind) for item in CHAIN for token, kind in zip(item["emitted"], item["kinds"], strict=True)
+    ]
+    assert shown.count() == len(expected)
+    for index, (text, kind) in enumerate(expected):
+        assert shown.nth(index).text_content() == text.replace("\n", "⏎\n")
+        assert kind in shown.nth(index).get_attribute("class").split()
+    shown.nth(3).click()
+    panel = page.locator("[data-role=round]")
+    assert panel.locator("h4").inner_text() == "Round 1"
+    rows = [row.all_inner_texts() for row in (panel.locator("tbody tr").nth(i).locator("td") for i in range(3))]
+    assert rows[0] == ["1", "␣x", "accepted", "0.9", "0.1", "0.95", "1"]
+    assert rows[2] == ["3", "␣a", "rejected", "0.123", "1.5", "", "0"]
+    assert "12.3 ms" in panel.inner_text() and "4 ms in 2 calls" in panel.inner_text()
+
+
+def test_the_keyboard_does_the_same(seen):
+    page = seen.page
+    choose_method(page, METHODS[1])
+    page.locator("[data-choose=discarded]").focus()
+    page.keyboard.press("Tab")
+    focused = page.locator(":focus")
+    assert "Token 1, def" in focused.get_attribute("aria-label")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    assert "Token 6" in page.locator(":focus").get_attribute("aria-label")
+    assert page.locator("[data-role=round] h4").inner_text() == "Round 2"
+    page.locator("[data-role=round] button", has_text="Next").press("Enter")
+    assert page.locator("[data-role=round] h4").inner_text() == "Round 3"
+    page.locator("[data-role=text] [tabindex='0']").press("Home")
+    page.keyboard.press("ArrowLeft")  # there is none before the first
+    assert "Token 1," in page.locator(":focus").get_attribute("aria-label")
+    page.evaluate("document.activeElement.blur()")
+    page.locator(".skip").focus()
+    assert page.locator(".skip").bounding_box()["x"] >= 0
+
+
+def test_drafts_that_were_thrown_away_are_shown_on_demand(seen):
+    page = seen.page
+    choose_method(page, METHODS[1])
+    thrown = page.locator(".text .discarded")
+    assert thrown.count() == 1 and not thrown.first.is_visible()
+    page.locator("[data-choose=discarded]").check()
+    assert thrown.first.is_visible() and thrown.first.inner_text() == "␣a"
+    page.locator("[data-choose=discarded]").uncheck()
+
+
+def test_a_tree_round_is_drawn_as_a_tree(seen):
+    page = seen.page
+    choose_method(page, METHODS[2])
+    page.locator(".text .token.bonus").first.click()
+    tree = page.locator("[data-role=round] .tree svg")
+    tree.wait_for()
+    texts = [text for text in tree.locator("text").all_text_contents() if text]
+    assert sorted(texts) == sorted(["␣x", "␣a", "⏎", "␣b"])
+    assert tree.locator("g.mark-path[aria-roledescription], g.mark-path").first.locator("path").count() == 4
+
+
+def test_hostile_text_is_text(seen):
+    page = seen.page
+    choose_method(page, METHODS[1])
+    assert page.locator(".text .token.correction").first.text_content() == HOSTILE
+    assert HOSTILE in page.locator("#specdecpp-study-best").inner_text()
+    assert HOSTILE in page.locator("[data-choose=prompt] option").nth(1).text_content()
+    assert page.locator("main script:not([type='application/json'])").count() == 0
+
+
+def test_two_methods_are_chosen_against_each_other(seen):
+    chart = seen.page.locator('[data-chart="bench-bench-against-t0"]')
+    points = chart.locator("path[aria-roledescription=point]")
+    labels = [points.nth(i).get_attribute("aria-label") for i in range(points.count())]
+    assert len(labels) == 2 and any("y: 30" in label or "30" in label for label in labels)
+    chart.locator("select").nth(1).select_option(METHODS[1])
+    seen.page.wait_for_function(
+        "[...document.querySelectorAll('[data-chart=\"bench-bench-against-t0\"] path[aria-roledescription=point]')]"
+        ".every((point) => !/tokens\\/s along y: 40/.test(point.getAttribute('aria-label')))"
+    )
+
+
+def test_the_theme_is_the_systems_until_the_reader_chooses_and_paper_is_light(seen):
+    page = seen.page
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    label = "getComputedStyle(document.querySelector('[data-chart] .role-axis-label text')).fill"
+    light = [page.evaluate(background), page.evaluate(label)]
+    page.emulate_media(color_scheme="dark")
+    drawn(page)
+    dark = [page.evaluate(background), page.evaluate(label)]
+    assert light[0] == "rgb(255, 255, 255)" and not set(light) & set(dark)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(color_scheme="dark", media="print")
+    drawn(page)
+    assert [page.evaluate(background), page.evaluate(label)] == light
+    assert not page.locator("nav").is_visible() and page.locator("#bench-bench-details dl").first.is_visible()
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    page.emulate_media(color_scheme="dark", media="screen")
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    drawn(page)
+    page.locator("#theme").click()
+    drawn(page)
+    assert [page.evaluate(background), page.evaluate(label)] == light
+    page.locator("#theme").click()
+    drawn(page)
+    assert [page.evaluate(background), page.evaluate(label)] == dark

@@ -1,0 +1,277 @@
+"""The report's parts: which rows stand together, how a token came, charts and tables that say what the runs say."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import vl_convert
+from report_runs import CHAIN, HOSTILE, METHODS, ROUNDS, TASKS, TOKENS, TREE, bench_run, study_figures, study_run
+from wandb_file import offline_runs
+
+from draftsmith.eval.figures import Chart, Table
+from draftsmith.eval.report import tables
+from draftsmith.eval.report.charts import specification
+from draftsmith.eval.report.command import ReportConfig, run
+from draftsmith.eval.report.files import contents
+from draftsmith.eval.report.page import VEGA_LITE, json_text
+from draftsmith.eval.report.runs import comparable, read_runs
+from draftsmith.eval.report.sections import make_sections
+from draftsmith.eval.report.viewer import choose, kinds, viewer_data
+from draftsmith.launch.cli import configure, main
+
+
+@pytest.mark.parametrize("rounds", [CHAIN, TREE], ids=["chain", "tree"])
+def test_how_each_token_came_follows_from_the_round(rounds):
+    for item in rounds:
+        assert kinds(item) == item["kinds"]
+
+
+def test_the_viewer_has_every_answer_of_the_trace_with_its_text(tmp_path):
+    data = viewer_data(bench_run(tmp_path / "run"), 10**6)
+    assert data["methods"] == list(METHODS) and data["total"] == 2
+    assert [prompt["task"] for prompt in data["prompts"]] == list(TASKS)
+    assert len(data["answers"]) == len(METHODS) * 2 * 2  # prompts, temperatures
+    for answer in data["answers"]:
+        rounds = ROUNDS[data["methods"][answer["method"]]]
+        assert [item["emitted"] for item in answer["rounds"]] == [item["emitted"] for item in rounds]
+    chain = next(answer for answer in data["answers"] if answer["method"] == 1)["rounds"][1]
+    assert chain["q"] == [0.9, 0.8, 0.123] and chain["target_ms"] == 12.3 and "parents" not in chain
+    assert all(TOKENS[token] == text for token, text in data["tokens"].items())
+
+
+def test_prompts_are_taken_task_by_task_until_the_bytes_are_used():
+    tasks = {("a1", 1): "a", ("a2", 1): "a", ("a3", 1): "a", ("b1", 1): "b"}
+    sizes = {("a1", 1): 10, ("a2", 1): 50, ("a3", 1): 5, ("b1", 1): 10}
+    assert choose(sizes, tasks, 100) == [("a1", 1), ("b1", 1), ("a2", 1), ("a3", 1)]
+    assert choose(sizes, tasks, 30) == [("a1", 1), ("b1", 1), ("a3", 1)]
+    assert choose(sizes, tasks, 4) == []
+
+
+def test_what_is_embedded_keeps_to_its_bytes(tmp_path):
+    run_directory = bench_run(tmp_path / "run")
+    whole = viewer_data(run_directory, 10**6)
+    half = viewer_data(run_directory, len(json.dumps(whole["answers"])) * 2 // 3)
+    assert (len(whole["prompts"]), len(half["prompts"])) == (2, 1) and half["total"] == 2
+
+
+@pytest.mark.parametrize(
+    ("differing", "groups"),
+    [
+        ({"methods": METHODS[:2], "repeats": 5}, 1),
+        ({"top_p": 0.9}, 2),
+        ({"dtype": "bfloat16"}, 2),
+        ({"num_threads": 2}, 2),
+    ],
+)
+def test_only_runs_that_share_their_settings_share_a_table(tmp_path, differing, groups):
+    paths = [bench_run(tmp_path / "one"), bench_run(tmp_path / "two", **differing), study_run(tmp_path / "three")]
+    found = comparable(read_runs(paths))
+    assert len(found) == groups + 1 and found[-1][0].kind == "specdecpp"
+
+
+@pytest.mark.parametrize(("key", "value"), [("target", {"config": "other"}), ("prompts", {"sha256": "other"})])
+def test_another_target_or_other_prompts_are_another_section(tmp_path, key, value):
+    paths = [bench_run(tmp_path / "one"), bench_run(tmp_path / "two")]
+    results = json.loads((paths[1] / "results.json").read_text())
+    results["meta"][key] = value
+    (paths[1] / "results.json").write_text(json.dumps(results))
+    sections = make_sections(comparable(read_runs(paths)), 10**6)
+    assert len(sections) == 2 and len({section.name for section in sections}) == 2
+
+
+def test_runs_that_share_a_table_keep_their_rows_apart(tmp_path):
+    (section,) = make_sections(comparable(read_runs([bench_run(tmp_path / "a"), bench_run(tmp_path / "b")])), 10**6)
+    headline = next(figure for figure in section.figures if figure.name == "headline-t0")
+    assert [(row["method"], row["run"]) for row in headline.rows] == [(m, r) for r in "ab" for m in METHODS]
+    bars = next(figure for figure in section.figures if figure.name == "speedup")
+    assert {row["method"] for row in bars.rows} == {f"{method} ({run})" for method in METHODS for run in "ab"}
+
+
+def test_the_headline_says_what_the_results_say(tmp_path):
+    path = bench_run(tmp_path / "run")
+    rows = json.loads((path / "results.json").read_text())["methods"]
+    (section,) = make_sections(comparable(read_runs([path])), 0)
+    for temperature in (0, 1):
+        table = next(figure for figure in section.figures if figure.name == f"headline-t{temperature}")
+        shown = tables.cells(table)
+        for cells, row in zip(shown, [row for row in rows if row["temperature"] == temperature], strict=True):
+            low, high = row["speedup_ci95"]
+            expected = [row["method"], f"{row['speedup']:.2f}x", f"{low:.2f}–{high:.2f}", f"{row['tau']:.2f}"]
+            assert cells[:4] == expected
+            by_task = [f(part) for part in row["by_task"].values() for f in (speedup_cell, tau_cell)]
+            assert cells[5:] == by_task
+
+
+def speedup_cell(part):
+    return f"{part['speedup']:.2f}x"
+
+
+def tau_cell(part):
+    return f"{part['tau']:.2f}"
+
+
+def test_results_of_the_first_schema_are_shown(tmp_path):
+    path = bench_run(tmp_path / "run")
+    results = json.loads((path / "results.json").read_text())
+    del results["meta"]["kind"]
+    results["meta"]["settings"]["temperature"] = 0.0
+    old = [row for row in results["methods"] if row["temperature"] == 0]
+    for row in old:
+        del row["temperature"], row["tau_ci95"], row["by_task"]
+    results["methods"] = old
+    (path / "results.json").write_text(json.dumps(results))
+    for name in ("trace.jsonl", "tokens.json", "prompts.jsonl"):
+        (path / name).unlink()
+    (section,) = make_sections(comparable(read_runs([path])), 10**6)
+    assert section.viewer is None
+    assert [figure.name for figure in section.figures] == ["headline-t0", "speedup", "tau-and-speedup", "counts"]
+
+
+# What Vega calls the marks that it draws, and how many of them a chart has.
+MARKS = {"line": ("point", 10), "diagonal": ("point", 10), "bars": ("bar", 4), "few": ("bar", 1), "cells": ("rect", 24),
+         "front": ("point", 1)}  # fmt: skip
+
+
+@pytest.mark.parametrize("chart", [f for f in study_figures() if isinstance(f, Chart) and f.rows], ids=lambda f: f.name)
+def test_vega_draws_a_mark_for_every_row(chart):
+    svg = vl_convert.vegalite_to_svg(specification(chart), vl_version=VEGA_LITE, show_warnings=True)
+    described = [element.get("aria-roledescription") for element in ET.fromstring(svg).iter()]
+    kind, count = MARKS[chart.name]
+    assert described.count(kind) + (described.count("rect mark") if kind == "rect" else 0) == count
+
+
+def test_long_names_stand_along_y_and_short_ones_along_x():
+    for name, axis in (("bars", "y"), ("few", "x")):
+        (chart,) = (figure for figure in study_figures() if figure.name == name)
+        encoding = specification(chart)["layer"][0]["encoding"]
+        assert encoding[axis]["field"] == "name"
+
+
+def test_a_key_with_dots_is_one_key():
+    chart = Chart("dots", "Dots", "point", [{"a.b": 1, "c[0]": 2}], *_axes("a.b", "c[0]"))
+    svg = vl_convert.vegalite_to_svg(specification(chart), vl_version=VEGA_LITE)
+    assert "undefined" not in svg and 'aria-roledescription="point"' in svg
+
+
+def _axes(*keys):
+    from draftsmith.eval.figures import Axis
+
+    return [Axis(key, key) for key in keys]
+
+
+def test_files_for_papers(tmp_path):
+    output = run(
+        ReportConfig(runs=(study_run(tmp_path / "study"),), output=tmp_path / "r.html", figures=tmp_path / "out")
+    )
+    assert output == tmp_path / "r.html"
+    names = {path.name.removeprefix("specdecpp-study-") for path in (tmp_path / "out").iterdir()}
+    drawn = [figure.name for figure in study_figures() if isinstance(figure, Chart) and figure.rows]
+    listed = [figure.name for figure in study_figures() if isinstance(figure, Table)] + ["summary"]
+    assert names == {f"{n}.{f}" for n in drawn for f in ("png", "svg")} | {
+        f"{n}.{f}" for n in listed for f in ("md", "csv", "tex")
+    }
+    for name in drawn:
+        assert (tmp_path / "out" / f"specdecpp-study-{name}.png").read_bytes().startswith(b"\x89PNG")
+        ET.parse(tmp_path / "out" / f"specdecpp-study-{name}.svg")
+
+
+def test_tables_as_markdown_csv_and_latex():
+    best = study_figures()[0]
+    found = {form: content.decode() for form, content in contents(best, ("md", "csv", "tex", "png")).items()}
+    assert set(found) == {"md", "csv", "tex"}
+    assert "| a_b & c | 1.50x | 1,200 |" in found["md"]
+    assert list(csv.reader(io.StringIO(found["csv"]))) == [
+        ["m", "n", "c"],
+        ["a_b & c", "1.5", "1200"],
+        [HOSTILE, "", "7"],
+    ]
+    body = [line for line in found["tex"].splitlines() if not line.startswith("%")]
+    assert body[:3] == [r"\begin{tabular}{lrr}", r"\toprule", r"method\_1 & 50 \% & count \\"]
+    assert r"a\_b \& c & 1.50x & 1,200 \\" in body and r"\bottomrule" in body
+
+
+def test_json_in_the_page_can_not_end_its_element():
+    text = json_text({"a": "</script><!-- & \u2028\u2029", "b": HOSTILE})
+    assert not set(text) & set("<>&\u2028\u2029")
+    assert json.loads(text) == {"a": "</script><!-- & \u2028\u2029", "b": HOSTILE}
+
+
+def test_the_page_names_nothing_that_it_would_load(tmp_path):
+    output = tmp_path / "r.html"
+    run(ReportConfig(runs=(bench_run(tmp_path / "b"), study_run(tmp_path / "s")), output=output))
+    page = output.read_text()
+    outside = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"""(?:src|href)=(?!["']?#)""", outside) and "@import" not in outside and "url(" not in outside
+    assert HOSTILE not in page and "default-src 'none'" in page
+    assert output.stat().st_size < 5e6
+
+
+def test_the_command_takes_runs_by_their_place(tmp_path):
+    _, config = configure("eval report", ["a", "b,c", "--output", "x.html", "--formats", "png", "svg"])
+    assert config.runs == (Path("a"), Path("b"), Path("c"))
+    assert config.formats == ("png", "svg") and config.output == Path("x.html")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "no directory nowhere"),
+        (["."], "no results.json in ."),
+        (["{run}", "{run}"], "twice"),
+        (["{run}", "--formats", "gif"], "found gif, expected some of png"),
+        (["{run}", "--track", "csv"], "found csv, expected some of wandb"),
+        (["{other}"], "other JSON"),
+        ([], "--runs"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    run_directory = study_run(tmp_path / "study")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "results.json").write_text('{"meta": {}}')
+    named = [word.format(run=run_directory, other=tmp_path / "other") for word in words]
+    assert main(["eval", "report", *named]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_without_the_extra_its_name_is_said(tmp_path, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "altair" else find(name, *rest)
+    )
+    assert main(["eval", "report", str(study_run(tmp_path / "study"))]) == 2
+    assert "pip install 'draftsmith[report]'" in capsys.readouterr().err
+
+
+def test_weights_and_biases_has_tables_charts_and_the_page(tmp_path, monkeypatch, capsys):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no netrc"))
+    output = tmp_path / "report" / "r.html"
+    run(ReportConfig(runs=(study_run(tmp_path / "s"),), output=output, track=("wandb",), project="p", run_name="named"))
+    (session,) = offline_runs(output.parent)
+    assert (session.record.project, session.record.display_name, session.record.job_type) == ("p", "named", "report")
+    (logged,) = session.history
+    types = {key: value for key, value in logged.items() if key.endswith("._type")}
+    assert types["report._type"] == "html-file" and types["specdecpp-s/line._type"] == "image-file"
+    assert types["specdecpp-s/best._type"] == types["specdecpp-s/empty._type"] == "table-file"
+    assert "specdecpp-s/none._type" not in types
+    assert f"wandb sync {session.directory}" in capsys.readouterr().out
+
+
+def test_the_command_is_read_without_the_extra():
+    """Its settings and its help must not need what the error of `require_packages` asks for."""
+    names = ("altair", "vl_convert", "wandb")
+    code = f"import sys, draftsmith.eval.report.command; print([m for m in {names} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

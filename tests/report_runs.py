@@ -1,0 +1,131 @@
+"""Runs made by hand for the report: a benchmark with traced rounds, a study with every kind of figure, both with text
+that would run if it were not escaped."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from draftsmith.eval.figures import Axis, Chart, Column, Table, to_json
+
+HOSTILE = "<script>alert(1)</script>"
+METHODS = ("ar", "spec:k=3", "eagle2:nodes=4:depth=2:topk=2:value=on:rerank=on")
+TASKS = ("code", HOSTILE)
+TOKENS = {1: "def", 2: " x", 3: "\n", 4: HOSTILE, 5: " a", 6: " b", 7: " c", 8: "</script><!--"}
+
+META = {
+    "schema_version": 2,
+    "kind": "bench",
+    "date": "2026-11-21T00:00:00+00:00",
+    "seed": 0,
+    "settings": {"target": "embedded:target", "draft": "embedded:draft", "prompts": "p.jsonl",
+                 "methods": ",".join(METHODS), "top_k": 0, "top_p": 1.0, "dtype": "float32", "device": "cpu", "engine": "auto", "num_threads": 1,
+                 "batch_size": 1, "max_new_tokens": 64, "ignore_eos": False, "repeats": 1, "limit": 2},
+    "target": {"config": "c0ffee", "tokenizer": "70c3"},
+    "models": {"draft": {"config": "d4af7"}},
+    "prompts": {"source": "p.jsonl", "count": 2, "sha256": "ab" * 32},
+    "versions": {"torch": "2.13.0", "python": "3.11"},
+    "hardware": {"cpu": "a CPU", "cpu_count": 2, "torch_threads": 1, "platform": "Linux"},
+    "clock": "cpu",
+}  # fmt: skip
+
+# One answer of the chain and one of the tree; `kinds` is what a reader of the definitions says.
+CHAIN: list[dict[str, Any]] = [
+    {"emitted": [1], "prefill": True, "kinds": ["alone"]},
+    {"emitted": [2, 3, 4], "drafted": [2, 3, 5], "parents": [-1, 0, 1], "accepted": [0, 1], "next_token": 4,
+     "q": [0.9, 0.8, 0.123456], "entropy": [0.1, 0.2, 1.5], "head": [0.95, 0.4], "accept_prob": [1.0, 1.0, 0.0],
+     "kinds": ["accepted", "accepted", "correction"]},
+    {"emitted": [5, 6, 7], "drafted": [5, 6], "parents": [-1, 0], "accepted": [0, 1], "next_token": 7,
+     "q": [0.9, 0.8], "kinds": ["accepted", "accepted", "bonus"]},
+    {"emitted": [6], "drafted": [], "parents": [], "accepted": [], "next_token": 6, "kinds": ["alone"]},
+    {"emitted": [5, 6], "drafted": [5, 6, 7], "parents": [-1, 0, 1], "accepted": [0, 1, 2], "next_token": 1,
+     "kinds": ["accepted", "accepted"]},
+]  # fmt: skip
+TREE: list[dict[str, Any]] = [
+    {"emitted": [1], "prefill": True, "kinds": ["alone"]},
+    {"emitted": [2, 3, 4], "drafted": [2, 5, 3, 6], "parents": [-1, -1, 0, 1], "accepted": [0, 2], "next_token": 4,
+     "value": [-0.1, -0.5, -0.2, -0.9], "accept_prob": [1.0, 0.0, 1.0, None],
+     "kinds": ["accepted", "accepted", "bonus"]},
+    {"emitted": [5, 8], "drafted": [5, 6, 7, 2], "parents": [-1, -1, 0, 0], "accepted": [0], "next_token": 8,
+     "kinds": ["accepted", "correction"]},
+    {"emitted": [7], "drafted": [5, 6], "parents": [-1, -1], "accepted": [], "next_token": 7, "kinds": ["correction"]},
+]  # fmt: skip
+ALONE: list[dict[str, Any]] = [
+    {"emitted": [1], "prefill": True, "kinds": ["alone"]},
+    {"emitted": [4], "drafted": [], "parents": [], "accepted": [], "next_token": 4, "kinds": ["alone"]},
+]
+ROUNDS = dict(zip(METHODS, (ALONE, CHAIN, TREE), strict=True))
+
+
+def bench_run(directory: Path, **settings: Any) -> Path:
+    """A finished benchmark at two temperatures. settings: that replace those of META; `methods` a list."""
+    directory.mkdir(parents=True)
+    methods = settings.pop("methods", METHODS)
+    meta = copy.deepcopy(META)
+    meta["settings"] |= settings
+    rows = [_row(method, temperature) for temperature in (0.0, 1.0) for method in methods]
+    (directory / "results.json").write_text(json.dumps({"meta": meta, "methods": rows}))
+    lines, per_prompt = [], []
+    for temperature in (0.0, 1.0):
+        for method in methods:
+            for number, task in enumerate(TASKS):
+                base = {"method": method, "temperature": temperature, "prompt": number, "id": f"{task}-{number}"}
+                base |= {"task": task, "turn": 1}
+                for index, item in enumerate(ROUNDS[method]):
+                    line = {key: value for key, value in item.items() if key != "kinds"}
+                    times = {
+                        "target_s": 0.0123,
+                        **({} if item.get("prefill") else {"draft_s": 0.004, "draft_calls": 2}),
+                    }
+                    lines.append(json.dumps({**base, "round": index, **line, **times}))
+                speed = 1 + METHODS.index(method) + number
+                per_prompt.append({**base, "tokens": 10 * speed, "cpu_s": 1.0, "wall_s": 9.0})
+    (directory / "trace.jsonl").write_text("\n".join(lines) + "\n")
+    (directory / "tokens.json").write_text(json.dumps({str(token): text for token, text in TOKENS.items()}))
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in per_prompt))
+    return directory
+
+
+def _row(method: str, temperature: float) -> dict[str, Any]:
+    gain = 1 + METHODS.index(method) / 2 - temperature / 4
+    part = {"speedup": gain, "tau": 2 * gain, "tokens_per_s": 100 * gain, "prompts": 1}
+    whole = {**part, "prompts": 2, "tokens": 20, "num_target_calls": 9, "num_draft_tokens": 15, "num_accepted": 11}
+    whole |= {"discard_rate": 0.2, "verification_rate": 0.45, "matches_ar": True if temperature == 0 else None}
+    whole |= {"speedup_ci95": [gain - 0.1, gain + 0.1], "tau_ci95": [2 * gain - 0.2, 2 * gain + 0.2]}
+    return {"method": method, "temperature": temperature, **whole, "by_task": {task: part for task in TASKS}}
+
+
+def study_figures() -> list[Table | Chart]:
+    """Every mark, and every option of a chart, once."""
+    x, y = Axis("x", "x", ".1f"), Axis("y", "y", ".2f")
+    name = Axis("name", "a name", scale="ordinal")
+    line = [{"x": i / 5, "y": i / 5 + s / 9, "low": i / 6, "high": i / 4, "s": s} for i in range(5) for s in (1, 2)]
+    named = [
+        {"name": n, "y": i + j, "s": s}
+        for i, n in enumerate(("short", "a much longer name"))
+        for j, s in enumerate("ab")
+    ]
+    cells = [{"x": i, "y": j, "c": i * j, "p": p} for i in range(3) for j in range(4) for p in ("one", "two")]
+    return [
+        Table("best", "Best & rest", [Column("m", "method_1"), Column("n", "50 %", ".2fx"), Column("c", "count", ",")],
+              [{"m": "a_b & c", "n": 1.5, "c": 1200}, {"m": HOSTILE, "n": None, "c": 7}], "A note of 5 %."),
+        Table("empty", "No rows", [Column("m", "method")], []),
+        Chart("line", "A line", "line", line, x, y, series="s", low="low", high="high", note="Read it so."),
+        Chart("diagonal", "Calibrated", "point", line, x, y, series="s", diagonal=True, size="s", facet="s"),
+        Chart("bars", "Bars", "bar", named, name, y, series="s", hover=("s",)),
+        Chart("few", "Few bars", "bar", named[:1], name, y),
+        Chart("cells", "A heatmap", "heatmap", cells, Axis("x", "x"), Axis("y", "y"), color="c", facet="p"),
+        Chart("front", "A front", "point", [{"x": 1, "y": 2, "l": HOSTILE}, {"x": 10, "y": None, "l": "left out"}],
+              Axis("x", "x", scale="log"), y, label="l"),
+        Chart("none", "Nothing", "line", [], x, y),
+    ]  # fmt: skip
+
+
+def study_run(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    meta = {**META, "kind": "specdecpp"}
+    results = {"meta": meta, "figures": to_json(study_figures()), "summary": {"best_tokens_per_s": 321.5}}
+    (directory / "results.json").write_text(json.dumps(results))
+    return directory
