@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 Row = Mapping[str, Any]
+SIGNIFICANT_DIGITS = 5
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,19 @@ def _figure(item: dict[str, Any]) -> Figure:
     if item.pop("type") == "table":
         return Table(**{**item, "columns": [Column(**column) for column in item["columns"]]})
     return Chart(**{**item, "x": Axis(**item["x"]), "y": Axis(**item["y"])})
+
+
+def plain(value: Any) -> Any:
+    """As JSON holds it: rounded numbers, None where there is none (NaN), in mappings and lists alike."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
+    return value
 
 
 def formatted(value: Any, form: str) -> str:

@@ -74,7 +74,7 @@ def data_steps(config: SpecDecPPConfig, name: str, split: str, limit: int) -> li
     common = ["--seed", str(config.seed), "--dtype", config.dtype, "--device", config.device]
     common += ["--num_threads", str(config.num_threads)]
     prompts = ["--source", config.prompts, "--target", config.target, "--split", split, "--limit", str(limit)]
-    prompts += ["--task", config.tasks] if config.tasks else []
+    prompts += ["--task", config.keep_tasks] if config.keep_tasks else []
     answers = ["--prompts", str(root / "prompts"), "--target", config.target, *sampling, *common]
     answers += ["--max_new_tokens", str(config.max_new_tokens), "--batch_size", "128"]
     labels = ["--responses", str(root / "responses"), "--target", config.target, "--draft", config.draft]
@@ -121,7 +121,7 @@ def bench_step(study: Study, split: str, limit: int, methods: Sequence[str], hea
         *("eval", "bench", "--target", config.target, "--draft", config.draft),
         *("--acceptance", str(study.places[head]), "--methods", ",".join(methods)),
         *("--prompts", config.prompts, "--split", split, "--limit", str(limit)),
-        *(("--tasks", config.tasks) if config.tasks else ()),
+        *(("--keep_tasks", config.keep_tasks) if config.keep_tasks else ()),
         *sampling_flags(config),
         *("--max_new_tokens", str(config.max_new_tokens), "--repeats", str(config.repeats)),
         *("--seed", str(config.seed), "--dtype", config.dtype, "--device", config.device, "--engine", config.engine),

@@ -43,7 +43,7 @@ class CalibrationConfig:
     eagle: EAGLE head directory, with drafter=eagle.
     split: prompts that are reported.
     fit_split: prompts that the logistic fits of entropy and of q(y) are made on.
-    tasks: keep prompts of these tasks, separated by commas.
+    keep_tasks: keep prompts whose own task is one of these, separated by commas.
     limit: report on the first so many prompts; 0 takes all.
     fit_limit: fit on the first so many prompts; 0 takes all.
     temperatures: of target and draft; 0 is greedy. A head warns at temperatures other than that of its labels.
@@ -69,7 +69,7 @@ class CalibrationConfig:
     eagle: str | None = None
     split: str | None = "test"
     fit_split: str | None = "dev"
-    tasks: str | None = None
+    keep_tasks: str | None = None
     limit: int = 60
     fit_limit: int = 30
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -106,8 +106,8 @@ def run(config: CalibrationConfig) -> Path:
     if config.quick:
         config = dataclasses.replace(config, **QUICK)
     torch.set_num_threads(1)
-    prompts = read_prompts(config.prompts, config.target, config.split, config.tasks, config.limit)
-    to_fit = read_prompts(config.prompts, config.target, config.fit_split, config.tasks, config.fit_limit)
+    prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
+    to_fit = read_prompts(config.prompts, config.target, config.fit_split, config.keep_tasks, config.fit_limit)
     models = load(config, [*prompts, *to_fit])
     said = {}
     for temperature in config.temperatures:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftsmith.eval.figures import Axis, Chart, Column, Figure, Table
-from draftsmith.eval.studies.keeping import rounded
+from draftsmith.eval.figures import Axis, Chart, Column, Figure, Table, plain
 from draftsmith.eval.studies.predictors import (
     CALIBRATED,
     CORRECTED,
@@ -71,7 +70,7 @@ def overall_rows(said: Said) -> list[Row]:
 def measured(judged: Judged, prediction: Prediction) -> Row:
     """Numbers of one predictor over these tokens; accepted: their mean label."""
     numbers = quality(prediction.score, prediction.prob, judged.accept_prob)
-    return rounded({"accepted": float(judged.accept_prob.mean()), **numbers})
+    return plain({"accepted": float(judged.accept_prob.mean()), **numbers})
 
 
 def overall_table(said: Said) -> Table:
@@ -87,7 +86,7 @@ def overall_table(said: Said) -> Table:
 def diagram(said: Said, name: str, shown: Sequence[str]) -> Chart:
     """Reliability: predicted against observed, a panel a temperature."""
     rows = [
-        rounded({"temperature": temperature, "predictor": predictor, **found})
+        plain({"temperature": temperature, "predictor": predictor, **found})
         for temperature, (judged, predictions) in said.items()
         for predictor in shown
         for found in bins_of(predictions[predictor], judged)
@@ -121,7 +120,7 @@ def group_rows(said: Said, key: str, shown: Sequence[str]) -> list[Row]:
 def measured_part(judged: Judged, prediction: Prediction, mask: Any) -> Row:
     """As `measured`, of the tokens in the mask [N]."""
     own, label = part(prediction, mask), part(Prediction(judged.accept_prob, None), mask).score
-    return rounded({"accepted": float(label.mean()), **quality(own.score, own.prob, label)})
+    return plain({"accepted": float(label.mean()), **quality(own.score, own.prob, label)})
 
 
 def depth_charts(said: Said) -> list[Chart]:

@@ -1,10 +1,9 @@
-"""What studies share: settings, models and prompts, benches below the study's directory, and results.json."""
+"""What studies share: settings, models and prompts, and benches below the study's directory."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,25 +11,22 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
 
-from draftsmith.data.manifest import resolved, write_json
+from draftsmith.data.manifest import resolved
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import bar, say
 from draftsmith.eval.bench import RESULTS, BenchConfig, bench, check_device, longest_sequence, model_paths
-from draftsmith.eval.figures import Figure, Table, formatted, to_json
+from draftsmith.eval.figures import Figure
 from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner
 from draftsmith.eval.methods import check_needs, parse_methods
 from draftsmith.eval.methods.base import Models, at_least
 from draftsmith.eval.prompts import read_prompts
-from draftsmith.eval.provenance import describe
-from draftsmith.eval.tables import plain_table
+from draftsmith.eval.studies.keeping import keep
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.types import InputError, SamplingParams
 
-SIGNIFICANT_DIGITS = 5
 NUM_RESAMPLES = 1000
 
 
@@ -185,7 +181,6 @@ def measured(
     settings = {name: getattr(config, name) for name in shared - {"output", "temperatures"}}
     to_measure = BenchConfig(
         **settings,
-        tasks=config.keep_tasks,
         methods=",".join(methods),
         temperature=params.temperature,
         output=config.output / f"{name}-t{params.temperature:g}",
@@ -209,47 +204,9 @@ def measured_before(study: StudyConfig, config: BenchConfig) -> dict[str, Any] |
 def write_results(
     config: StudyConfig, kind: str, ground: Ground, figures: Sequence[Figure], summary: Mapping[str, Any], **more: Any
 ) -> Path:
-    """Print the tables and write results.json, last of all: it is there only when the study is complete.
-
-    summary: flat numbers that texts quote. more: what else belongs into `meta`.
-    """
-    smaller = {"draft": ground.models.draft, "mid": ground.models.mid}
-    meta = describe(kind, config, ground.models.target, ground.prompts, config.prompts, smaller, **more)
-    content = {"meta": meta, "figures": to_json(figures), "summary": plain(summary)}
-    config.output.mkdir(parents=True, exist_ok=True)
-    write_json(config.output / RESULTS, content)
-    show(figures)
-    say(f"Written to {config.output / RESULTS}")
+    """Print all tables and write results.json; arguments as of `keep`."""
+    keep(kind, config, ground.models, ground.prompts, figures, summary, **more)
     return config.output
-
-
-def show(figures: Sequence[Figure]) -> None:
-    """The tables among the figures, on the screen."""
-    console = Console(highlight=False)
-    for figure in figures:
-        if not isinstance(figure, Table):
-            continue
-        table = plain_table(title=figure.title, title_justify="left", title_style="bold", caption=figure.note,
-                            caption_justify="left")  # fmt: skip
-        for column in figure.columns:
-            numeric = bool(column.format)
-            table.add_column(column.title, justify="right" if numeric else "left", overflow="fold", no_wrap=False)
-        for row in figure.rows:
-            table.add_row(*(formatted(row.get(column.key), column.format) for column in figure.columns))
-        console.print(table)
-
-
-def plain(value: Any) -> Any:
-    """As JSON holds it: rounded numbers, None where there is none (NaN), in mappings and lists alike."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float):
-        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
-    return value
 
 
 def mean_interval(values: Sequence[float], owner: Sequence[Any], seed: int) -> tuple[float | None, float | None]:

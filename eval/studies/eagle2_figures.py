@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.figures import Axis, Chart, Column, Row, Table
-from draftsmith.eval.studies.common import ci, mean, mode, plain, slug
+from draftsmith.eval.figures import Axis, Chart, Column, Row, Table, plain
+from draftsmith.eval.studies.common import ci, mean, mode, slug
 from draftsmith.eval.studies.eagle2_cost import fit, left_out
 from draftsmith.eval.studies.eagle2_nodes import Node, by_confidence, by_position, correlation, positions
 from draftsmith.eval.summary import BASELINE

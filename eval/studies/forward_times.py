@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from draftsmith.eval.rows import read_rows
 from draftsmith.eval.summary import NUM_RESAMPLES
 from draftsmith.modules.decoding.trace import Totals
 
@@ -103,14 +103,6 @@ def theory_rows(rows: Sequence[Row], times: ForwardTimes, clock: str) -> list[di
     return found
 
 
-def bench_rows(directory: Path) -> list[dict[str, Any]]:
-    """The rows that `eval bench` keeps, one for each method and prompt: method, id, task, tokens, wall_s, cpu_s and the
-    counts. Prompts that were not measured are left out."""
-    parquet = directory / "prompts.parquet"
-    if parquet.exists():
-        import pyarrow.parquet as pq
-
-        rows = pq.read_table(parquet).to_pylist()
-    else:
-        rows = [json.loads(line) for line in (directory / "prompts.jsonl").read_text("utf-8").splitlines()]
-    return [row for row in rows if row.get("error") is None]
+def bench_rows(directory: Path) -> list[Row]:
+    """The rows that `eval bench` keeps, without prompts that could not be measured."""
+    return [row for row in read_rows(directory) if row["error"] is None]

@@ -54,7 +54,7 @@ class SpecDecPPConfig:
     prompts: chats with splits for training, choosing and reporting: a JSONL, JSON or Parquet file, a data set, or
         embedded:prompts.
     heads: folder of acceptance heads to use instead of training some; their labels' temperature should be this one.
-    tasks: keep prompts of these tasks, separated by commas.
+    keep_tasks: keep prompts whose own task is one of these, separated by commas.
     train_split: prompts that heads are trained on.
     dev_split: prompts that settings are chosen on, and whose labels the eval KL is of.
     split: prompts that are reported.
@@ -91,7 +91,7 @@ class SpecDecPPConfig:
     draft: str
     prompts: str
     heads: Path | None = None
-    tasks: str | None = None
+    keep_tasks: str | None = None
     train_split: str = "train"
     dev_split: str = "dev"
     split: str = "test"
@@ -203,7 +203,7 @@ def load_study(config: SpecDecPPConfig, heads: Path) -> Study:
     target = load_lm(config.target, **how)
     limits = {config.dev_split: config.dev_prompts, config.split: config.test_prompts}
     prompts = {
-        split: read_prompts(config.prompts, config.target, split, config.tasks, limit)
+        split: read_prompts(config.prompts, config.target, split, config.keep_tasks, limit)
         for split, limit in limits.items()
     }
     everything = [prompt for own in prompts.values() for prompt in own]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftsmith.eval.figures import Axis, Chart, Column, Figure, Table
+from draftsmith.eval.figures import Axis, Chart, Column, Figure, Table, plain
 from draftsmith.eval.studies.forward_times import ForwardTimes
-from draftsmith.eval.studies.keeping import rounded
 from draftsmith.eval.studies.specdecpp_sweep import Rule, Setting, front
 
 # Huang et al. 2024, table of KL: w_rej = 6, by depth 0..4.
@@ -21,7 +20,7 @@ PAPER_R2, PAPER_THEORY_ERROR = ">= 0.98", "within 6.2 %"
 def rate_row(series: str, setting: Setting, times: ForwardTimes) -> dict[str, Any]:
     """A setting as a point of discard rate against verification rate."""
     totals = setting.totals
-    return rounded(
+    return plain(
         {
             "series": series,
             "setting": setting.rule.label,
@@ -97,7 +96,7 @@ def _weight_name(setting: Setting, w_rej: Mapping[str, float]) -> str:
 def kl_figures(rows: Sequence[Mapping[str, Any]], constant: float | None) -> list[Figure]:
     """The table of KL by (w_rej, D), and its eval column as lines. rows: of `kl_rows`. constant: the eval KL of the
     best constant."""
-    table = [{**rounded(row), "paper": PAPER_EVAL_KL.get((row["w_rej"], row["depth"]))} for row in rows]
+    table = [{**plain(row), "paper": PAPER_EVAL_KL.get((row["w_rej"], row["depth"]))} for row in rows]
     kls = [("train_kl", "train"), ("eval_kl", "eval")]
     columns = [
         Column("w_rej", "w_rej", "g"),
@@ -114,7 +113,7 @@ def kl_figures(rows: Sequence[Mapping[str, Any]], constant: float | None) -> lis
         + "The paper's pair is llama-2-chat 7B for 70B: compare directions, not sizes."
     )
     lines = [
-        rounded({"series": f"w_rej {row['w_rej']:g}, {what}", "depth": row["depth"], "kl": row[key]})
+        plain({"series": f"w_rej {row['w_rej']:g}, {what}", "depth": row["depth"], "kl": row[key]})
         for row in rows
         for key, what in (("eval_kl", "raw"), ("eval_kl_corrected", "corrected"))
     ]
@@ -160,7 +159,7 @@ def regression_figures(
     """Forward times (table 2, section 4.2). fits: by what they are of. theory: rows of `theory_rows`. points: predicted
     and measured seconds of single prompts."""
     fitted = [
-        rounded(
+        plain(
             {
                 "of": name,
                 "t_draft": times.t_draft * 1e3,
@@ -192,7 +191,7 @@ def regression_figures(
                 Column("theory", "theory (tok/s)", ".1f"), Column("difference", "theory / measured - 1", "+.1%"),
                 Column("difference_dev", "with times of dev", "+.1%"), Column("paper", "paper"),
             ],
-            [{**rounded(row), "paper": None if row["method"] == "ar" else PAPER_THEORY_ERROR} for row in theory],
+            [{**plain(row), "paper": None if row["method"] == "ar" else PAPER_THEORY_ERROR} for row in theory],
             "Theory: the run's own counts at times fitted to the same run, as in the paper; beside it at the times of "
             "the dev bench, which ran at another moment. ar was not part of the fits: its target calls read one row.",
         ),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.figures import Figure
+from draftsmith.eval.figures import Figure, plain
 from draftsmith.eval.rollouts.rollouts import ChainRollouts
 from draftsmith.eval.studies.forward_times import (
     Floats,
@@ -22,7 +22,7 @@ from draftsmith.eval.studies.forward_times import (
     ratio_interval,
     theory_rows,
 )
-from draftsmith.eval.studies.keeping import keep, rounded
+from draftsmith.eval.studies.keeping import keep
 from draftsmith.eval.studies.specdecpp import BEST_HEAD, BEST_K, Choice, Study
 from draftsmith.eval.studies.specdecpp_figures import (
     PAPER_GAIN,
@@ -137,7 +137,7 @@ def throughput_rows(study: Study, found: Found) -> list[dict[str, Any]]:
         if rule != fixed:
             row["gain_theory"] = _rate(test[rule]) / _rate(test[fixed]) - 1
             row["gain_theory_ci"] = interval(ratio_interval(test[rule], test[fixed], config.seed))
-        rows.append(rounded({**dict.fromkeys(GAINS), **row}))
+        rows.append(plain({**dict.fromkeys(GAINS), **row}))
     return rows
 
 
@@ -183,7 +183,7 @@ def interval(ends: Sequence[float] | None) -> str | None:
 def time_points(rows: Sequence[Mapping[str, Any]], times: ForwardTimes, clock: str) -> list[dict[str, Any]]:
     """Predicted and measured seconds of every row."""
     return [
-        rounded(
+        plain(
             {
                 "method": row["method"],
                 "id": row["id"],

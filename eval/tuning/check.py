@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from draftsmith.data.manifest import write_json
 from draftsmith.data.progress import say
 from draftsmith.eval.clocks import clock_of, synchronised
+from draftsmith.eval.figures import plain
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import at_least
-from draftsmith.eval.tuning.reasoning import rounded
 from draftsmith.eval.tuning.tune import TuneConfig, measured_speeds, prepare, tune
 
 WITHIN, SHARE = 0.03, 0.1
@@ -81,7 +81,7 @@ def check(config: TuneCheckConfig) -> Compared:
     order = sorted(sweep, key=lambda label: -sweep[label])
     expected = {item.label: item.tokens_per_s for item in choice.predicted}
     config.output.mkdir(parents=True, exist_ok=True)
-    rows = [{"setting": n, "measured": rounded(sweep[n]), "predicted": rounded(expected[n])} for n in order]
+    rows = [{"setting": n, "measured": plain(sweep[n]), "predicted": plain(expected[n])} for n in order]
     write_json(config.output / "sweep.json", rows)
     again = list(dict.fromkeys([*order[: config.finalists], choice.label]))
     final = measured_speeds(config, setup, parse_methods(",".join(again)), config.final_repeats)

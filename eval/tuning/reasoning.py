@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table as ScreenTable
 
 from draftsmith.eval.costs import AR, Costs
-from draftsmith.eval.figures import Axis, Chart, Column, Figure, Table, formatted
+from draftsmith.eval.figures import Axis, Chart, Column, Figure, Table, formatted, plain
 from draftsmith.eval.tables import plain_table
 from draftsmith.eval.tuning.candidates import Predicted, best_of_families
 
@@ -68,20 +68,15 @@ def rows(choice: Choice) -> list[dict[str, Any]]:
             {
                 "family": item.family,
                 "setting": item.label,
-                "tau": rounded(item.tau),
-                "predicted": rounded(item.tokens_per_s),
-                "speedup": rounded(item.tokens_per_s / base),
-                "measured": rounded(measured),
-                "measured_speedup": rounded(measured / choice.measured[AR]) if measured is not None else None,
+                "tau": plain(item.tau),
+                "predicted": plain(item.tokens_per_s),
+                "speedup": plain(item.tokens_per_s / base),
+                "measured": plain(measured),
+                "measured_speedup": plain(measured / choice.measured[AR]) if measured is not None else None,
                 "chosen": "chosen" if item.label == choice.label else "",
             }
         )
     return found
-
-
-def rounded(value: float | None) -> float | None:
-    """To five significant digits: more are noise."""
-    return None if value is None else float(f"{value:.5g}")
 
 
 def reasoning_table(choice: Choice) -> ScreenTable:
@@ -126,8 +121,8 @@ def length_charts(choice: Choice) -> Iterator[Chart]:
     ):
         if best:
             points = [
-                {"family": family, "length": length, "setting": item.label, "tau": rounded(item.tau),
-                 "tokens_per_s": rounded(item.tokens_per_s)}
+                {"family": family, "length": length, "setting": item.label, "tau": plain(item.tau),
+                 "tokens_per_s": plain(item.tokens_per_s)}
                 for (family, length), item in sorted(best.items())
             ]  # fmt: skip
             yield Chart(
@@ -144,7 +139,7 @@ def keep_best(best: dict[tuple[str, int], Predicted], key: tuple[str, int], item
 
 def target_chart(costs: Costs) -> Chart:
     points = [
-        {"rows": count, "kind": kind, "milliseconds": rounded(1000 * seconds)}
+        {"rows": count, "kind": kind, "milliseconds": plain(1000 * seconds)}
         for kind, curve in (("chain", costs.target), ("tree", costs.tree))
         for count, seconds in curve.items()
     ]
@@ -157,7 +152,7 @@ def target_chart(costs: Costs) -> Chart:
 
 def draft_chart(costs: Costs) -> Chart:
     points = [
-        {"drafter": name, "step": step, "milliseconds": rounded(1000 * seconds)}
+        {"drafter": name, "step": step, "milliseconds": plain(1000 * seconds)}
         for name, cost in costs.drafters.items()
         for step, seconds in (("first of a round", cost.first), ("every further one", cost.step))
     ]
@@ -173,11 +168,11 @@ def summary(choice: Choice) -> dict[str, Any]:
     best = choice.expected(choice.label)
     return {
         "chosen": choice.label,
-        "speedup": rounded(choice.speedup),
+        "speedup": plain(choice.speedup),
         "basis": choice.basis,
-        "tau": rounded(best.tau),
-        "predicted_tokens_per_s": rounded(best.tokens_per_s),
-        "measured_tokens_per_s": rounded(choice.measured.get(choice.label)),
+        "tau": plain(best.tau),
+        "predicted_tokens_per_s": plain(best.tokens_per_s),
+        "measured_tokens_per_s": plain(choice.measured.get(choice.label)),
         "settings": len(choice.predicted),
-        **{f"{name}_s": rounded(seconds) for name, seconds in choice.spent.items()},
+        **{f"{name}_s": plain(seconds) for name, seconds in choice.spent.items()},
     }

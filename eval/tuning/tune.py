@@ -23,7 +23,7 @@ from draftsmith.eval.clocks import Clock, clock_of, synchronised
 from draftsmith.eval.costs import AR, Costs, measure_costs
 from draftsmith.eval.figures import to_json
 from draftsmith.eval.load import LOADING, load_models
-from draftsmith.eval.measure import BenchPrompt, EngineRunner, GroupRunner, OneByOne, measure
+from draftsmith.eval.measure import BenchPrompt, EngineRunner, GroupRunner, Measured, OneByOne, answered, measure
 from draftsmith.eval.methods import parse_method, parse_methods
 from draftsmith.eval.methods.base import Models, Named, at_least
 from draftsmith.eval.prompts import read_prompts
@@ -55,7 +55,7 @@ class TuneConfig:
     acceptance: acceptance head directory.
     acceptance_reads: drafter that the acceptance head was trained for: draft or eagle.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
-    tasks: keep prompts of these tasks, separated by commas.
+    keep_tasks: keep prompts whose own task is one of these, separated by commas.
     limit: use the first so many prompts; 0 takes all.
     max_new_tokens: longest answer.
     ignore_eos: go on after the end token, up to max_new_tokens.
@@ -85,7 +85,7 @@ class TuneConfig:
     acceptance: str | None = None
     acceptance_reads: Literal["draft", "eagle"] = "draft"
     split: str | None = None
-    tasks: str | None = None
+    keep_tasks: str | None = None
     limit: int = 16
     max_new_tokens: int = 128
     ignore_eos: bool = False
@@ -160,7 +160,7 @@ def prepare(config: TuneConfig) -> Setup:
     check(config)
     torch.set_num_threads(config.num_threads)
     grid = config.weighed()
-    prompts = read_prompts(config.prompts, config.target, config.split, config.tasks, config.limit)
+    prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
     how = {name: getattr(config, name) for name in LOADING}
     target = load_lm(config.target, **how)
     for topk in grid.topks:
@@ -257,8 +257,14 @@ def measured_speeds(
         item.label: OneByOne(EngineRunner(models.target, item.method.build(models), config.sampling, setup.eos_ids))
         for item in named
     }
-    warm_up, prompts = setup.prompts[0], setup.prompts
-    measured = measure(runners, prompts, warm_up, config.max_new_tokens, repeats, config.seed, progress)
+    for label, runner in runners.items():  # uncounted: the first run of a method pays for its set-up
+        answered(label, runner, setup.prompts[:1], config.max_new_tokens, [config.seed])
+    measured: dict[str, list[Measured]] = {label: [] for label in runners}
+    for number, prompt in enumerate(setup.prompts):
+        found = measure(runners, [prompt], number, config.max_new_tokens, repeats, [config.seed + number])
+        for label, items in found.items():
+            measured[label] += items
+        progress(1)
     return {label: tokens_per_s(items, config.clock) for label, items in measured.items()}
 
 

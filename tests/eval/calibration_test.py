@@ -113,7 +113,7 @@ def test_what_each_predictor_says():
 @pytest.mark.slow
 def test_the_command_on_the_embedded_pair(tmp_path, capsys, embedded_acceptance):
     argv = ["eval", "calibration", "--config", "calibration", "--acceptance", embedded_acceptance, "--quick", "false"]
-    argv += ["--limit", "3", "--fit_limit", "2", "--depth", "3", "--max_new_tokens", "24", "--tasks", "rename"]
+    argv += ["--limit", "3", "--fit_limit", "2", "--depth", "3", "--max_new_tokens", "24", "--keep_tasks", "rename"]
     argv += ["--output", str(tmp_path)]
     assert main(argv) == 0
     shown = capsys.readouterr()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import numpy as np
 import pytest
 
+from draftsmith.eval.measure import BenchPrompt, Measured
+from draftsmith.eval.rows import PER_PROMPT, failed_row, measured_row, write_rows
 from draftsmith.eval.studies.forward_times import (
     ForwardTimes,
     bench_rows,
@@ -72,9 +73,11 @@ def test_gains_are_resampled_in_pairs():
 
 
 def test_rows_of_a_bench_without_prompts_that_failed(tmp_path):
-    rows = [{"method": "ar", "error": None}, {"method": "ar", "error": "too long"}]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert bench_rows(tmp_path) == rows[:1]
+    prompts = [BenchPrompt("1", [5, 6]), BenchPrompt("2", [7])]
+    made = Measured(prompts[0], 0, [8], DecodeTrace(prefill_emitted=1), True, 0.1, 0.1)
+    rows = [measured_row(made, "ar", 0.0), failed_row(prompts[1], 1, "ar", 0.0, "too long")]
+    write_rows(tmp_path / PER_PROMPT, rows)
+    assert [row["id"] for row in bench_rows(tmp_path)] == ["1"]
 
 
 def test_the_front_by_hand():

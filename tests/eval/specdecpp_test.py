@@ -107,7 +107,7 @@ def test_kl_raw_and_corrected_by_the_formula():
 
 
 def test_every_step_is_a_command_that_parses():
-    config = config_of(tasks="rename", weights=(1.0, 6.0), depths=(0, 2))
+    config = config_of(keep_tasks="rename", weights=(1.0, 6.0), depths=(0, 2))
     steps = [*specdecpp.label_steps(config), *specdecpp.training_steps(config)]
     assert len(steps) == 6 + 4
     for step in steps:
@@ -139,7 +139,7 @@ def test_impossible_settings_are_refused(changes):
 
 @pytest.mark.slow
 def test_the_command_on_the_embedded_pair_and_its_continuation(tmp_path, capsys):
-    argv = ["eval", "specdecpp", "--config", "specdecpp", "--tasks", "rename", "--depths", "0", "--weights", "6"]
+    argv = ["eval", "specdecpp", "--config", "specdecpp", "--keep_tasks", "rename", "--depths", "0", "--weights", "6"]
     argv += ["--train_prompts", "6", "--label_prompts", "3", "--dev_prompts", "3", "--test_prompts", "3"]
     argv += ["--epochs", "1", "--max_new_tokens", "16", "--ks", "1,3", "--thresholds", "0.3,0.7", "--max_drafted", "4"]
     argv += ["--num_threads", "1", "--output", str(tmp_path)]

@@ -8,8 +8,9 @@ import json
 import numpy as np
 import pytest
 
+from draftsmith.eval.figures import plain
 from draftsmith.eval.studies import common
-from draftsmith.eval.studies.common import StudyConfig, ci, mean_interval, measured, numbers, plain, reduced, slug
+from draftsmith.eval.studies.common import StudyConfig, ci, mean_interval, measured, numbers, reduced, slug
 from draftsmith.modules.types import InputError, SamplingParams
 
 
