@@ -58,10 +58,8 @@ def rate_charts(
     settings: Sequence[Setting], best_head: Rule, published: str | None, times: ForwardTimes, w_rej: Mapping[str, float]
 ) -> list[Figure]:
     """Verification rate against discard rate: the series above, and every setting by its head's weight."""
-    axes = {
-        "x": Axis("discard_rate", "discarded tokens per token", ".2f", zero=True),
-        "y": Axis("verification_rate", "target calls per token", ".2f"),
-    }
+    x = Axis("discard_rate", "discarded tokens per token", ".2f", zero=True)
+    y = Axis("verification_rate", "target calls per token", ".2f")
     hover = ("setting", "head", "tau", "theory")
     series = rate_series(settings, best_head, published)
     lines = [rate_row(name, setting, times) for name, own in series.items() for setting in own]
@@ -76,11 +74,11 @@ def rate_charts(
     )
     return [
         Chart(
-            "specdecpp-rates", "Verification against discard rate (SpecDec++, figure 4)", "line", lines, **axes,
+            "specdecpp-rates", "Verification against discard rate (SpecDec++, figure 4)", "line", lines, x, y,
             series="series", label="setting", hover=hover, note=note,
         ),
         Chart(
-            "specdecpp-all-heads", "The same for every head and threshold, raw and calibrated", "point", points, **axes,
+            "specdecpp-all-heads", "The same for every head and threshold, raw and calibrated", "point", points, x, y,
             series="series", series_title="heads with", hover=hover,
             note="A point is one head at one h. Where the points of two weights lie on one curve, the weight moves a "
             "head along the front and not to a better one.",

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 from hand_rollouts import hand_rollouts
+from quick_heads import varied_acceptance_head
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import brier_score_loss, log_loss, roc_auc_score
 
+from draftsmith.data.heads import save_head
+from draftsmith.data.models import load_lm
 from draftsmith.eval.figures import from_json
 from draftsmith.eval.studies import predictors
 from draftsmith.eval.studies.predictors import judge, log_odds, predictions
@@ -111,8 +114,12 @@ def test_what_each_predictor_says():
 
 
 @pytest.mark.slow
-def test_the_command_on_the_embedded_pair(tmp_path, capsys, embedded_acceptance):
-    argv = ["eval", "calibration", "--config", "calibration", "--acceptance", embedded_acceptance, "--quick", "false"]
+def test_the_command_on_the_embedded_pair(tmp_path, capsys):
+    draft = load_lm("embedded:draft").info
+    sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    head = varied_acceptance_head(draft.hidden_size)
+    acceptance = save_head(tmp_path / "head", head, {"target": draft.identity, "sampling": sampling}, "card")
+    argv = ["eval", "calibration", "--config", "calibration", "--acceptance", str(acceptance), "--quick", "false"]
     argv += ["--limit", "3", "--fit_limit", "2", "--depth", "3", "--max_new_tokens", "24", "--keep_tasks", "rename"]
     argv += ["--output", str(tmp_path)]
     assert main(argv) == 0
