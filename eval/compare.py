@@ -104,7 +104,7 @@ def check_comparable(first: Bench, second: Bench) -> None:
     """
     differing = differences(*(flatten(identity(bench.meta)) for bench in (first, second)))
     if not set(first.methods) & set(second.methods):
-        differing.append(("temperatures", *(listed(bench.methods) for bench in (first, second))))
+        differing.append(("temperatures", listed(first.methods), listed(second.methods)))
     if differing:
         found = said(differing)
         expected = "runs of the same target, tokenizer, sampling, dtype and prompts"

@@ -41,6 +41,7 @@ def make_runners(
 
     runners: dict[float, dict[str, GroupRunner]] = {params.temperature: {} for params in modes}
     for label, method in ((item.label, item.method) for item in named):
+        made: list[GroupRunner]
         if isinstance(method, HFAssisted):
             extra = (hf_model("draft"), method.k, method.t)
             made = [OneByOne(HFRunner(hf_model("target"), params, eos_ids, *extra)) for params in modes]
