@@ -19,6 +19,7 @@ from draftsmith.modules.decoding.tree import StaticTree
 # EAGLE-2, table 3: speed-up on MT-bench at T=0, Vicuna 7B.
 PAPER = {"neither": 2.81, "no value": 3.21, "no reranking": 3.48, "full": 3.62}
 NUM_BINS = 10
+MIN_REACHED = 5  # nodes of a cell: fewer say nothing
 
 
 @dataclass(frozen=True)
@@ -131,23 +132,15 @@ def acceptance_by_position(shape: StaticTree, tree: str, found: Sequence[Found])
 
 def acceptance_by_task(shape: StaticTree, tree: str, found: Sequence[Found]) -> Chart:
     """Figure 5, context by context."""
-    names, rows = positions(shape), []
-    for one in found:
-        for task in sorted({node.task for node in one.static}):
-            for index, name in enumerate(names):
-                own = [node.accepted for node in one.static if node.task == task and node.index == index]
-                if own:
-                    rows.append(
-                        plain(
-                            {
-                                "mode": one.mode,
-                                "task": task or "all",
-                                "position": name,
-                                "accepted": mean(own),
-                                "reached": len(own),
-                            }
-                        )
-                    )
+    rows: list[Row] = []
+    for index, name in enumerate(positions(shape)):  # outermost, so that the chart has them in the tree's order
+        for one in found:
+            at_position = [node for node in one.static if node.index == index]
+            for task in sorted({node.task for node in at_position}):
+                own = [node.accepted for node in at_position if node.task == task]
+                if len(own) >= MIN_REACHED:
+                    cell = {"mode": one.mode, "task": task or "all", "position": name, "accepted": mean(own)}
+                    rows.append(plain({**cell, "reached": len(own)}))
     return Chart(
         "eagle2-acceptance-by-task",
         f"Acceptance by position and task ({tree})",
@@ -160,7 +153,8 @@ def acceptance_by_task(shape: StaticTree, tree: str, found: Sequence[Found]) -> 
         color_title="accepted, once the parent is",
         color_format=".0%",
         hover=("reached",),
-        note="Down a column the position is the same and the context is not; cells of few nodes say little.",
+        note="Down a column the position is the same and the context is not. Positions that a task reached fewer than "
+        f"{MIN_REACHED} times are left out.",
     )
 
 

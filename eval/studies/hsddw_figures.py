@@ -258,10 +258,11 @@ def redundancy_table(k: int, watched: Sequence[Watched]) -> Table:
 
 
 def window_examples(watched: Sequence[Watched], count: int) -> Chart:
-    """Figure 8: windows of single answers."""
+    """Figure 8: windows of single answers, the longest of the first method."""
+    longest = watched[0].lengths if watched else {}
     rows = []
     for item in watched:
-        for prompt in list(item.lengths)[:count]:
+        for prompt in sorted(longest, key=lambda prompt: -longest[prompt])[:count]:
             for window in item.seen.windows:
                 if window.prompt == prompt:
                     rows.append(plain({"panel": f"{prompt}, {mode(item.temperature)}", **window_row(item, window)}))
