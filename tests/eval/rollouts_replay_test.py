@@ -18,7 +18,8 @@ from draftsmith.eval.methods import parse_method, parse_methods
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.rollouts import replay
-from draftsmith.eval.rollouts.record import record_chains, record_trees
+from draftsmith.eval.rollouts.lookup import record_lookup
+from draftsmith.eval.rollouts.record import Answers, Recording, record_chains, record_trees
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, TreeRollouts, of_answer
 from draftsmith.eval.tuning.candidates import HEAD, Recorded
 from draftsmith.modules.decoding.loop import generate
@@ -27,14 +28,21 @@ from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
 GREEDY = SamplingParams()
-DEPTH, TOPK, TREE_DEPTH = 9, 3, 3
+DEPTH, TOPK, TREE_DEPTH, NGRAM = 9, 3, 3, 2
 CHAINS = [
-    "ar", "spec:k=1", "spec:k=4", "spec:k=9", "confidence:t=0.5:max=9", "confidence:t=0.9:min=3:max=6",
+    "ar", "pld:k=3:ngram=2", "pld:k=8:ngram=2",
+    "spec:k=1", "spec:k=4", "spec:k=9", "confidence:t=0.5:max=9", "confidence:t=0.9:min=3:max=6",
     "specdec++:h=0.6:max=9", "specdec++:h=0.3:min=1:max=7:calibrated=on", "self-verify:k=9",
     "eagle:k=1", "eagle:k=5", "specdec++:h=0.5:max=8:drafter=eagle", "confidence:t=0.5:max=8:drafter=eagle",
     "self-verify:k=6:drafter=eagle",
 ]  # fmt: skip
-ON_EMBEDDED = {"spec:k=4", "specdec++:h=0.3:min=1:max=7:calibrated=on", "self-verify:k=9", "eagle:k=5"}
+ON_EMBEDDED = {
+    "spec:k=4",
+    "specdec++:h=0.3:min=1:max=7:calibrated=on",
+    "self-verify:k=9",
+    "eagle:k=5",
+    "pld:k=8:ngram=2",
+}
 TREES = ["eagle2:nodes=2:depth=1:topk=3", "eagle2:nodes=7:depth=2:topk=3", "eagle2:nodes=30:depth=3:topk=3"]
 
 
@@ -48,6 +56,7 @@ class World:
     eos_ids: tuple[int, ...]
     chains: dict[str, ChainRollouts]
     trees: TreeRollouts
+    lookups: ChainRollouts
 
     def decoded(self, name: str) -> list[DecodeTrace]:
         """By the production loop."""
@@ -57,7 +66,7 @@ class World:
         return [generate(target, drafter, prompt, *how).trace for prompt in prompts]
 
     def replayed(self, name: str) -> list[DecodeTrace]:
-        recorded = Recorded(self.chains, {TOPK: self.trees}, self.models.acceptance)
+        recorded = Recorded(self.chains, {TOPK: self.trees}, self.models.acceptance, {NGRAM: self.lookups})
         (named,) = parse_methods(name)
         return recorded.traces(named)
 
@@ -67,7 +76,9 @@ def make_world(models: Models, prompts: list[BenchPrompt], new_tokens: int, eos_
     heads = {HEAD: models.acceptance}
     chains = {name: record_chains(models, name, prompts, *how, heads) for name in ("draft", "eagle")}
     trees = record_trees(models, prompts, GREEDY, TOPK, TREE_DEPTH, new_tokens, 0, eos_ids)
-    return World(models, prompts, new_tokens, eos_ids, chains, trees)
+    recording = Recording(GREEDY, DEPTH, new_tokens, 0, eos_ids)
+    lookups = record_lookup(Answers(models.target, recording), prompts, recording, NGRAM)
+    return World(models, prompts, new_tokens, eos_ids, chains, trees, lookups)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def test_the_choice_is_the_best_of_its_own_table(tuned):
     predicted = [row["predicted"] for row in table.rows]
     assert predicted == sorted(predicted, reverse=True)
     families = {row["family"] for row in table.rows}
-    assert families == {"ar", "spec", "eagle", "confidence", "self-verify", "specdec++", "confidence/eagle",
+    assert families == {"ar", "pld", "spec", "eagle", "confidence", "self-verify", "specdec++", "confidence/eagle",
                         "self-verify/eagle", "eagle2/2"}  # fmt: skip
     # The table has the highest point of every line of the charts.
     best = {row["family"]: row["predicted"] for row in table.rows}
@@ -127,7 +127,7 @@ def test_the_grid_holds_what_the_models_allow():
     named = parse_methods(",".join(labels))  # every one is a method, none is there twice
     assert {f"spec:k={k}" for k in range(1, 17)} <= set(labels)
     families = probes(labels)
-    assert {"ar", "spec", "eagle", "specdec++", "eagle2/4", "eagle2/8"} <= set(families)
+    assert {"ar", "pld", "spec", "eagle", "specdec++", "eagle2/4", "eagle2/8"} <= set(families)
     assert all(len(settings) == (1 if family == "ar" else 2) for family, settings in families.items())
     coarse = list(Grid(16, 6, (4, 8), coarse=True).labels(GIVEN, "draft"))
     assert set(coarse) <= set(labels) and len(coarse) < len(named) / 2
