@@ -67,13 +67,14 @@ def oracle(rollouts: ChainRollouts) -> Ints:
     return np.minimum(rollouts.num_accepted, lengths - 1 - rollouts.start)
 
 
-def replay(rollouts: ChainRollouts, lengths: Ints) -> list[DecodeTrace]:
-    """One trace an answer. lengths [S]: tokens that the policy drafts in a round that begins there, 0 or more."""
+def replay(rollouts: ChainRollouts, lengths: Ints, calls_per_token: int = 1) -> list[DecodeTrace]:
+    """One trace an answer. lengths [S]: tokens that the policy drafts in a round that begins there, 0 or more.
+    calls_per_token: forwards of the drafter, 0 for a lookup."""
     available, accepted = np.minimum(rollouts.available(), lengths), _accepted(rollouts)
 
     def play(row: int, most: int) -> tuple[int, int, int]:
         drafted = min(int(available[row]), most)
-        return drafted, min(drafted, int(accepted[row])), drafted
+        return drafted, min(drafted, int(accepted[row])), drafted * calls_per_token
 
     return [_walk(answer, first, play) for answer, first in _first_rows(rollouts)]
 

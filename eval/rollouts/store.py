@@ -21,7 +21,7 @@ SETTINGS, HEAD, META = "rollouts.json", "head:", b"draftsmith"
 KINDS = {"chain": ChainRollouts, "tree": TreeRollouts}
 
 
-def save(rollouts: ChainRollouts | TreeRollouts, directory: Path) -> None:
+def save(rollouts: Rollouts, directory: Path) -> None:
     """Write every answer's file; what was there before under other numbers stays."""
     directory.mkdir(parents=True, exist_ok=True)
     for number in range(len(rollouts.answers)):

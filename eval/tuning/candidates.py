@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from draftsmith.eval.costs import AR, Costs, family_of, seconds
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Named
 from draftsmith.eval.methods.chains import ConfidenceStop, FixedK, SelfVerification, SpecDecPlusPlus
+from draftsmith.eval.methods.lookups import PromptLookup
 from draftsmith.eval.methods.trees import MAX_NODES, Eagle2
 from draftsmith.eval.rollouts import replay
 from draftsmith.eval.rollouts.record import num_candidates
@@ -21,6 +22,7 @@ from draftsmith.modules.heads.acceptance import AcceptanceHead
 HEAD = "acceptance"  # label of its logits in the rollouts
 # Settings are weighed at these values; the coarse grid has every second of them.
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+NGRAMS = (2, 3)
 NODES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60)
 
 
@@ -39,6 +41,7 @@ class Grid:
         lengths = [k for k in range(1, self.depth + 1) if not self.coarse or k <= 4 or k % 2 == 0]
         longest = sorted({self.depth, max(self.depth // 2, 1)}, reverse=True)[::step]
         yield AR
+        yield from (f"pld:k={k}:ngram={ngram}" for k in lengths[1::2] for ngram in NGRAMS)
         for flag, name in (("draft", "spec"), ("eagle", "eagle")):
             if not given.get(flag):
                 continue
@@ -64,11 +67,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Rollouts by what drafted them: `draft` or `eagle` chains, trees by their topk; and the head that judged."""
+    """Rollouts by what drafted them: `draft` or `eagle` chains, trees by their topk, lookups by their longest n-gram;
+    and the head that judged."""
 
     chains: Mapping[str, ChainRollouts]
     trees: Mapping[int, TreeRollouts]
     head: AcceptanceHead | None
+    lookups: Mapping[int, ChainRollouts] = field(default_factory=dict)
 
     @property
     def answers(self) -> list[Answer]:
@@ -84,6 +89,9 @@ class Recorded:
         if isinstance(method, Eagle2):
             assert method.value and method.rerank
             return replay.replay_tree(self.trees[method.topk], method.nodes, method.depth)
+        if isinstance(method, PromptLookup):
+            lookups = self.lookups[method.ngram]
+            return replay.replay(lookups, replay.fixed_k(lookups, method.k), calls_per_token=0)
         rollouts = self.chains[method.needs[0]]
         if isinstance(method, SelfVerification):
             return replay.self_verify(rollouts, method.k)

@@ -7,7 +7,7 @@ each setting would reach. The few best, one a family, are then decoded for real,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,11 +28,12 @@ from draftsmith.eval.methods import parse_method, parse_methods
 from draftsmith.eval.methods.base import Models, Named, at_least
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.provenance import describe
+from draftsmith.eval.rollouts.lookup import record_lookup
 from draftsmith.eval.rollouts.record import Answers, ChainRecorder, Recording, TreeRecorder
 from draftsmith.eval.rollouts.rollouts import joined
 from draftsmith.eval.summary import Clock as ClockName
 from draftsmith.eval.summary import tokens_per_s
-from draftsmith.eval.tuning.candidates import HEAD, Grid, Predicted, Recorded, best_of_families, predict, probes
+from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice, figures, reasoning_table, summary
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.types import InputError, SamplingParams
@@ -224,11 +225,11 @@ def record(config: TuneConfig, setup: Setup) -> Recorded:
             recorder = ChainRecorder(models, flag, how, heads, answers)
             chains[flag] = joined([recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
     if models.eagle is not None:
-        how = Recording(config.sampling, config.tree_depth, config.max_new_tokens, config.seed, setup.eos_ids)
         for topk in grid.topks:
-            tree_recorder = TreeRecorder(models, topk, how, answers)
+            tree_recorder = TreeRecorder(models, topk, replace(how, depth=config.tree_depth), answers)
             trees[topk] = joined([tree_recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
-    return Recorded(chains, trees, head)
+    lookups = {ngram: record_lookup(answers, setup.prompts, how, ngram) for ngram in NGRAMS}
+    return Recorded(chains, trees, head, lookups)
 
 
 def take_costs(config: TuneConfig, setup: Setup, clock: Clock) -> Costs:

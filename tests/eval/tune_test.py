@@ -1,0 +1,143 @@
+"""`eval tune` weighs settings by replayed rounds and measured costs, and writes a file that decode and bench take."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from draftsmith.eval import costs
+from draftsmith.eval.bench import asked_for
+from draftsmith.eval.costs import Costs, DraftCost, Overhead
+from draftsmith.eval.figures import Chart, Table, from_json
+from draftsmith.eval.methods import parse_methods
+from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts
+from draftsmith.eval.tuning.candidates import Grid, Recorded, best_of_families, predict, probes
+from draftsmith.eval.tuning.reasoning import Choice
+from draftsmith.launch.cli import configure, main
+
+GIVEN = {"draft": "d", "eagle": "e", "acceptance": "a"}
+SMALL = ["--depth", "3", "--tree-depth", "1", "--topk", "2", "--grid", "coarse", "--verify", "2", "--repeats", "1",
+         "--limit", "2", "--max-new-tokens", "10", "--ignore-eos"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tuned(models, tmp_path_factory):
+    """A run on tiny models: its directory. Costs are taken from less than elsewhere: nothing here rests on them."""
+    output = tmp_path_factory.mktemp("tune")
+    flags = [word for name in (*GIVEN, "target", "prompts") for word in (f"--{name}", models[name])]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("PROBE_TOKENS", 8), ("PROBE_REPEATS", 1), ("CURVE_REPEATS", 1), ("PROPOSALS", 4)):
+            patch.setattr(costs, name, value)
+        assert main(["eval", "tune", *flags, *SMALL, "--output", str(output)]) == 0
+    return output
+
+
+def test_the_choice_is_the_best_of_its_own_table(tuned):
+    results = json.loads((tuned / "results.json").read_text())
+    assert results["meta"]["kind"] == "tune" and results["meta"]["settings"]["depth"] == 3
+    table, *charts = from_json(results["figures"])
+    assert isinstance(table, Table) and {type(chart) for chart in charts} == {Chart}
+    (chosen,) = [row for row in table.rows if row["chosen"]]
+    measured = [row["measured"] for row in table.rows if row["measured"] is not None]
+    assert chosen["measured"] == max(measured) and chosen["setting"] == results["summary"]["chosen"]
+    assert len(measured) == 3  # two finalists and ar
+    predicted = [row["predicted"] for row in table.rows]
+    assert predicted == sorted(predicted, reverse=True)
+    families = {row["family"] for row in table.rows}
+    assert families == {"ar", "pld", "spec", "eagle", "confidence", "self-verify", "specdec++", "confidence/eagle",
+                        "self-verify/eagle", "eagle2/2"}  # fmt: skip
+    # The table has the highest point of every line of the charts.
+    best = {row["family"]: row["predicted"] for row in table.rows}
+    for chart in charts:
+        if chart.name.startswith("predicted"):
+            for family in {row["family"] for row in chart.rows}:
+                assert max(row["tokens_per_s"] for row in chart.rows if row["family"] == family) == best[family]
+
+
+def test_decode_and_bench_take_the_file(tuned, models, capsys, tmp_path):
+    file = str(tuned / "decode.yaml")
+    method = yaml.safe_load((tuned / "decode.yaml").read_text())["method"]
+    assert main(["decode", "--config", file, "What is it?", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith(f"{method}: ")
+    _, config = configure("eval bench", ["--config", file, "--prompts", models["prompts"], "--output", str(tmp_path)])
+    assert config.method == method and config.ignore_eos
+    assert asked_for(config) == ("ar" if method == "ar" else f"ar,{method}")
+    assert asked_for(dataclasses.replace(config, methods=f"ar, {method}")) == f"ar, {method}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "--draft"),
+        (["--eagle", "eagle", "--acceptance", "acceptance"], "--acceptance-reads"),
+        (["--draft", "draft", "--topk", "4,x"], "integers"),
+        (["--draft", "draft", "--topk", "0"], "1 or more"),
+        (["--eagle", "eagle", "--topk", "100000"], "the vocabulary"),
+        (["--draft", "draft", "--depth", "0"], "depth"),
+        (["--draft", "draft", "--split", "none-such"], "no matching row"),
+    ],
+)
+def test_what_cannot_be_tuned_is_one_line(models, capsys, tmp_path, flags, expected):
+    flags = [models.get(word, word) for word in flags]
+    words = ["--target", models["target"], "--prompts", models["prompts"], *flags, "--output", str(tmp_path / "out")]
+    assert main(["eval", "tune", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and expected in err
+    assert not (tmp_path / "out").exists()
+
+
+def rollouts(accepted: list[int], depth: int) -> ChainRollouts:
+    """One answer in which the round before token t accepts accepted[t - 1] tokens."""
+    count = len(accepted)
+    answer = Answer("a", "", 10, list(range(count + 1)), False, count + 1)
+    nothing = np.full((count, depth), np.nan)
+    return ChainRollouts(
+        [answer], np.zeros(count, np.int64), np.arange(1, count + 1), np.zeros((count, depth), np.int64),
+        np.array(accepted), nothing, nothing, nothing, nothing, nothing,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("accepts", "row_s", "step_s", "best"),
+    [(4, 0.0, 0.01, "spec:k=4"), (2, 0.0, 0.01, "spec:k=2"), (2, 0.3, 0.1, "spec:k=2"), (2, 1.5, 0.1, "ar"),
+     (4, 0.0, 1.5, "ar")],
+)  # fmt: skip
+def test_the_setting_that_pays_depends_on_the_costs(accepts, row_s, step_s, best):
+    """In every round so many tokens would be accepted. A target call takes 1 s and row_s for every drafted token: k = 2
+    emits 3 tokens in 1 + 2 (row_s + step_s) seconds, no draft one in a second."""
+    curve = {1: 1.0, 9: 1.0 + 8 * row_s}
+    machine = Costs(10, 0.0, curve, curve, {"draft": DraftCost(0, step_s, step_s)})
+    recorded = Recorded({"draft": rollouts([accepts] * 60, 4)}, {}, None)
+    predicted = predict(["ar", *(f"spec:k={k}" for k in range(1, 5))], recorded, machine)
+    assert Choice(predicted, {}, machine, {}).label == best
+    speeds = {item.label: item.tokens_per_s for item in predicted}
+    assert speeds["ar"] == pytest.approx(61 / 60)  # the first token came with the prefill, which is free here
+    assert speeds["spec:k=1"] == pytest.approx(61 / (30 * (1 + row_s + step_s)))
+    assert speeds["spec:k=2"] == pytest.approx(61 / (20 * (1 + 2 * (row_s + step_s))))
+    assert best_of_families(predicted)[0].family == best.partition(":")[0]
+
+
+def test_the_grid_holds_what_the_models_allow():
+    grid = Grid(16, 6, (4, 8), coarse=False)
+    labels = list(grid.labels(GIVEN, "draft"))
+    named = parse_methods(",".join(labels))  # every one is a method, none is there twice
+    assert {f"spec:k={k}" for k in range(1, 17)} <= set(labels)
+    families = probes(labels)
+    assert {"ar", "pld", "spec", "eagle", "specdec++", "eagle2/4", "eagle2/8"} <= set(families)
+    assert all(len(settings) == (1 if family == "ar" else 2) for family, settings in families.items())
+    coarse = list(Grid(16, 6, (4, 8), coarse=True).labels(GIVEN, "draft"))
+    assert set(coarse) <= set(labels) and len(coarse) < len(named) / 2
+    assert not [label for label in grid.labels({"draft": "d"}, "draft") if "eagle" in label or "specdec" in label]
+    of_head = [label for label in grid.labels(GIVEN, "eagle") if label.startswith("specdec++")]
+    assert of_head and all(label.endswith("drafter=eagle") for label in of_head)
+
+
+def test_what_a_round_takes_beyond_its_forwards_counts():
+    flat = {1: 1.0, 9: 1.0}
+    machine = Costs(10, 0.0, flat, flat, {"draft": DraftCost(0, 0, 0)}, {"spec": Overhead(9.0, 0)})
+    recorded = Recorded({"draft": rollouts([1] * 20, 2)}, {}, None)
+    assert Choice(predict(["ar", "spec:k=1"], recorded, machine), {}, machine, {}).label == "ar"
