@@ -107,7 +107,7 @@ class SpecDecPPConfig:
     train_prompts: int = 480
     label_prompts: int = 60
     dev_prompts: int = 24
-    test_prompts: int = 80
+    test_prompts: int = 48
     epochs: int = 4
     batch_size: int = 8
     lr: float = 1e-3

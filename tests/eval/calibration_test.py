@@ -123,8 +123,7 @@ def test_the_command_on_the_embedded_pair(tmp_path, capsys):
     argv += ["--limit", "3", "--fit_limit", "2", "--depth", "3", "--max_new_tokens", "24", "--keep_tasks", "rename"]
     argv += ["--output", str(tmp_path)]
     assert main(argv) == 0
-    shown = capsys.readouterr()
-    assert "labels of another mode" in shown.err and "online logistic" in shown.out
+    assert "labels of another mode (temperature 0.0 there, 1.0 here)" in capsys.readouterr().err
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["meta"]["kind"] == "calibration"
     figures = {figure.name: figure for figure in from_json(results["figures"])}

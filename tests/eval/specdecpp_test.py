@@ -75,9 +75,11 @@ def test_the_published_head_is_found_by_weight_and_depth():
 
 
 def test_the_cost_model_chooses(settings):
+    """(drafted, target calls): K=1 (8, 9), K=2 (8, 5), K=4 (16, 5)."""
     fixed = [s for s in settings if s.rule.k]
-    assert best(fixed, ForwardTimes(1.0, 1e-9, 1, 1).tokens_per_s).rule == Rule(k=1)
-    assert best(fixed, ForwardTimes(1e-9, 1.0, 1, 1).tokens_per_s).rule == Rule(k=2)  # K=4 verifies as often
+    assert best(fixed, ForwardTimes(1.0, 1.0, 1, 1).tokens_per_s).rule == Rule(k=2)
+    assert best(fixed[::2], ForwardTimes(1.0, 1.0, 1, 1).tokens_per_s).rule == Rule(k=1)
+    assert best(fixed[::2], ForwardTimes(0.1, 1.0, 1, 1).tokens_per_s).rule == Rule(k=4)
 
 
 def test_one_bench_for_each_head_with_the_fixed_k_in_all():
@@ -111,9 +113,10 @@ def test_every_step_is_a_command_that_parses():
     steps = [*specdecpp.label_steps(config), *specdecpp.training_steps(config)]
     assert len(steps) == 6 + 4
     for step in steps:
-        command = COMMANDS[" ".join(step.argv[:2])]
+        name = " ".join(step.argv[:2])
+        command = COMMANDS[name]
         config_class = getattr(importlib.import_module(f"draftsmith.{command.module}"), command.config)
-        assert parse("draftsmith", config_class, list(step.argv[2:]), (), "") is not None
+        assert parse(f"draftsmith {name}", config_class, list(step.argv[2:]), (), "") is not None
 
 
 def test_heads_that_exist_need_no_training_labels():
@@ -140,8 +143,8 @@ def test_impossible_settings_are_refused(changes):
 @pytest.mark.slow
 def test_the_command_on_the_embedded_pair_and_its_continuation(tmp_path, capsys):
     argv = ["eval", "specdecpp", "--config", "specdecpp", "--keep_tasks", "rename", "--depths", "0", "--weights", "6"]
-    argv += ["--train_prompts", "6", "--label_prompts", "3", "--dev_prompts", "3", "--test_prompts", "3"]
-    argv += ["--epochs", "1", "--max_new_tokens", "16", "--ks", "1,3", "--thresholds", "0.3,0.7", "--max_drafted", "4"]
+    argv += ["--train_prompts", "4", "--label_prompts", "2", "--dev_prompts", "2", "--test_prompts", "2"]
+    argv += ["--epochs", "1", "--max_new_tokens", "12", "--ks", "1,3", "--thresholds", "0.3,0.7", "--max_drafted", "4"]
     argv += ["--num_threads", "1", "--output", str(tmp_path)]
     assert main(argv) == 0
     results = json.loads((tmp_path / "results.json").read_text())
