@@ -152,16 +152,15 @@ def speeds(runs: Sequence[Run], temperature: float) -> list[Row]:
     rows = []
     for run in runs:
         clock = "cpu_s" if run.meta.get("clock") == "cpu" else "wall_s"
-        sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-        tasks = {}
+        # Files of several tasks may number their prompts alike.
+        sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
         for row in prompt_rows(run):
             if temperature_of(run, row) == temperature and row.get(clock) and row.get("tokens"):
-                total = sums[row["method"], str(row["id"])]
+                total = sums[row["method"], row.get("task") or "prompts", str(row["id"])]
                 total[0] += row["tokens"]
                 total[1] += row[clock]
-                tasks[str(row["id"])] = row.get("task") or "prompts"
         several = f" ({run.name})" if len(runs) > 1 else ""
-        for (method, prompt), (tokens, seconds) in sums.items():
+        for (method, task, prompt), (tokens, seconds) in sums.items():
             speed = _short(tokens / seconds)
-            rows.append({"method": method + several, "prompt": prompt, "task": tasks[prompt], "tokens_per_s": speed})
+            rows.append({"method": method + several, "prompt": prompt, "task": task, "tokens_per_s": speed})
     return rows

@@ -71,7 +71,7 @@ def _position(axis: Axis, rows: Sequence[Row], channel: Any, chart: Chart) -> An
         # Names stay in the order of the rows; numbers rise, upwards along y.
         sort: Any = None if not numeric else "descending" if channel is alt.Y else "ascending"
         angle = 0 if numeric or longest(rows, axis.key) <= LONG_LABEL or channel is alt.Y else -35
-        labels = alt.Axis(labelAngle=angle, grid=False)
+        labels = alt.Axis(labelAngle=angle, grid=False, labelOverlap=numeric)  # no name is left out
         gaps = {"scale": alt.Scale(paddingInner=0.3, paddingOuter=0.15)} if chart.mark == "bar" else {}
         # Names along y say what they are, and a turned title beside them costs their room.
         title = axis.title if numeric or channel is alt.X else None

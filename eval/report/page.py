@@ -125,7 +125,7 @@ def json_text(content: Any) -> Markup:
 
 
 def policy(scripts: Sequence[str]) -> str:
-    """Only these scripts, inline styles, and images of the page itself. Vega compiles expressions, hence unsafe-eval."""
+    """These scripts, inline styles, and images of the page itself. Vega compiles its expressions: unsafe-eval."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"

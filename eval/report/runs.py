@@ -13,7 +13,10 @@ from draftsmith.modules.types import InputError
 
 RESULTS, PER_PROMPT, PER_PROMPT_LINES = "results.json", "prompts.parquet", "prompts.jsonl"
 # Of the settings: those that change what a speed or a rate means. Methods, paths and repeats do not.
-DECISIVE = ("top_k", "top_p", "dtype", "device", "engine", "num_threads", "batch_size", "max_new_tokens", "ignore_eos")
+DECISIVE = (
+    *("top_k", "top_p", "dtype", "max_new_tokens", "ignore_eos", "turns", "batch_size"),
+    *("device", "engine", "packed", "num_threads"),
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftsmith.data.manifest import flatten
 from draftsmith.eval.bench import BenchConfig
-from draftsmith.eval.figures import Column, Figure, Table, from_json
+from draftsmith.eval.figures import Figure, from_json
 from draftsmith.eval.report.benchmark import bench_figures, mode, speeds
 from draftsmith.eval.report.charts import against
 from draftsmith.eval.report.page import Drawn, Section
@@ -26,6 +26,7 @@ TITLES = {
     "calibration": "Calibration of acceptance",
     "tune": "Tuning for this machine",
 }
+MAX_FAILURES = 6  # that are told one by one
 
 
 def make_sections(groups: Sequence[Sequence[Run]], trace_bytes: int) -> list[Section]:
@@ -60,13 +61,7 @@ def _bench_section(runs: Sequence[Run], trace_bytes: int) -> Section:
 
 
 def _study_section(run: Run) -> Section:
-    figures: list[Figure | Drawn] = list(from_json(run.results.get("figures", [])))
-    summary = flatten(run.results.get("summary") or {})
-    if summary:
-        rows = [{"key": key, "value": _shown(value)} for key, value in summary.items()]
-        columns = [Column("key", "number"), Column("value", "value")]
-        figures.append(Table("summary", "Numbers of the summary", columns, rows, "As results.json has them."))
-    return dataclasses.replace(_section([run]), figures=figures)
+    return dataclasses.replace(_section([run]), figures=list(from_json(run.results.get("figures", []))))
 
 
 def _section(runs: Sequence[Run]) -> Section:
@@ -109,7 +104,8 @@ def about(run: Run) -> str:
 def facts(run: Run, prefix: str) -> list[tuple[str, list[tuple[str, str]]]]:
     """What results.json tells of the run, under headings."""
     meta, found = run.meta, []
-    shown = {"Settings": run.settings, "Versions": meta.get("versions"), "Hardware": meta.get("hardware")}
+    shown = {"Numbers": run.results.get("summary"), "Settings": run.settings}
+    shown |= {"Versions": meta.get("versions"), "Hardware": meta.get("hardware")}
     shown |= {"Target": meta.get("target"), "Smaller models": meta.get("models"), "Prompts": meta.get("prompts")}
     rest = {key: meta.get(key) for key in ("date", "seed", "git_commit", "clock", "schema_version")}
     shown["Run"] = {"directory": str(run.path), **rest}
@@ -142,10 +138,12 @@ def _shown(value: Any) -> str:
 
 
 def _failures(runs: Sequence[Run]) -> list[str]:
-    """One line for each prompt that could not be measured, as far as the results list them."""
+    """One line for each prompt that could not be measured, whatever the temperature; the last says how many more."""
     lines = []
     for run in runs:
         for failure in run.results.get("failures") or []:
-            where = ", ".join(str(failure[key]) for key in ("id", "task") if failure.get(key))
-            lines.append(f"{run.name}: not measured: {where}: {failure.get('error', 'no reason given')}")
-    return lines
+            where = ", ".join(str(failure[key]) for key in ("task", "id") if failure.get(key) not in (None, ""))
+            lines.append(f"Not measured in {run.name}: {where}: {failure.get('error', 'no reason given')}")
+    lines = list(dict.fromkeys(lines))
+    more = len(lines) - MAX_FAILURES
+    return lines if more <= 0 else [*lines[:MAX_FAILURES], f"{more} more prompts were not measured: see results.json."]

@@ -20,7 +20,7 @@ from draftsmith.data.manifest import read_json
 TRACE, TOKENS = "trace.jsonl", "tokens.json"
 # Per drafted token, as a trace line has them, and rounded for the page.
 PER_NODE = ("q", "entropy", "head", "value", "accept_prob")
-Prompt = tuple[str, int]  # id and turn
+Prompt = tuple[int, int]  # number in the run, and turn: ids of several files may be the same
 
 
 def kinds(line: Mapping[str, Any]) -> list[str]:
@@ -46,13 +46,14 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
         return None
     sizes: dict[Prompt, int] = {}
     tasks: dict[Prompt, str] = {}
-    for line, _ in _lines(directory / TRACE):
+    ids: dict[Prompt, str] = {}
+    for line in _lines(directory / TRACE):
         prompt = _prompt(line)
-        tasks[prompt] = line.get("task") or ""
+        tasks[prompt], ids[prompt] = line.get("task") or "", str(line.get("id", line["prompt"]))
         sizes[prompt] = sizes.get(prompt, 0) + len(json.dumps(_round(line), separators=(",", ":"))) + 1
     chosen = choose(sizes, tasks, max_bytes)
     answers: dict[tuple[str, float, Prompt], list[dict[str, Any]]] = {}
-    for line, _ in _lines(directory / TRACE):
+    for line in _lines(directory / TRACE):
         if _prompt(line) in chosen:
             key = (line["method"], float(line.get("temperature", 0.0)), _prompt(line))
             answers.setdefault(key, []).append(_round(line))
@@ -62,7 +63,7 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
     used = sorted({token for rounds in answers.values() for item in rounds for token in _tokens(item)})
     return {
         "methods": methods,
-        "prompts": [{"id": prompt[0], "task": tasks[prompt], "turn": prompt[1]} for prompt in chosen],
+        "prompts": [{"id": ids[prompt], "task": tasks[prompt], "turn": prompt[1]} for prompt in chosen],
         "answers": [
             {"method": methods.index(method), "temperature": temperature, "prompt": number[prompt], "rounds": rounds}
             for (method, temperature, prompt), rounds in answers.items()
@@ -85,14 +86,13 @@ def choose(sizes: Mapping[Prompt, int], tasks: Mapping[Prompt, str], max_bytes: 
     return chosen
 
 
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
-        for text in file:
-            yield json.loads(text), len(text)
+        yield from map(json.loads, file)
 
 
 def _prompt(line: Mapping[str, Any]) -> Prompt:
-    return str(line.get("id", line["prompt"])), int(line.get("turn") or 0)
+    return int(line["prompt"]), int(line.get("turn") or 0)
 
 
 def _tokens(item: Mapping[str, Any]) -> list[int]:

@@ -37,6 +37,7 @@ def seen(tmp_path_factory):
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         context = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme="light")
+        context.set_default_timeout(180_000)  # a machine whose cores all run tests is slow, not broken
         page = context.new_page()
         found = Seen(page)
         page.on("console", lambda message: found.trouble.append(f"{message.type}: {message.text}"))

@@ -19,6 +19,7 @@ from wandb_file import offline_runs
 
 from draftsmith.eval.figures import Chart, Table
 from draftsmith.eval.report import tables
+from draftsmith.eval.report.benchmark import speeds
 from draftsmith.eval.report.charts import specification
 from draftsmith.eval.report.command import ReportConfig, run
 from draftsmith.eval.report.files import contents
@@ -49,10 +50,10 @@ def test_the_viewer_has_every_answer_of_the_trace_with_its_text(tmp_path):
 
 
 def test_prompts_are_taken_task_by_task_until_the_bytes_are_used():
-    tasks = {("a1", 1): "a", ("a2", 1): "a", ("a3", 1): "a", ("b1", 1): "b"}
-    sizes = {("a1", 1): 10, ("a2", 1): 50, ("a3", 1): 5, ("b1", 1): 10}
-    assert choose(sizes, tasks, 100) == [("a1", 1), ("b1", 1), ("a2", 1), ("a3", 1)]
-    assert choose(sizes, tasks, 30) == [("a1", 1), ("b1", 1), ("a3", 1)]
+    tasks = {(0, 1): "a", (1, 1): "a", (2, 1): "a", (3, 1): "b"}
+    sizes = {(0, 1): 10, (1, 1): 50, (2, 1): 5, (3, 1): 10}
+    assert choose(sizes, tasks, 100) == [(0, 1), (3, 1), (1, 1), (2, 1)]
+    assert choose(sizes, tasks, 30) == [(0, 1), (3, 1), (2, 1)]
     assert choose(sizes, tasks, 4) == []
 
 
@@ -175,7 +176,7 @@ def test_files_for_papers(tmp_path):
     assert output == tmp_path / "r.html"
     names = {path.name.removeprefix("specdecpp-study-") for path in (tmp_path / "out").iterdir()}
     drawn = [figure.name for figure in study_figures() if isinstance(figure, Chart) and figure.rows]
-    listed = [figure.name for figure in study_figures() if isinstance(figure, Table)] + ["summary"]
+    listed = [figure.name for figure in study_figures() if isinstance(figure, Table)]
     assert names == {f"{n}.{f}" for n in drawn for f in ("png", "svg")} | {
         f"{n}.{f}" for n in listed for f in ("md", "csv", "tex")
     }
@@ -275,3 +276,22 @@ def test_the_command_is_read_without_the_extra():
     code = f"import sys, draftsmith.eval.report.command; print([m for m in {names} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_prompts_that_could_not_be_measured_are_named_once(tmp_path):
+    path = bench_run(tmp_path / "run")
+    results = json.loads((path / "results.json").read_text())
+    failures = [{"id": str(i), "task": "qa", "temperature": t, "error": "too long"} for i in range(9) for t in (0, 1)]
+    (path / "results.json").write_text(json.dumps({**results, "failures": failures}))
+    (section,) = make_sections(comparable(read_runs([path])), 0)
+    assert section.warnings[0] == "Not measured in run: qa, 0: too long" and len(section.warnings) == 7
+    assert section.warnings[-1].startswith("3 more")
+
+
+def test_prompts_of_two_tasks_may_have_the_same_id(tmp_path):
+    path = bench_run(tmp_path / "run")
+    for name in ("trace.jsonl", "prompts.jsonl"):
+        lines = [json.loads(line) | {"id": "0"} for line in (path / name).read_text().splitlines()]
+        (path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(viewer_data(path, 10**6)["prompts"]) == 2
+    assert len(speeds(read_runs([path]), 0.0)) == 2 * len(METHODS)
