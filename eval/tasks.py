@@ -15,6 +15,7 @@ from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.prompts import Turns, read_prompts
 from draftsmith.modules.types import InputError
 
+FASTCHAT = "question.jsonl"  # its name in the folder of each task
 WITH_TEMPLATE = 16  # tokens that a template may put around a turn, for an estimate
 
 
@@ -92,14 +93,20 @@ def _task_files(tasks: str) -> Iterator[tuple[str, str]]:
             yield part.removeprefix(EMBEDDED), part
         elif path.is_dir():
             files = sorted(file for file in path.iterdir() if file.suffix in OPENERS)
+            files += sorted(path.glob(f"*/{FASTCHAT}"))
             if not files:
                 expected = f"a directory with files of {', '.join(OPENERS)}"
                 raise InputError("tasks", f"{part} without one", expected, "Check the path.")
-            yield from ((file.stem, str(file)) for file in files)
+            yield from ((task_name(file), str(file)) for file in files)
         elif path.is_file():
-            yield path.stem, part
+            yield task_name(path), part
         else:
             raise InputError("tasks", f"{part}, which does not exist", "files or a directory", "Check the path.")
+
+
+def task_name(file: Path) -> str:
+    """The file's stem; of a set in FastChat's layout, where every file has one name, its folder's."""
+    return file.absolute().parent.name if file.name == FASTCHAT else file.stem
 
 
 class Chat:

@@ -71,6 +71,8 @@ def load_profile(full: bool) -> Profile:
 
 def run(config: DemoConfig) -> Path:
     """Run what is missing, then print the table and where everything lies."""
+    from draftsmith.eval.report.command import missing_packages
+
     profile = load_profile(config.full)
     sized = config.output / ("full" if config.full else "quick")
     console = Console(highlight=False)
@@ -83,6 +85,10 @@ def run(config: DemoConfig) -> Path:
     methods = [*chosen.values(), "hf", "hf-assisted:k=5"]
     execute(bench_step(config, profile, sized, "test", methods, profile.test_prompts, profile.repeats), console)
     execute(export_step(sized), console)
+    if missing_packages():
+        console.print("No report page: pip install 'draftsmith[report]', then run this again")
+    else:
+        execute(page_step(sized), console)
     report(console, config, sized, chosen, time.monotonic() - started)
     return config.output
 
@@ -154,7 +160,7 @@ def bench_step(
         *("--methods", ",".join(methods), "--prompts", PROMPTS, "--split", split, "--keep_tasks", profile.tasks),
         *("--limit", str(limit), "--max_new_tokens", str(profile.max_new_tokens), "--repeats", str(repeats)),
         *("--seed", str(config.seed), "--output", str(sized / split)),
-        *(() if split == "dev" else ("--card", "true")),
+        *(() if split == "dev" else ("--card", "true", "--traces", "1")),
     )
     title = "Settings, chosen on the dev prompts" if split == "dev" else "Measurement on the test prompts"
     return Step(title, argv, sized / split / "results.json")
@@ -164,6 +170,13 @@ def export_step(sized: Path) -> Step:
     """The EAGLE head as vLLM loads it, read back by vLLM's rules."""
     argv = ("export", "--format", "vllm", "--head", str(sized / "eagle-head" / "best"), "--output", str(sized / "vllm"))
     return Step("The EAGLE head for vLLM, checked", argv, sized / "vllm" / "README.md")
+
+
+def page_step(sized: Path) -> Step:
+    """The measurement as a page to look at, with an answer of each task round by round."""
+    page = sized / "report.html"
+    argv = ("eval", "report", str(sized / "test"), "--title", "Draftsmith demo", "--output", str(page))
+    return Step("The report", argv, page)
 
 
 def dev_methods() -> list[str]:
@@ -216,6 +229,7 @@ def report(console: Console, config: DemoConfig, sized: Path, chosen: Mapping[st
         console.print(line)
     places = {
         "table": sized / "REPORT.md",
+        "report": sized / "report.html",
         "results": sized / "test" / "results.json",
         "EAGLE head": sized / "eagle-head" / "best",
         "acceptance head": sized / "acceptance-head" / "best",
@@ -223,5 +237,6 @@ def report(console: Console, config: DemoConfig, sized: Path, chosen: Mapping[st
     }
     (sized / "REPORT.md").write_text("\n".join([markdown_table(results), "", *(f"- {line}" for line in lines), ""]))
     for name, path in places.items():
-        console.print(f"[dim]{name}:[/dim] {path}")
+        if path.exists():  # the page needs packages that may be missing
+            console.print(f"[dim]{name}:[/dim] {path}")
     console.print(f"[dim]{seconds / 60:.1f} minutes in this run; run it again and it goes on from what is there[/dim]")

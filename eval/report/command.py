@@ -77,11 +77,16 @@ def run(config: ReportConfig) -> Path:
     return config.output
 
 
+def missing_packages() -> list[str]:
+    """Of those that reports need."""
+    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+
+
 def require_packages() -> None:
     """Raises:
     InputError: the extra is not installed.
     """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    missing = missing_packages()
     if missing:
         found = f"{', '.join(missing)} not installed"
         raise InputError("report", found, "the packages of reports", "Run: pip install 'draftsmith[report]'")

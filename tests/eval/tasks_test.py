@@ -177,6 +177,16 @@ def test_groups_of_several_prompts_go_turn_by_turn(config, tasks, found, tmp_pat
     assert set(results["methods"][0]["by_task"]) == {"talk", "share", "plain"}
 
 
+def test_a_set_in_the_layout_of_fastchat_is_named_by_its_folders(tmp_path):
+    for task in ("qa", "sum"):
+        (tmp_path / task / "reference_answer").mkdir(parents=True)
+        (tmp_path / task / "question.jsonl").write_text('{"question_id": 1, "turns": ["Hello"]}\n')
+    (tmp_path / "gsm8k.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    names = [name for name, _ in task_sources(None, str(tmp_path))]
+    assert names == ["gsm8k", "qa", "sum"]
+    assert task_sources(None, f"{tmp_path}/qa/question.jsonl") == [("qa", f"{tmp_path}/qa/question.jsonl")]
+
+
 def test_sources_are_named_by_their_files(tasks, tmp_path):
     assert task_sources("file.jsonl", None) == [("", "file.jsonl")]
     assert [name for name, _ in task_sources(None, str(tasks))] == ["plain", "share", "talk"]

@@ -15,7 +15,8 @@ from draftsmith.launch.cli import COMMANDS
 def every_step(full: bool) -> list[demo.Step]:
     config, profile, sized = demo.DemoConfig(full=full), demo.load_profile(full), Path("runs/demo/sized")
     bench = demo.bench_step(config, profile, sized, "dev", demo.dev_methods(), profile.dev_prompts, 2)
-    return [*demo.data_steps(config, profile, sized), *demo.training_steps(config, profile, sized), bench]
+    stages = [*demo.data_steps(config, profile, sized), *demo.training_steps(config, profile, sized)]
+    return [*stages, bench, demo.page_step(sized)]
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -26,12 +27,12 @@ def test_every_step_is_a_command_that_parses(full):
         name = " ".join(step.argv[:2])
         command = COMMANDS[name]
         config_class = getattr(importlib.import_module(f"draftsmith.{command.module}"), command.config)
-        assert parse(f"draftsmith {name}", config_class, list(step.argv[2:]), (), "") is not None
+        assert parse(f"draftsmith {name}", config_class, list(step.argv[2:]), command.positional, "") is not None
 
 
 def test_steps_are_done_by_what_their_command_writes_last():
     names = [step.done.name for step in every_step(False)]
-    assert names == ["manifest.json"] * 4 + ["training.json"] * 2 + ["results.json"]
+    assert names == ["manifest.json"] * 4 + ["training.json"] * 2 + ["results.json", "report.html"]
 
 
 def test_the_demo_measures_headline_tasks_only():
