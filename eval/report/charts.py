@@ -72,7 +72,7 @@ def _position(axis: Axis, rows: Sequence[Row], channel: Any, chart: Chart) -> An
         sort: Any = None if not numeric else "descending" if channel is alt.Y else "ascending"
         angle = 0 if numeric or longest(rows, axis.key) <= LONG_LABEL or channel is alt.Y else -35
         labels = alt.Axis(labelAngle=angle, grid=False, labelOverlap=numeric)  # no name is left out
-        gaps = {"scale": alt.Scale(paddingInner=0.3, paddingOuter=0.15)} if chart.mark == "bar" else {}
+        gaps: dict[str, Any] = {"scale": alt.Scale(paddingInner=0.3, paddingOuter=0.15)} if chart.mark == "bar" else {}
         # Names along y say what they are, and a turned title beside them costs their room.
         title = axis.title if numeric or channel is alt.X else None
         return channel(field=field(axis.key), type="ordinal", title=title, sort=sort, axis=labels, **gaps)
@@ -83,9 +83,8 @@ def _position(axis: Axis, rows: Sequence[Row], channel: Any, chart: Chart) -> An
         scale = alt.Scale(type="log", padding=10)
     else:  # no mark stands on the edge, unless the edge is zero
         scale = alt.Scale(zero=True) if from_zero else alt.Scale(zero=False, padding=10)
-    numbers = alt.Axis(
-        tickCount=5 if chart.facet is not None else 8, **({"format": axis.format} if axis.format else {})
-    )
+    form: dict[str, Any] = {"format": axis.format} if axis.format else {}
+    numbers = alt.Axis(tickCount=5 if chart.facet is not None else 8, **form)
     return channel(field=field(axis.key), type="quantitative", title=axis.title, scale=scale, axis=numbers)
 
 
@@ -123,9 +122,9 @@ def _tooltip(chart: Chart) -> list[alt.Tooltip]:
     shown = []
     for key in dict.fromkeys(key for key in keys if key is not None):
         # A number without a format is a count or a setting: as it is.
-        more = {"format": formats[key], "type": "quantitative"} if formats.get(key) and _numeric(chart, key) else {}
-        title = titles.get(key, key.replace("_", " "))
-        shown.append(alt.Tooltip(field=field(key), title=title, **({"type": "nominal"} | more)))
+        numeric = bool(formats.get(key)) and _numeric(chart, key)
+        how: dict[str, Any] = {"format": formats[key], "type": "quantitative"} if numeric else {"type": "nominal"}
+        shown.append(alt.Tooltip(field=field(key), title=titles.get(key, key.replace("_", " ")), **how))
     return shown
 
 
@@ -138,7 +137,7 @@ def _marks(chart: Chart, rows: list[dict[str, Any]]) -> list[Any]:
     turned = _along_y(chart, rows)
     first, second = (alt.Y, alt.X) if turned else (alt.X, alt.Y)
     x, y = _position(chart.x, rows, first, chart), _position(chart.y, rows, second, chart)
-    place = {"y": x, "x": y} if turned else {"x": x, "y": y}
+    place: dict[str, Any] = {"y": x, "x": y} if turned else {"x": x, "y": y}
     grouped: dict[str, Any] = {}
     if chart.series is not None and chart.mark == "bar":
         offset = alt.YOffset if turned else alt.XOffset
@@ -147,7 +146,9 @@ def _marks(chart: Chart, rows: list[dict[str, Any]]) -> list[Any]:
     layers: list[Any] = []
     if chart.diagonal:
         ends = alt.Data(values=[{"x": 0, "y": 0}, {"x": 1, "y": 1}])
-        corner = {name: channel(field=name, type="quantitative") for name, channel in (("x", alt.X), ("y", alt.Y))}
+        corner: dict[str, Any] = {
+            name: channel(field=name, type="quantitative") for name, channel in (("x", alt.X), ("y", alt.Y))
+        }
         layers.append(alt.Chart(ends, mark=alt.MarkDef(type="line", style="reference")).encode(**corner))
     main = [alt.Chart(mark=_mark(chart, rows)).encode(**place, **grouped, **colour, **_more(chart, rows))]
     around = (
@@ -207,7 +208,7 @@ def _interval(
     channels = {"x": (alt.X, alt.X2), "y": (alt.Y, alt.Y2)}[along]
     title = chart.y.title
     low = channels[0](field=field(chart.low), type="quantitative", title=title, scale=place[along]["scale"])
-    ends = {along: low, f"{along}2": channels[1](field=field(chart.high))}
+    ends: dict[str, Any] = {along: low, f"{along}2": channels[1](field=field(chart.high))}
     rest = {name: channel for name, channel in place.items() if name != along}
     filtered = f"isValid(datum[{chart.low!r}]) && isValid(datum[{chart.high!r}])"
     band = chart.mark == "line" and chart.x.scale != "ordinal"
@@ -221,7 +222,7 @@ def _interval(
 def _heatmap(chart: Chart, rows: list[dict[str, Any]]) -> list[Any]:
     """Cells, with their numbers where there is room."""
     assert chart.color is not None, f"{chart.name}: a heatmap has a color"
-    place = {"x": _position(chart.x, rows, alt.X, chart), "y": _position(chart.y, rows, alt.Y, chart)}
+    place: dict[str, Any] = {"x": _position(chart.x, rows, alt.X, chart), "y": _position(chart.y, rows, alt.Y, chart)}
     values = [row[chart.color] for row in rows if row.get(chart.color) is not None]
     legend = alt.Legend(format=chart.color_format) if chart.color_format else alt.Legend()
     title = chart.color_title or chart.color

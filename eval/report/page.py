@@ -107,7 +107,7 @@ def _for_template(section: Section, drawings: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def bundle() -> str:
     """Vega, Vega-Lite and vega-embed as one script."""
-    script = vl_convert.javascript_bundle(vl_version=VEGA_LITE)
+    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE)
     assert "</script" not in script.lower() and "<!--" not in script, "would end its element"
     return script
 
