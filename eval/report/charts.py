@@ -151,6 +151,8 @@ def _marks(chart: Chart, rows: list[dict[str, Any]]) -> list[Any]:
         }
         layers.append(alt.Chart(ends, mark=alt.MarkDef(type="line", style="reference")).encode(**corner))
     main = [alt.Chart(mark=_mark(chart, rows)).encode(**place, **grouped, **colour, **_more(chart, rows))]
+    if chart.mark == "line" and chart.size is not None:  # points have sizes, the line that joins them has none
+        main.insert(0, alt.Chart(mark=alt.MarkDef(type="line")).encode(**place, **colour))
     around = (
         _interval(chart, place, grouped, colour, turned) if chart.low is not None and chart.high is not None else []
     )
@@ -162,7 +164,7 @@ def _marks(chart: Chart, rows: list[dict[str, Any]]) -> list[Any]:
 
 
 def _mark(chart: Chart, rows: Sequence[Row]) -> alt.MarkDef:
-    if chart.mark == "line":
+    if chart.mark == "line" and chart.size is None:
         series = max(1, count(rows, chart.series)) if chart.series else 1
         point: Any = "transparent" if len(rows) / series > MANY_POINTS else alt.OverlayMarkDef(filled=True, size=38)
         return alt.MarkDef(type="line", point=point, interpolate="linear")
