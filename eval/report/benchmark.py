@@ -47,11 +47,15 @@ def headline(rows: Sequence[Row], temperature: float, several: bool) -> Table:
     columns = [Column("method", "method"), *([Column("run", "run")] if several else [])]
     columns += [Column("speedup", "speed-up", ".2fx", overall), Column("speedup_ci", "95 % CI", "", overall)]
     columns += [Column("tau", "τ", ".2f", overall), Column("tau_ci", "95 % CI", "", overall)]
+    if any(row.get("macro_speedup") is not None for row in rows):
+        mean = "mean of tasks"
+        columns += [Column("macro_speedup", "speed-up", ".2fx", mean), Column("macro_tau", "τ", ".2f", mean)]
     for task in tasks:
         columns += [Column(f"speedup {task}", "speed-up", ".2fx", task), Column(f"tau {task}", "τ", ".2f", task)]
     table_rows = []
     for row in rows:
         shown = {"method": row["method"], "run": row["run"], "speedup": row.get("speedup"), "tau": row.get("tau")}
+        shown |= {f"macro_{name}": row.get(f"macro_{name}") for name in ("speedup", "tau")}
         shown |= {f"{name}_ci": interval(row.get(f"{name}_ci95")) for name in ("speedup", "tau")}
         for task, part in (row.get("by_task") or {}).items():
             shown |= {f"{name} {task}": part.get(name) for name in ("speedup", "tau")}
@@ -60,6 +64,8 @@ def headline(rows: Sequence[Row], temperature: float, several: bool) -> Table:
         "Speed-up over this engine's own autoregressive decoding in the same run; τ: emitted tokens per target call, "
         "the bonus token included. Over all prompts: ratios of sums, with bootstrap intervals over prompts."
     )
+    if any(column.key == "macro_tau" for column in columns):
+        note += " Mean of tasks, as papers have it: each task counts alike, however long its answers."
     name = f"headline-t{temperature:g}"
     return Table(name, f"Speed-up and τ at {mode(temperature)}", columns, table_rows, note)
 

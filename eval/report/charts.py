@@ -47,8 +47,10 @@ def specification(chart: Chart) -> dict[str, Any]:
         header = alt.Header(title=None, labelLimit=PANEL_WIDTH)
         facet = alt.Facet(field=field(chart.facet), type=kind_of(rows, chart.facet), header=header, sort=None)
         whole = drawn.properties(data=data).facet(facet=facet, columns=2 if panels in (2, 4) else PANEL_COLUMNS)
-    # For who fits it to a width: panels, and the characters of the longest entry of its legend.
-    meta = {"panels": panels, "entry": longest(rows, chart.series) if chart.series is not None else 0}
+    # For who fits it to a width: panels, and the characters of the longest entry of its legend and name along y.
+    entry = longest(rows, chart.series) if chart.series is not None else 0
+    along_y = chart.y.key if heatmap else chart.x.key if _along_y(chart, rows) else None
+    meta = {"panels": panels, "entry": entry, "names": longest(rows, along_y) if along_y is not None else 6}
     return whole.properties(description=f"{chart.title}. {chart.note}".strip(), usermeta=meta).to_dict()
 
 
@@ -244,7 +246,9 @@ def _heatmap(chart: Chart, rows: list[dict[str, Any]]) -> list[Any]:
 def _cell_width(chart: Chart, rows: Sequence[Row]) -> int:
     """Pixels of a cell in a panel: room for its number, and for all columns."""
     columns = max(1, count(rows, chart.x.key))
-    return max(30, min(48, (PANEL_WIDTH + 60) // columns))
+    label = longest(rows, chart.x.key)
+    level = 8 * label + 6 if label <= LONG_LABEL else 0  # names that are not turned stand beside each other
+    return max(30, level, min(48, (PANEL_WIDTH + 60) // columns))
 
 
 def against(rows: Sequence[Row], methods: Sequence[str]) -> dict[str, Any]:

@@ -34,6 +34,11 @@ function applyTheme() {
 const drawn = new Map();
 let drawing = 0;
 
+// Pixels that a name beside an axis may take; what is longer is cut, and whole under the pointer.
+function labelLimit(width) {
+  return Math.max(90, Math.min(340, width * 0.38));
+}
+
 function sized(specification, width) {
   const copy = structuredClone(specification);
   const panels = copy.usermeta?.panels ?? 1;
@@ -42,7 +47,8 @@ function sized(specification, width) {
     const room = stepped ? 330 : 270;
     const most = Math.max(1, Math.min(copy.columns ?? 3, Math.floor(width / room)));
     copy.columns = Math.ceil(panels / Math.ceil(panels / most));
-    if (!stepped) copy.spec.width = Math.min(380, Math.max(170, Math.floor((width - 80) / copy.columns) - 24));
+    const names = Math.min(labelLimit(width), 6.8 * (copy.usermeta?.names ?? 6));
+    if (!stepped) copy.spec.width = Math.min(380, Math.max(150, Math.floor((width - 50 - names) / copy.columns) - 26));
   } else if (copy.width) {
     copy.width = Math.min(copy.width, width - 100);
   } else {
@@ -62,7 +68,7 @@ async function drawChart(element) {
   const specification = charts[element.dataset.chart];
   const width = element.parentElement.clientWidth || 600;
   const config = structuredClone(themes[theme()].config);
-  config.axis.labelLimit = Math.max(90, Math.min(340, width * 0.38));
+  config.axis.labelLimit = labelLimit(width);
   config.legend.columns = legendColumns(specification, width);
   const result = await vegaEmbed(element, sized(specification, width), {
     config,
