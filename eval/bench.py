@@ -26,16 +26,15 @@ from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods import METHODS, check_needs, parse_methods
 from draftsmith.eval.methods.base import Models, Named, at_least
 from draftsmith.eval.prompts import Turns
-from draftsmith.eval.provenance import describe
+from draftsmith.eval.provenance import RESULTS, describe
 from draftsmith.eval.rows import BASELINE, PER_PROMPT, Row, failures_of, of_methods, write_rows
-from draftsmith.eval.runners import engine_runners, first_of_each_task, make_runners, trace_again, write_token_texts
+from draftsmith.eval.runners import engine_runners, first_of_each_task, make_runners, trace_again, write_texts
 from draftsmith.eval.summary import Clock, summarise
 from draftsmith.eval.tables import results_table, task_tables
 from draftsmith.eval.tasks import Chat, Questions, read_questions, task_sources
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
-RESULTS = "results.json"
 # Settings that change nothing of what is measured: an interrupted run may go on with others.
 INCIDENTAL = ("output", "card", "traces")
 
@@ -195,7 +194,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         engine = engine_runners(named, models, config.modes[0], eos_ids)
         first = first_of_each_task(own, config.traces)
         trace_again(config.output, first, engine, config.modes, config.max_new_tokens, asking.seeds)
-        write_token_texts(config.output, config.target)
+        write_texts(config.output, config.target, first)
     publish_run(config, rows, results)
     if config.card:
         for directory in write_cards(results, named, model_paths(config)):

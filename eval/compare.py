@@ -12,8 +12,8 @@ from rich.console import Console
 from draftsmith.data.manifest import differences, flatten, read_json
 from draftsmith.data.progress import say
 from draftsmith.eval import figures
-from draftsmith.eval.bench import RESULTS
 from draftsmith.eval.measure import Measured
+from draftsmith.eval.provenance import RESULTS
 from draftsmith.eval.rows import BASELINE, Row, of_methods, read_rows
 from draftsmith.eval.summary import Clock, Floats, Resamples, speedup, tokens_per_s
 from draftsmith.eval.tables import markdown_figure, mode, plain_table

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.manifest import git_commit, package_versions, resolved
+from draftsmith.data.manifest import command_line, git_commit, package_versions, resolved
 from draftsmith.data.models import tokenizer_identity
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.modules.targets.base import CausalLM
 
+RESULTS = "results.json"  # what a directory of results ends with
 SCHEMA_VERSION = 3
 
 
@@ -42,6 +43,7 @@ def describe(
         "schema_version": SCHEMA_VERSION,
         "kind": kind,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_line(f"eval {kind}", config),
         "seed": config.seed,
         "settings": resolved(config),
         "target": {**target.info.identity, **tokenizer_identity(config.target)},

@@ -16,12 +16,10 @@ from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.measure import BatchRunner, BenchPrompt, EngineRunner, GroupRunner, OneByOne
 from draftsmith.eval.methods.base import Method, Models, Named, rows_lm
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
-from draftsmith.eval.trace import TracedRunner, TraceFile, about
+from draftsmith.eval.trace import TEXTS, TRACE, TracedRunner, TraceFile, about
 from draftsmith.modules.targets.base import RowsSession, Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
-
-TRACE, TOKENS = "trace.jsonl", "tokens.json"
 
 
 def make_runners(
@@ -98,8 +96,7 @@ def trace_again(
     max_new_tokens: int,
     seeds: Callable[[Sequence[BenchPrompt]], Sequence[int]],
 ) -> None:
-    """One more run of every engine method on the prompts of these rows, off the clock: trace.jsonl, a line a round, and
-    tokens.json, the text of every token in it.
+    """One more run of every engine method on the prompts of these rows, off the clock: trace.jsonl, a line a round.
 
     rows: of the baseline, with prompt_ids. engine: label -> runner, whose params are replaced. modes: the temperatures.
     """
@@ -115,12 +112,15 @@ def trace_again(
             file.flush()
 
 
-def write_token_texts(directory: Path, target: str) -> None:
-    """tokens.json: the text of every token that trace.jsonl holds, by its id."""
+def write_texts(directory: Path, target: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """texts.json, what trace.jsonl reads like: `tokens`, the text of every token in it by its id, and `prompts`, one for
+    each of the traced rows by its number and turn, "0/1"."""
     tokenizer = load_tokenizer(target)
     ids: set[int] = set()
     with (directory / TRACE).open(encoding="utf-8") as file:
         for line in file:
             found = json.loads(line)
             ids |= {*found["emitted"], *found.get("drafted", ())}
-    write_json(directory / TOKENS, {str(i): tokenizer.decode([i]) for i in sorted(ids)})
+    tokens = {str(i): tokenizer.decode([i]) for i in sorted(ids)}
+    prompts = {f"{row['prompt']}/{row['turn']}": tokenizer.decode(row["prompt_ids"]) for row in rows}
+    write_json(directory / TEXTS, {"tokens": tokens, "prompts": prompts})

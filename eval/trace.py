@@ -23,6 +23,8 @@ from draftsmith.modules.decoding.stop import draft_law, entropy
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.types import SamplingParams
 
+TRACE, TEXTS = "trace.jsonl", "texts.json"  # of a run of `eval bench`
+
 
 class TraceFile:
     """Rounds of any number of runners, appended to one JSON-lines file by `flush`."""

@@ -8,6 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from draftsmith.eval.figures import Axis, Chart, Column, Table, to_json
 
 HOSTILE = "<script>alert(1)</script>"
@@ -84,8 +87,9 @@ def bench_run(directory: Path, **settings: Any) -> Path:
                 speed = 1 + METHODS.index(method) + number
                 per_prompt.append({**base, "tokens": 10 * speed, "cpu_s": 1.0, "wall_s": 9.0})
     (directory / "trace.jsonl").write_text("\n".join(lines) + "\n")
-    (directory / "tokens.json").write_text(json.dumps({str(token): text for token, text in TOKENS.items()}))
-    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in per_prompt))
+    texts = {"tokens": {str(token): text for token, text in TOKENS.items()}, "prompts": {"0/1": HOSTILE}}
+    (directory / "texts.json").write_text(json.dumps(texts))
+    pq.write_table(pa.Table.from_pylist(per_prompt), directory / "prompts.parquet")
     return directory
 
 

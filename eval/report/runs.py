@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.manifest import flatten, read_json
+from draftsmith.eval.provenance import RESULTS
+from draftsmith.eval.rows import PER_PROMPT
 from draftsmith.modules.types import InputError
 
-RESULTS, PER_PROMPT, PER_PROMPT_LINES = "results.json", "prompts.parquet", "prompts.jsonl"
 # Of the settings: those that change what a speed or a rate means. Methods, paths and repeats do not.
 DECISIVE = (
     *("top_k", "top_p", "dtype", "max_new_tokens", "ignore_eos", "turns", "batch_size"),
@@ -114,7 +115,4 @@ def prompt_rows(run: Run) -> list[dict[str, Any]]:
         wanted = {"method", "temperature", "id", "task", "turn", "tokens", "wall_s", "cpu_s", "error", "prompt"}
         file = pq.ParquetFile(run.path / PER_PROMPT)
         return file.read(columns=[name for name in file.schema_arrow.names if name in wanted]).to_pylist()
-    if (run.path / PER_PROMPT_LINES).exists():
-        with (run.path / PER_PROMPT_LINES).open(encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines]
     return []

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.data.manifest import flatten
-from draftsmith.eval.bench import BenchConfig
 from draftsmith.eval.figures import Figure, from_json
 from draftsmith.eval.report.benchmark import bench_figures, mode, speeds
 from draftsmith.eval.report.charts import against
 from draftsmith.eval.report.page import Drawn, Section
 from draftsmith.eval.report.runs import Run, temperatures
-from draftsmith.eval.report.viewer import TRACE, share, viewer_data
+from draftsmith.eval.report.viewer import share, viewer_data
+from draftsmith.eval.trace import TRACE
 
 TITLES = {
     "bench": "Benchmark",
@@ -73,7 +72,7 @@ def _section(runs: Sequence[Run]) -> Section:
         about=about(runs[0]),
         figures=(),
         facts=[fact for run in runs for fact in facts(run, run.name if len(runs) > 1 else "")],
-        commands=[command(run) for run in runs],
+        commands=[str(run.meta["command"]) for run in runs if run.meta.get("command")],
     )
 
 
@@ -114,21 +113,6 @@ def facts(run: Run, prefix: str) -> list[tuple[str, list[tuple[str, str]]]]:
         if pairs:
             found.append((f"{prefix}: {heading}" if prefix else heading, pairs))
     return found
-
-
-def command(run: Run) -> str:
-    """The command line that measures it again, from the settings that are not the defaults."""
-    if run.meta.get("command"):
-        return str(run.meta["command"])
-    defaults: Mapping[str, Any] = {}
-    if run.kind == "bench":
-        fields = dataclasses.fields(BenchConfig)
-        defaults = {item.name: json.loads(json.dumps(item.default, default=str)) for item in fields}
-    words = ["draftsmith", "eval", run.kind]
-    for key, value in run.settings.items():
-        if value not in (None, "", []) and not (key in defaults and defaults[key] == value):
-            words += [f"--{key.replace('_', '-')}", _shown(value)]
-    return shlex.join(words)
 
 
 def _shown(value: Any) -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.manifest import read_json
+from draftsmith.eval.trace import TEXTS, TRACE
 
-TRACE, TOKENS = "trace.jsonl", "tokens.json"
 # Per drafted token, as a trace line has them, and rounded for the page.
 PER_NODE = ("q", "entropy", "head", "value", "accept_prob")
 Prompt = tuple[int, int]  # number in the run, and turn: ids of several files may be the same
@@ -39,10 +39,10 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
     """What the page embeds of a run's trace; None where rounds were not traced.
 
     Prompts are taken task by task in turn, each with all its methods, as long as they fit into `max_bytes`. Returns
-    `methods`, `prompts` (id, task, turn), `answers` (method, temperature, prompt, rounds), `tokens` (id -> text), and
+    `methods`, `prompts` (id, task, turn, text), `answers` (method, temperature, prompt, rounds), `tokens` (id -> text), and
     `total`, the number of traced prompts.
     """
-    if not (directory / TRACE).exists() or not (directory / TOKENS).exists():
+    if not (directory / TRACE).exists() or not (directory / TEXTS).exists():
         return None
     sizes: dict[Prompt, int] = {}
     tasks: dict[Prompt, str] = {}
@@ -59,16 +59,24 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
             answers.setdefault(key, []).append(_round(line))
     number = {prompt: index for index, prompt in enumerate(chosen)}
     methods = list(dict.fromkeys(method for method, _, _ in answers))
-    texts = read_json(directory / TOKENS)
+    texts = read_json(directory / TEXTS)
     used = sorted({token for rounds in answers.values() for item in rounds for token in _tokens(item)})
     return {
         "methods": methods,
-        "prompts": [{"id": ids[prompt], "task": tasks[prompt], "turn": prompt[1]} for prompt in chosen],
+        "prompts": [
+            {
+                "id": ids[prompt],
+                "task": tasks[prompt],
+                "turn": prompt[1],
+                "text": texts["prompts"].get(f"{prompt[0]}/{prompt[1]}"),
+            }
+            for prompt in chosen
+        ],
         "answers": [
             {"method": methods.index(method), "temperature": temperature, "prompt": number[prompt], "rounds": rounds}
             for (method, temperature, prompt), rounds in answers.items()
         ],
-        "tokens": {token: texts.get(str(token), f"<{token}>") for token in used},
+        "tokens": {token: texts["tokens"].get(str(token), f"<{token}>") for token in used},
         "total": len(sizes),
     }
 

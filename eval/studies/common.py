@@ -15,13 +15,14 @@ import torch
 from draftsmith.data.manifest import resolved
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import bar, say
-from draftsmith.eval.bench import RESULTS, BenchConfig, bench, check_device, longest_sequence, model_paths
+from draftsmith.eval.bench import BenchConfig, bench, check_device, longest_sequence, model_paths
 from draftsmith.eval.figures import Figure
 from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner
 from draftsmith.eval.methods import check_needs, parse_methods
 from draftsmith.eval.methods.base import Models, at_least
 from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.provenance import RESULTS
 from draftsmith.eval.studies.keeping import keep
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter

@@ -10,11 +10,10 @@ from rich.table import Table as Printed
 
 from draftsmith.data.manifest import write_json
 from draftsmith.data.progress import say
-from draftsmith.eval.bench import RESULTS
 from draftsmith.eval.figures import Figure, Table, formatted, plain, to_json
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import Models
-from draftsmith.eval.provenance import describe
+from draftsmith.eval.provenance import RESULTS, describe
 from draftsmith.eval.tables import plain_table
 
 

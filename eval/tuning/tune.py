@@ -27,7 +27,7 @@ from draftsmith.eval.measure import BenchPrompt, EngineRunner, GroupRunner, Meas
 from draftsmith.eval.methods import parse_method, parse_methods
 from draftsmith.eval.methods.base import Models, Named, at_least
 from draftsmith.eval.prompts import read_prompts
-from draftsmith.eval.provenance import describe
+from draftsmith.eval.provenance import RESULTS, describe
 from draftsmith.eval.rollouts.lookup import record_lookup
 from draftsmith.eval.rollouts.record import Answers, ChainRecorder, Recording, TreeRecorder
 from draftsmith.eval.rollouts.rollouts import joined
@@ -38,7 +38,7 @@ from draftsmith.eval.tuning.reasoning import Choice, figures, reasoning_table, s
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.types import InputError, SamplingParams
 
-RESULTS, DECODE = "results.json", "decode.yaml"
+DECODE = "decode.yaml"
 # Settings that decode.yaml takes over as they were given; `draftsmith decode` and `draftsmith eval bench` know them.
 KEPT = ("temperature", "top_k", "top_p", "ignore_eos", "dtype", "device", "engine", "packed", "num_threads", "seed",
         "trust_remote_code")  # fmt: skip

@@ -137,7 +137,10 @@ def test_the_first_prompt_of_each_task_is_traced_at_both_temperatures(found, con
     traced = {("talk", "81", 1), ("talk", "81", 2), ("talk", "81", 3), ("share", "s", 1), ("share", "s", 2),
               ("plain", "0", 1)}  # fmt: skip
     assert keys == {(m, t, i, task, n) for m in ("ar", "spec:k=3") for t in (0.0, 1.0) for task, i, n in traced}
-    texts = json.loads((config.output / "tokens.json").read_text())
+    written = json.loads((config.output / "texts.json").read_text())
+    assert written["prompts"].keys() == {f"{line['prompt']}/{line['turn']}" for line in lines}
+    assert "Rename a to b" in "".join(written["prompts"].values())
+    texts = written["tokens"]
     tokenizer = load_chat_tokenizer(config.target)
     for line in lines:
         assert all(texts[str(token)] == tokenizer.decode([token]) for token in line["emitted"])

@@ -130,7 +130,7 @@ def test_results_of_the_first_schema_are_shown(tmp_path):
         del row["temperature"], row["tau_ci95"], row["by_task"]
     results["methods"] = old
     (path / "results.json").write_text(json.dumps(results))
-    for name in ("trace.jsonl", "tokens.json", "prompts.jsonl"):
+    for name in ("trace.jsonl", "texts.json", "prompts.parquet"):
         (path / name).unlink()
     (section,) = make_sections(comparable(read_runs([path])), 10**6)
     assert section.viewer is None
