@@ -113,8 +113,8 @@ def trace_again(
 
 
 def write_texts(directory: Path, target: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """texts.json, what trace.jsonl reads like: `tokens`, the text of every token in it by its id, and `prompts`, one for
-    each of the traced rows by its number and turn, "0/1"."""
+    """texts.json, what trace.jsonl reads like: `tokens`, the text of every token in it by its id, and `prompts`, one
+    for each of the traced rows by its number and turn, "0/1"."""
     tokenizer = load_tokenizer(target)
     ids: set[int] = set()
     with (directory / TRACE).open(encoding="utf-8") as file:

@@ -87,7 +87,8 @@ def bench_run(directory: Path, **settings: Any) -> Path:
                 speed = 1 + METHODS.index(method) + number
                 per_prompt.append({**base, "tokens": 10 * speed, "cpu_s": 1.0, "wall_s": 9.0})
     (directory / "trace.jsonl").write_text("\n".join(lines) + "\n")
-    texts = {"tokens": {str(token): text for token, text in TOKENS.items()}, "prompts": {"0/1": HOSTILE}}
+    prompts = {f"{number}/1": f"{HOSTILE} {number}" for number in range(len(TASKS))}
+    texts = {"tokens": {str(token): text for token, text in TOKENS.items()}, "prompts": prompts}
     (directory / "texts.json").write_text(json.dumps(texts))
     pq.write_table(pa.Table.from_pylist(per_prompt), directory / "prompts.parquet")
     return directory

@@ -39,8 +39,8 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
     """What the page embeds of a run's trace; None where rounds were not traced.
 
     Prompts are taken task by task in turn, each with all its methods, as long as they fit into `max_bytes`. Returns
-    `methods`, `prompts` (id, task, turn, text), `answers` (method, temperature, prompt, rounds), `tokens` (id -> text), and
-    `total`, the number of traced prompts.
+    `methods`, `prompts` (id, task, turn, text), `answers` (method, temperature, prompt, rounds), `tokens` (id -> text),
+    and `total`, the number of traced prompts.
     """
     if not (directory / TRACE).exists() or not (directory / TEXTS).exists():
         return None
@@ -64,12 +64,7 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
     return {
         "methods": methods,
         "prompts": [
-            {
-                "id": ids[prompt],
-                "task": tasks[prompt],
-                "turn": prompt[1],
-                "text": texts["prompts"].get(f"{prompt[0]}/{prompt[1]}"),
-            }
+            {"id": ids[prompt], "task": tasks[prompt], "turn": prompt[1], "text": texts["prompts"]["%d/%d" % prompt]}
             for prompt in chosen
         ],
         "answers": [

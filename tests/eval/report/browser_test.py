@@ -121,6 +121,9 @@ def test_the_keyboard_does_the_same(seen):
     choose_method(page, METHODS[1])
     page.locator("[data-choose=discarded]").focus()
     page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # the prompt unfolds
+    assert page.locator("[data-role=prompt]").inner_text() == f"{HOSTILE} 0"
+    page.keyboard.press("Tab")
     focused = page.locator(":focus")
     assert "Token 1, def" in focused.get_attribute("aria-label")
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"

@@ -12,6 +12,8 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import vl_convert
 from report_runs import CHAIN, HOSTILE, METHODS, ROUNDS, TASKS, TOKENS, TREE, bench_run, study_figures, study_run
@@ -291,8 +293,9 @@ def test_prompts_that_could_not_be_measured_are_named_once(tmp_path):
 
 def test_prompts_of_two_tasks_may_have_the_same_id(tmp_path):
     path = bench_run(tmp_path / "run")
-    for name in ("trace.jsonl", "prompts.jsonl"):
-        lines = [json.loads(line) | {"id": "0"} for line in (path / name).read_text().splitlines()]
-        (path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [json.loads(line) | {"id": "0"} for line in (path / "trace.jsonl").read_text().splitlines()]
+    (path / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [row | {"id": "0"} for row in pq.read_table(path / "prompts.parquet").to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows), path / "prompts.parquet")
     assert len(viewer_data(path, 10**6)["prompts"]) == 2
     assert len(speeds(read_runs([path]), 0.0)) == 2 * len(METHODS)
