@@ -60,11 +60,12 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
     number = {prompt: index for index, prompt in enumerate(chosen)}
     methods = list(dict.fromkeys(method for method, _, _ in answers))
     texts = read_json(directory / TEXTS)
+    asked = {prompt: texts["prompts"].get(f"{prompt[0]}/{prompt[1]}", "") for prompt in chosen}
     used = sorted({token for rounds in answers.values() for item in rounds for token in _tokens(item)})
     return {
         "methods": methods,
         "prompts": [
-            {"id": ids[prompt], "task": tasks[prompt], "turn": prompt[1], "text": texts["prompts"]["%d/%d" % prompt]}
+            {"id": ids[prompt], "task": tasks[prompt], "turn": prompt[1], "text": asked[prompt]}
             for prompt in chosen
         ],
         "answers": [
