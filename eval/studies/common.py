@@ -183,6 +183,7 @@ def measured(
     to_measure = BenchConfig(
         **settings,
         methods=",".join(methods),
+        turns="last",  # as `read_prompts` reads them
         temperature=params.temperature,
         output=config.output / f"{name}-t{params.temperature:g}",
     )
