@@ -14,9 +14,10 @@ from draftsmith.data.progress import say
 from draftsmith.eval import figures
 from draftsmith.eval.measure import Measured
 from draftsmith.eval.provenance import RESULTS
+from draftsmith.eval.report.tables import markdown
 from draftsmith.eval.rows import BASELINE, Row, of_methods, read_rows
 from draftsmith.eval.summary import Clock, Floats, Resamples, speedup, tokens_per_s
-from draftsmith.eval.tables import markdown_figure, mode, plain_table
+from draftsmith.eval.tables import mode, plain_table
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.types import InputError
 
@@ -78,7 +79,7 @@ def run(config: CompareConfig) -> None:
         console.print(on_screen(table))
     if config.output is not None:
         config.output.parent.mkdir(parents=True, exist_ok=True)
-        lines = [*(f"- {note}" for note in notes), "", *(markdown_figure(table) for table in tables)]
+        lines = [*(f"- {note}" for note in notes), "", *(markdown(table) for table in tables)]
         config.output.write_text("\n".join(lines), "utf-8")
         say(f"Written to {config.output}")
 

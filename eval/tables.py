@@ -183,10 +183,3 @@ def markdown_table(results: Mapping[str, Any]) -> str:
         title = [f"{mode(temperature).capitalize()}:", ""] if len(temperatures_of(results)) > 1 else []
         parts.append("\n".join(title + markdown_lines(HEADINGS, [cells(row) for row in at(results, temperature)])))
     return "\n\n".join([*parts, caption(results)]) + "\n"
-
-
-def markdown_figure(source: figures.Table) -> str:
-    """A table under its title, with its note."""
-    headings = [column.title for column in source.columns]
-    rows = [[figures.formatted(row.get(c.key), c.format) for c in source.columns] for row in source.rows]
-    return "\n".join([f"### {source.title}", "", *markdown_lines(headings, rows), "", source.note]) + "\n"

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.manifest import flatten, read_json
+from draftsmith.eval.compare import SAME_SETTINGS, SAME_SPEED
 from draftsmith.eval.provenance import RESULTS
 from draftsmith.eval.rows import PER_PROMPT
 from draftsmith.modules.types import InputError
-
-# Of the settings: those that change what a speed or a rate means. Methods, paths and repeats do not.
-DECISIVE = (
-    *("top_k", "top_p", "dtype", "max_new_tokens", "ignore_eos", "turns", "batch_size"),
-    *("device", "engine", "packed", "num_threads"),
-)
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ def basis(run: Run) -> dict[str, Any]:
             "temperatures": temperatures(run),
             "clock": meta.get("clock"),
             "hardware": machine,
-            "settings": {key: run.settings.get(key) for key in DECISIVE},
+            "settings": {key: run.settings.get(key) for key in (*SAME_SETTINGS, *SAME_SPEED)},
         }
     )
 

@@ -65,8 +65,7 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
     return {
         "methods": methods,
         "prompts": [
-            {"id": ids[prompt], "task": tasks[prompt], "turn": prompt[1], "text": asked[prompt]}
-            for prompt in chosen
+            {"id": ids[prompt], "task": tasks[prompt], "turn": prompt[1], "text": asked[prompt]} for prompt in chosen
         ],
         "answers": [
             {"method": methods.index(method), "temperature": temperature, "prompt": number[prompt], "rounds": rounds}

@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 
 from draftsmith.eval.measure import BenchPrompt, Measured, medians_of
+from draftsmith.eval.report.tables import markdown
 from draftsmith.eval.rows import failed_row, failures_of, measured_row, of_methods, read_rows, write_rows
 from draftsmith.eval.summary import distinct_4grams, summarise
-from draftsmith.eval.tables import by_task, caption, folded, markdown_figure, markdown_table, results_table
+from draftsmith.eval.tables import by_task, caption, folded, markdown_table, results_table
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
@@ -142,7 +143,7 @@ def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
     assert [column.title for column in table.columns] == [
         "method", "a", "a: tau", "b", "b: tau", "all, pooled", "all, pooled: tau", "mean of tasks", "mean of tasks: tau"
     ]  # fmt: skip
-    assert "| spec | 3.00x | 1.50 | 1.67x | 2.00 | 2.00x | 1.75 | 2.33x | 1.75 |" in markdown_figure(table)
+    assert "| spec | 3.00x | 1.50 | 1.67x | 2.00 | 2.00x | 1.75 | 2.33x | 1.75 |" in markdown(table)
 
 
 def test_turns_of_one_question_are_resampled_together():
