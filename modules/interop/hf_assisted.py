@@ -54,8 +54,9 @@ def choose_tuning(results: Mapping[str, Any], draft: Mapping[str, str]) -> Tunin
     meta, rows = results.get("meta"), results.get("methods")
     if not isinstance(meta, Mapping) or not isinstance(rows, Sequence) or "methods" not in meta:
         raise InputError("results", "no meta or methods", "results.json of eval bench", "Check the path.")
-    if meta.get("draft") != dict(draft):
-        found = f"measurements with the draft {meta.get('draft')}"
+    measured = meta.get("models", {}).get("draft")
+    if measured != dict(draft):
+        found = f"measurements with the draft {measured}"
         raise InputError("results", found, f"the draft {dict(draft)}", "Measure with the draft that is exported.")
     for names in (TRANSFORMERS, OWN):
         fitting = [row for row in rows if row["method"].partition(":")[0] in names]

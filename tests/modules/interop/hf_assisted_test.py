@@ -20,7 +20,7 @@ def results(speeds: dict[str, float], draft: dict[str, str] | None = DRAFT) -> d
     return {
         "meta": {
             "methods": {label: dataclasses.asdict(parse_method(label)) for label in speeds},
-            "draft": draft,
+            "models": {"draft": draft} if draft is not None else {},
             "prompts": {"source": "embedded:prompts", "count": 12},
             "date": "2026-11-21",
         },
