@@ -28,7 +28,7 @@ def seen(tmp_path_factory):
     if chromium is None and (os.environ.get("CI") or os.environ.get("DRAFTSMITH_BROWSER") == "required"):
         pytest.fail(INSTALL)
     if chromium is None:
-        pytest.skip(INSTALL)  # a browser is no part of the package: laptops without one run the rest, .ci/run demands it
+        pytest.skip(INSTALL)  # laptops without a browser run the rest of the tests; .ci/run demands one
     from playwright.sync_api import sync_playwright
 
     directory = tmp_path_factory.mktemp("page")
