@@ -156,8 +156,10 @@ def _settings(config: dict[str, Any]) -> Any:
     if "llama" in fields:
         layer = dict(fields["llama"])
         fields["llama"] = LlamaConfig(**{**layer, "rope_scaling": RopeScaling(**layer["rope_scaling"])})
-    if "calibration" in fields:
-        fields["calibration"] = tuple(fields["calibration"])
+    # JSON has lists only.
+    fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+    if "knots" in fields:
+        fields["knots"] = tuple(tuple(knot) for knot in fields["knots"])
     return config_class(**fields)
 
 

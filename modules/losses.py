@@ -23,17 +23,19 @@ def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w
     """Weighted binary cross-entropy with soft labels (SpecDec++ section 3.3).
 
     -w_acc P log P^ - w_rej (1-P) log(1-P^) over the tokens of `loss_mask`, P^ = sigmoid(logit), logit [B, T].
-    `sums["kl"]` is the unweighted binary KL(P || P^), of the raw output.
+    Where the batch has weights, each token counts that much. `sums["kl"]` is the binary KL(P || P^) of the raw output,
+    without w_acc and w_rej.
     """
     prob = batch.accept_prob[batch.loss_mask].float()
     z = logit[batch.loss_mask].float()
     accept, reject = F.logsigmoid(z), F.logsigmoid(-z)
-    total = -(w_acc * prob * accept + w_rej * (1 - prob) * reject).sum()
+    weight = torch.ones_like(prob) if batch.weight is None else batch.weight[batch.loss_mask].float()
+    total = -(weight * (w_acc * prob * accept + w_rej * (1 - prob) * reject)).sum()
     entropy = torch.special.entr(prob) + torch.special.entr(1 - prob)
-    kl = (-(prob * accept + (1 - prob) * reject) - entropy).sum()
-    count = torch.tensor(prob.numel(), device=logit.device)
+    kl = (weight * (-(prob * accept + (1 - prob) * reject) - entropy)).sum()
+    count = weight.sum()
     sums = {"loss": total.detach(), "kl": kl.detach()}
-    return LossOutput(total / count.clamp_min(1), sums, dict.fromkeys(sums, count))
+    return LossOutput(total / count.clamp_min(1e-6), sums, dict.fromkeys(sums, count))
 
 
 def eagle_loss(

@@ -67,9 +67,12 @@ class FeatureBatch:
 class AcceptanceBatch:
     """Inputs and labels of the acceptance head, aligned: row t describes drafted token y_t (DESIGN: e_t, P_t)."""
 
-    hidden: Tensor  # [B, T, H] the drafter's last hidden state once it has read z_t
+    hidden: Tensor  # [B, T, H] the drafter's last hidden state once it has read z_t, or the one that predicted it
     accept_prob: Tensor  # [B, T] float32 in [0, 1]
     loss_mask: Tensor  # [B, T] bool, true where z_t is a drafted token y_t
+    weight: Tensor | None = None  # [B, T] float32, how much each token counts; None: all alike
+    embeds: Tensor | None = None  # [B, T, H] embeddings of the tokens, for a head that reads the state before them
+    features: Tensor | None = None  # [B, T, F] numbers of the law that each was drawn from
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, Floats
-from draftsmith.modules.decoding.online_logistic import MAX_LOGIT, OnlineLogistic
+from draftsmith.modules.decoding.confidence import log_odds_of
+from draftsmith.modules.decoding.online_logistic import OnlineLogistic
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.metrics import fit_platt
 
@@ -87,7 +88,7 @@ def online_probs(rollouts: ChainRollouts) -> Floats:
     It learns from the rounds that decoding with drafts of K tokens would run, once they are verified, and says its
     opinion at every other position in passing.
     """
-    model, features = OnlineLogistic(), log_odds(torch.from_numpy(rollouts.log_max_q)).numpy()
+    model, features = OnlineLogistic(), log_odds_of(torch.from_numpy(rollouts.log_max_q)).numpy()
     labelled = rollouts.judged()
     probs = np.full(features.shape, np.nan)
     answer, next_start = -1, 1
@@ -102,11 +103,6 @@ def online_probs(rollouts: ChainRollouts) -> Floats:
     return probs
 
 
-def log_odds(log_prob: Tensor) -> Tensor:
-    """log(q / (1 - q)) of log q, within +-MAX_LOGIT; NaN stays."""
-    return (log_prob - torch.log(-torch.expm1(log_prob.clamp(max=-1e-12)))).clamp(-MAX_LOGIT, MAX_LOGIT)
-
-
 def predictions(judged: Judged, fit: Judged, head: AcceptanceHead) -> dict[str, Prediction]:
     """Name -> what each predictor says of `judged`; logistic fits are made on `fit`."""
     raw = judged.head
@@ -116,7 +112,7 @@ def predictions(judged: Judged, fit: Judged, head: AcceptanceHead) -> dict[str, 
     found[MAX_Q] = Prediction(judged.log_max_q, judged.log_max_q.exp())
     found[ENTROPY] = Prediction(-judged.entropy, None)
     features = {
-        FITTED_Q: (log_odds(judged.log_q), log_odds(fit.log_q)),
+        FITTED_Q: (log_odds_of(judged.log_q), log_odds_of(fit.log_q)),
         FITTED_ENTROPY: (-judged.entropy, -fit.entropy),
     }
     for name, (own, others) in features.items():

@@ -39,7 +39,8 @@ def draft_chain(
             token = source.draw(law)
             laws.append(law)
         tokens.append(token)
-        if stop.should_stop(DraftView(len(tokens), token, states, logits, law)) or len(tokens) == max_drafted:
+        view = DraftView(len(tokens), token, states, logits, law, params.temperature)
+        if stop.should_stop(view) or len(tokens) == max_drafted:
             break
         logits, states = step(token)
     return DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), torch.stack(laws) if laws else None)

@@ -117,7 +117,7 @@ def draft_chains(
             for row, token in enumerate(drawn.tolist()):
                 law = laws[-1][row] if laws else None
                 if count <= ends[row] and stops[row].should_stop(
-                    DraftView(count, token, hidden[row : row + 1], logits[row], law)
+                    DraftView(count, token, hidden[row : row + 1], logits[row], law, params.temperature)
                 ):
                     ends[row] = count
         if len(tokens) >= max(ends):

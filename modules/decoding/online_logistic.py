@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-# Beyond these log-odds a softmax in float32 says little.
-MAX_LOGIT = 12.0
+from draftsmith.modules.decoding.confidence import sigmoid
 
 
 class OnlineLogistic:
@@ -26,9 +24,7 @@ class OnlineLogistic:
 
     def prob(self, x: float) -> float:
         """The probability for feature x."""
-        logit = self.scale * x + self.bias
-        # Neither branch's exponential can overflow.
-        return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
+        return sigmoid(self.scale * x + self.bias)
 
     def update(self, x: float, accepted: float) -> None:
         """Learn one label in [0, 1]."""
@@ -48,11 +44,3 @@ class OnlineLogistic:
             if number > num_accepted:
                 return
             self.update(x, float(number < num_accepted))
-
-
-def logit_of_log_prob(log_prob: float) -> float:
-    """log(q / (1 - q)) of log q, within [-MAX_LOGIT, MAX_LOGIT]."""
-    if log_prob >= 0:
-        return MAX_LOGIT
-    logit = log_prob - math.log(-math.expm1(log_prob))
-    return min(max(logit, -MAX_LOGIT), MAX_LOGIT)

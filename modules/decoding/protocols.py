@@ -97,6 +97,7 @@ class DraftView:
     states: Tensor  # [T, H] the drafter's hidden states after its final norm; the last one is `hidden`
     logits: Tensor  # [V] raw draft logits, before temperature
     draft_prob: Tensor | None  # [V] the law `token` was drawn from; None when greedy
+    temperature: float = 0.0  # of that law; 0 when greedy
 
     @property
     def hidden(self) -> Tensor:
@@ -111,7 +112,7 @@ class StopPolicy(Protocol):
     max_drafted: int
 
     def reset(self) -> None:
-        """Forget everything: a new prompt begins."""
+        """A new prompt begins: forget what is of the last one."""
 
     def start_round(self) -> None:
         """A new draft begins."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftsmith.modules.decoding.confidence import entropies
 from draftsmith.modules.decoding.protocols import DraftView
 
 
@@ -96,4 +97,4 @@ def draft_law(view: DraftView) -> Tensor:
 
 def entropy(law: Tensor) -> float:
     """-sum p log p [nats] of a law [V]; entries of probability zero add nothing."""
-    return -torch.xlogy(law, law).sum().item()
+    return entropies(law).item()

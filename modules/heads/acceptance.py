@@ -1,15 +1,31 @@
-"""SpecDec++ acceptance head: will the target keep this drafted token? (Huang et al. 2024, section 3)"""
+"""Acceptance heads: will the target keep this drafted token? (SpecDec++, Huang et al. 2024, section 3, and more)"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftsmith.modules.decoding.confidence import (
+    MAX_LOGIT,
+    Confidence,
+    Confidences,
+    confidence_of,
+    log_odds,
+    log_odds_of,
+    sigmoid,
+)
+from draftsmith.modules.decoding.policies import JudgedStop, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView
+
+State = Literal["after", "before"]
+Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +38,12 @@ class AcceptanceHeadConfig:
     w_rej: loss weight of rejected tokens.
     tied: one block applied num_blocks times, as SpecDec++'s published code does.
     calibration: scale and shift of the logit fitted on held-out tokens, on top of the correction for the weights.
+    state: `after`, the drafter's state once it has read the token, as published; `before`, the state that predicted it,
+        and the token's embedding: judged without another forward.
+    features: numbers of the law that the token was drawn from, and of where it stands (`feature_values`).
+    judges: `chain`, the drafted tokens of a chain; `tree`, the most probable children of a tree's node.
+    knots: isotonic calibration: (corrected logit, calibrated logit) in ascending order, with straight lines between
+        them; it takes the place of `calibration`.
     """
 
     hidden_size: int
@@ -30,6 +52,15 @@ class AcceptanceHeadConfig:
     w_rej: float = 6.0
     tied: bool = False
     calibration: tuple[float, float] = (1.0, 0.0)
+    state: State = "after"
+    features: tuple[Feature, ...] = ()
+    judges: Literal["chain", "tree"] = "chain"
+    knots: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def input_size(self) -> int:
+        """Width of what is read: the state, before the token its embedding too, and the features."""
+        return self.hidden_size * (2 if self.state == "before" else 1) + len(self.features)
 
 
 class ResidualBlock(nn.Module):
@@ -47,24 +78,34 @@ class ResidualBlock(nn.Module):
 class AcceptanceHead(nn.Module):
     """num_blocks residual blocks, then one logit, in float32.
 
-    Input e_i [.., H]: the drafter's last hidden state once it has read drafted token y_i. Output: the raw logit [..] of
+    Published form: the input e_i [.., H] is the drafter's last hidden state once it has read drafted token y_i. Where
+    there is more to read (`AcceptanceHeadConfig`), a linear layer brings all of it to H first, and the features also
+    go straight to the logit: what the draft's own confidence says needs no hidden layer. Output: the raw logit [..] of
     P^(y_i is accepted | its prefix was). Under w_rej != w_acc the raw output is not a probability; `calibrated` is.
     """
 
     def __init__(self, config: AcceptanceHeadConfig):
         super().__init__()
         self.config = config
+        self.join = nn.Linear(config.input_size, config.hidden_size) if config.input_size > config.hidden_size else None
         first = ResidualBlock(config.hidden_size)
         count = config.num_blocks
         more = [first if config.tied else ResidualBlock(config.hidden_size) for _ in range(count - 1)]
         self.blocks = nn.ModuleList([first, *more][:count])
         self.out = nn.Linear(config.hidden_size, 1)
+        self.direct = nn.Linear(len(config.features), 1, bias=False) if config.features else None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        x = hidden.float()
+    def forward(self, hidden: Tensor, embeds: Tensor | None = None, features: Tensor | None = None) -> Tensor:
+        """hidden [.., H]; embeds [.., H] of the tokens, for state `before`; features [.., F] (`feature_values`)."""
+        given = [part.float() for part in (hidden, embeds, features) if part is not None]
+        x = given[0] if self.join is None else self.join(torch.cat(given, -1))
         for block in self.blocks:
             x = block(x)
-        return self.out(x).squeeze(-1)
+        logit = self.out(x)
+        if self.direct is not None:
+            assert features is not None
+            logit = logit + self.direct(features.float())
+        return logit.squeeze(-1)
 
     def corrected(self, logit: Tensor) -> Tensor:
         """The raw logit without the loss' weights: the optimum is w_acc P / (w_acc P + w_rej (1-P)), so add
@@ -72,16 +113,132 @@ class AcceptanceHead(nn.Module):
         return logit + math.log(self.config.w_rej / self.config.w_acc)
 
     def calibrated(self, logit: Tensor) -> Tensor:
-        """The logit of a probability: corrected, then the scale and shift that were fitted on held-out tokens."""
+        """The logit of a probability: corrected, then as fitted on held-out tokens."""
+        logit = self.corrected(logit)
+        if self.config.knots:
+            return interpolate(logit, self.config.knots)
         scale, shift = self.config.calibration
-        return scale * self.corrected(logit) + shift
+        return scale * logit + shift
+
+    def feature_values(self, known: Confidences) -> Tensor:
+        """[.., F]: the numbers that this head reads beside states, in the order of its settings."""
+        return torch.stack([feature_value(name, known) for name in self.config.features], -1)
 
 
-class SpecDecPP:
+def feature_value(name: Feature, known: Confidences) -> Tensor:
+    """One of them, of tokens [..]: log q(y) from -MAX_LOGIT on; the log-odds of q(y) and of max q within MAX_LOGIT;
+    the law's entropy in nats; the logarithm of the place in the round, from 1; the temperature."""
+    if name == "log_q":
+        return known.log_q.clamp_min(-MAX_LOGIT)
+    if name == "logit_q":
+        return log_odds_of(known.log_q)
+    if name == "logit_max_q":
+        return log_odds_of(known.log_max_q)
+    if name == "entropy":
+        return known.entropy
+    if name == "depth":
+        return known.depth.log()
+    return known.temperature
+
+
+def scalar_value(name: Feature, known: Confidence, view: DraftView) -> float:
+    """`feature_value` of the token shown."""
+    if name == "log_q":
+        return max(known.log_q, -MAX_LOGIT)
+    if name == "logit_q":
+        return log_odds(known.log_q)
+    if name == "logit_max_q":
+        return log_odds(known.log_max_q)
+    if name == "entropy":
+        return known.entropy
+    return math.log(view.num_drafted) if name == "depth" else view.temperature
+
+
+def interpolate(logit: Tensor, knots: tuple[tuple[float, float], ...]) -> Tensor:
+    """Straight lines between the knots, and their end values beyond them."""
+    table = torch.tensor(knots, dtype=logit.dtype, device=logit.device)
+    x, y = table.unbind(1)
+    right = torch.searchsorted(x, logit.contiguous(), right=True).clamp(1, len(x) - 1)
+    left = right - 1
+    share = ((logit - x[left]) / (x[right] - x[left])).clamp(0, 1)
+    return y[left] + share * (y[right] - y[left])
+
+
+class HeadJudge:
+    """P^ of drafted tokens by an acceptance head, one by one while decoding."""
+
+    learns = False
+
+    def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None = None, calibrated: bool = True):
+        """embed: the drafter's token embeddings, for a head that reads the state before the token. calibrated: the
+        probability; else the raw output, which the paper's threshold is for."""
+        config = head.config
+        assert config.state == "after" or embed is not None
+        self.late = config.state == "after"
+        # A copy of the head's arithmetic on plain tensors: module calls are most of its cost at this size.
+        linears: list = [block.linear for block in head.blocks]
+        self._join = (head.join.weight.detach(), head.join.bias.detach()) if head.join is not None else None
+        self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
+        self._out = (head.out.weight.detach()[0], head.out.bias.item())
+        self._direct: list[float] = head.direct.weight[0].tolist() if head.direct is not None else []
+        self._names, self._embed, self._device = config.features, embed, head.out.weight.device
+        self._correction = math.log(config.w_rej / config.w_acc) if calibrated else 0.0
+        self._knots = config.knots if calibrated else ()
+        self._scale, self._shift = config.calibration if calibrated else (1.0, 0.0)
+        self._before: list[float] = []  # a late judge's features, of the token that it is going to judge
+
+    def start_round(self) -> None:
+        self._before = []
+
+    def prob(self, view: DraftView) -> float:
+        """Of the token shown; of a `late` judge that of the one before it, and 1 where there is none."""
+        if self.late and view.num_drafted == 1:
+            self._features(view)
+            return 1.0
+        x, direct = view.hidden.float(), 0.0
+        if self._join is not None:
+            given = [x]
+            if not self.late:
+                assert self._embed is not None
+                given.append(self._embed(torch.tensor(view.token, device=self._device)).float())
+            values = self._features(view)
+            if values:
+                direct = sum(weight * value for weight, value in zip(self._direct, values, strict=True))
+                given.append(torch.tensor(values, device=self._device))
+            x = torch.addmv(self._join[1], self._join[0], torch.cat(given))
+        for weight, bias in self._blocks:
+            x = x + F.silu(torch.addmv(bias, weight, x))
+        return self._prob(torch.dot(self._out[0], x).item() + self._out[1] + direct)
+
+    def _features(self, view: DraftView) -> list[float]:
+        """Of the token to be judged."""
+        if not self._names:
+            return []
+        known = confidence_of(view)
+        values = [scalar_value(name, known, view) for name in self._names]
+        if self.late:
+            values, self._before = self._before, values
+        return values
+
+    def _prob(self, logit: float) -> float:
+        logit += self._correction
+        if self._knots:
+            place = min(max(bisect_right(self._knots, (logit, math.inf)), 1), len(self._knots) - 1)
+            (x0, y0), (x1, y1) = self._knots[place - 1], self._knots[place]
+            logit = y0 + min(max((logit - x0) / (x1 - x0), 0.0), 1.0) * (y1 - y0)
+        else:
+            logit = self._scale * logit + self._shift
+        return sigmoid(logit)
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Nothing is learned while decoding."""
+
+
+class SpecDecPP(JudgedStop):
     """Stop when P(at least one drafted token is rejected) = 1 - prod p^ exceeds h (SpecDec++ section 3.2).
 
-    The head reads a token one forward after it was drafted: when token n is shown, tokens 1..n-1 have been judged, and
-    token n, sampled from the forward that judged the last of them, stays in the draft.
+    The published head reads a token one forward after it was drafted: when token n is shown, tokens 1..n-1 have been
+    judged, and token n, sampled from the forward that judged the last of them, stays in the draft.
     """
 
     def __init__(
@@ -91,38 +248,7 @@ class SpecDecPP:
         min_drafted: int = 2,
         max_drafted: int = 20,
         calibrated: bool = False,
+        embed: Callable[[Tensor], Tensor] | None = None,
     ):
         """h: threshold in (0, 1). calibrated: judge by the calibrated probability, not by the paper's raw output."""
-        self.h, self.min_drafted, self.max_drafted, self.calibrated = h, min_drafted, max_drafted, calibrated
-        # A copy of the head's arithmetic on plain tensors: module calls are most of its cost at this size.
-        linears: list = [block.linear for block in head.blocks]
-        self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
-        self._out = (head.out.weight.detach(), head.out.bias.detach())
-        self._head = head
-        self._survival = 1.0
-
-    def reset(self) -> None:
-        """Nothing is remembered between prompts."""
-
-    def start_round(self) -> None:
-        self._survival = 1.0
-
-    def should_stop(self, view: DraftView) -> bool:
-        if view.num_drafted >= self.max_drafted:
-            return True
-        if view.num_drafted >= 2:
-            self._survival *= self.accept_prob(view.hidden)
-        return view.num_drafted >= self.min_drafted and 1 - self._survival > self.h
-
-    def accept_prob(self, hidden: Tensor) -> float:
-        """p^ of the token that `hidden` [H] has read."""
-        x = hidden.float()
-        for weight, bias in self._blocks:
-            x = x + F.silu(F.linear(x, weight, bias))
-        logit = F.linear(x, *self._out)
-        if self.calibrated:
-            logit = self._head.calibrated(logit)
-        return torch.sigmoid(logit).item()
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Nothing is learned while decoding."""
+        super().__init__(HeadJudge(head, embed, calibrated), ThresholdRule(h), min_drafted, max_drafted)

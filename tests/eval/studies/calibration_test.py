@@ -17,9 +17,10 @@ from draftsmith.data.heads import save_head
 from draftsmith.data.models import load_lm
 from draftsmith.eval.figures import from_json
 from draftsmith.eval.studies import predictors
-from draftsmith.eval.studies.predictors import judge, log_odds, predictions
+from draftsmith.eval.studies.predictors import judge, predictions
 from draftsmith.eval.studies.reliability import MIN_TOKENS, quality, reliability_bins
 from draftsmith.launch.cli import main
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds_of
 from draftsmith.modules.decoding.online_logistic import OnlineLogistic
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 
@@ -75,7 +76,7 @@ def test_the_online_fit_learns_only_from_rounds_that_would_be_run():
     agreed = agreements(answers=4, length=30, seed=1)
     depth = 4
     rollouts = hand_rollouts(agreed, depth)
-    features = log_odds(torch.from_numpy(rollouts.log_max_q)).numpy()
+    features = log_odds_of(torch.from_numpy(rollouts.log_max_q)).numpy()
     model, expected, row = OnlineLogistic(), np.zeros_like(features), 0
     for own in agreed:
         start = 1
@@ -93,8 +94,8 @@ def test_the_online_fit_learns_only_from_rounds_that_would_be_run():
 
 def test_log_odds_of_a_log_probability():
     prob = torch.tensor([0.1, 0.5, 0.999], dtype=torch.float64)
-    torch.testing.assert_close(log_odds(prob.log()), torch.logit(prob))
-    assert log_odds(torch.zeros(1)).item() == predictors.MAX_LOGIT and math.isnan(log_odds(torch.tensor([math.nan])))
+    torch.testing.assert_close(log_odds_of(prob.log()), torch.logit(prob))
+    assert log_odds_of(torch.zeros(1)).item() == MAX_LOGIT and math.isnan(log_odds_of(torch.tensor([math.nan])))
 
 
 def test_what_each_predictor_says():

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
-from draftsmith.modules.decoding.online_logistic import MAX_LOGIT, OnlineLogistic, logit_of_log_prob
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds
+from draftsmith.modules.decoding.online_logistic import OnlineLogistic
 
 
 def test_it_starts_by_taking_the_feature_at_its_word():
     model = OnlineLogistic()
     for prob in (0.01, 0.5, 0.97):
-        assert model.prob(logit_of_log_prob(math.log(prob))) == pytest.approx(prob)
+        assert model.prob(log_odds(math.log(prob))) == pytest.approx(prob)
 
 
 def test_its_steps_are_those_of_the_matrix_formula():
@@ -58,7 +59,7 @@ def test_a_round_teaches_down_to_and_with_the_first_rejection(num_accepted, labe
 
 
 def test_certain_tokens_stay_finite():
-    assert logit_of_log_prob(0.0) == MAX_LOGIT and logit_of_log_prob(-1e9) == -MAX_LOGIT
+    assert log_odds(0.0) == MAX_LOGIT and log_odds(-1e9) == -MAX_LOGIT
     model = OnlineLogistic()
     for _ in range(1000):
         model.update(MAX_LOGIT, 0.0)

@@ -1,0 +1,158 @@
+"""When to stop a chain, from the probabilities that its tokens will be accepted: who predicts them, and what is made of
+them. Any drafter's chains, any predictor, one rule or the other.
+
+None of it can bias the output: what has been drafted stays in the draft (`protocols.StopPolicy`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from draftsmith.modules.decoding.confidence import confidence_of, log_odds
+from draftsmith.modules.decoding.online_logistic import OnlineLogistic
+from draftsmith.modules.decoding.protocols import DraftView
+
+ConfidenceName = Literal["q", "max_q"]
+
+
+class Judge(Protocol):
+    """Predicts P(a drafted token is accepted | its prefix was), token by token.
+
+    late: it judges the token before the one it is shown, whose state the drafter only now has.
+    learns: it has to be shown every drafted token, also where the draft ends anyway.
+    """
+
+    late: bool
+    learns: bool
+
+    def start_round(self) -> None:
+        """A new draft begins."""
+
+    def prob(self, view: DraftView) -> float:
+        """In [0, 1]; 1 where there is no token to judge yet."""
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """The verdict on the round's draft."""
+
+
+class Rule(Protocol):
+    """What to make of the probabilities."""
+
+    def enough(self, survival: float, unjudged: int) -> bool:
+        """True when one more drafted token is not worth drafting.
+
+        survival: probability that all judged tokens of the draft are accepted. unjudged: tokens behind them.
+        """
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """The verdict on a round's draft."""
+
+
+class ThresholdRule:
+    """Enough once P(some judged token is rejected) = 1 - survival exceeds h (SpecDec++, section 3.2)."""
+
+    def __init__(self, h: float):
+        self.h = h
+
+    def enough(self, survival: float, unjudged: int) -> bool:
+        return 1 - survival > self.h
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Nothing is learned."""
+
+
+class CostRule:
+    """Enough once one more token is worth less than its time.
+
+    Time is counted in target calls: a round of n drafted tokens takes 1 + c n. One more token adds, where everything
+    before it is accepted and it is too, one token: survival x acceptance of them on average, for c of time, which at
+    the pace so far would have brought c x pace tokens. Stopping where the first is less than the second maximises
+    tokens by time in the long run, when `pace` is that maximum (a ratio of expectations; Dinkelbach 1967), which the
+    pace reached comes close to. So no threshold is to be chosen.
+
+    pace and acceptance are means over all rounds and requests so far, the last `MEMORY` rounds or so: what is decoded
+    changes with time.
+    """
+
+    MEMORY = 500
+
+    def __init__(self, c: float):
+        """c: time of drafting one more token, and of verifying it, by the time of a round without a draft."""
+        assert c > 0
+        self.c = c
+        # As if one round had been: a draft of one token, accepted half of the time.
+        self._tokens, self._time = 1.5, 1 + c
+        self._accepted, self._judged = 0.5, 1.0
+
+    @property
+    def pace(self) -> float:
+        """Tokens by time, so far."""
+        return self._tokens / self._time
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted tokens by tokens that were judged, so far: those behind the first rejected one are not."""
+        return self._accepted / self._judged
+
+    def enough(self, survival: float, unjudged: int) -> bool:
+        acceptance = self.acceptance
+        return survival * acceptance ** (1 + unjudged) < self.c * self.pace
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        kept = 1 - 1 / self.MEMORY
+        self._tokens = kept * self._tokens + num_accepted + 1
+        self._time = kept * self._time + 1 + self.c * num_drafted
+        self._accepted = kept * self._accepted + num_accepted
+        self._judged = kept * self._judged + min(num_accepted + 1, num_drafted)
+
+
+class JudgedStop:
+    """A stop policy of a judge and a rule. What they have learned lasts from prompt to prompt: drafts of several
+    sequences at once, each with a policy of its own, may share a rule."""
+
+    def __init__(self, judge: Judge, rule: Rule, min_drafted: int, max_drafted: int):
+        self.judge, self.rule = judge, rule
+        self.min_drafted, self.max_drafted = min_drafted, max_drafted
+        self._survival = 1.0
+
+    def reset(self) -> None:
+        """Nothing is remembered of a prompt."""
+
+    def start_round(self) -> None:
+        self._survival = 1.0
+        self.judge.start_round()
+
+    def should_stop(self, view: DraftView) -> bool:
+        judge = self.judge
+        full = view.num_drafted >= self.max_drafted
+        if full and not judge.learns:
+            return True
+        self._survival *= judge.prob(view)
+        return full or (view.num_drafted >= self.min_drafted and self.rule.enough(self._survival, int(judge.late)))
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        if num_drafted:
+            self.judge.observe(num_drafted, num_accepted)
+            self.rule.observe(num_drafted, num_accepted)
+
+
+class OnlineJudge:
+    """Predicts from the draft's own confidence, by a logistic fit to the verdicts so far: no training before."""
+
+    late, learns = False, True
+
+    def __init__(self, confidence: ConfidenceName = "q", model: OnlineLogistic | None = None):
+        """confidence: of the token, or of the law's most probable one. model: one that others learn with."""
+        self._of_token, self.model = confidence == "q", model or OnlineLogistic()
+        self._seen: list[float] = []
+
+    def start_round(self) -> None:
+        self._seen = []
+
+    def prob(self, view: DraftView) -> float:
+        known = confidence_of(view)
+        self._seen.append(log_odds(known.log_q if self._of_token else known.log_max_q))
+        return self.model.prob(self._seen[-1])
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self.model.observe(self._seen, num_accepted)
