@@ -16,9 +16,10 @@ from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.chains import build_chain
 from draftsmith.eval.rollouts.coupling import CoupledSource, Text
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Floats, Ints, TreeRollouts, joined
+from draftsmith.modules.decoding.confidence import draft_law
 from draftsmith.modules.decoding.loop import Generation, generate, room_for
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Outcome
-from draftsmith.modules.decoding.stop import FixedLength, draft_law
+from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.heads.eagle import EagleHead
 from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
