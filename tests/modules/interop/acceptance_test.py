@@ -1,4 +1,4 @@
-"""The format `acceptance`: what its config.json says is all that a server needs to compute P, and it is told of lacks."""
+"""The format `acceptance`: its config.json says all that a server needs to compute P, and what lacks is found."""
 
 from __future__ import annotations
 
