@@ -91,15 +91,20 @@ def family_of(named: Named) -> str:
     """What methods of equal costs have in common: `spec`, `specdec++/eagle`, `eagle2/8`."""
     name = named.label.partition(":")[0]
     if isinstance(named.method, Eagle2):
-        return f"{name}/{named.method.topk}"
+        return tree_family(named.method)
     return f"{name}/eagle" if isinstance(named.method, StopRule) and named.method.drafter == "eagle" else name
+
+
+def tree_family(method: Eagle2) -> str:
+    """`eagle2/8`, or `eagle2/8/head` where an acceptance head gives the values."""
+    return f"eagle2/{method.topk}" + ("/head" if method.value == "head" else "")
 
 
 def drafter_of(family: str) -> str | None:
     """The key of `Costs.drafters`; None where no model drafts."""
     name, _, more = family.partition("/")
     if name == "eagle2":
-        return f"tree/{more}"
+        return f"tree/{more.removesuffix('/head')}"
     if name in (AR, "pld"):
         return None
     return "eagle" if "eagle" in (name, more) else "draft"
