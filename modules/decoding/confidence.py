@@ -80,6 +80,19 @@ def confidences_of(laws: Tensor, tokens: Tensor, depth: Tensor, temperature: Ten
     return Confidences(own.log(), laws.amax(-1).log(), entropies(laws), depth.float(), temperature.float())
 
 
+def confidences_of_children(laws: Tensor, tokens: Tensor, depth: int, temperature: float) -> Confidences:
+    """Of k tokens [n, k] that may follow each of n laws [n, V], all at one depth; every number is [n, k]."""
+    own = laws.gather(-1, tokens).log()
+
+    def same(values: Tensor) -> Tensor:
+        return values[:, None].expand_as(own)
+
+    def all_of(value: float) -> Tensor:
+        return torch.full_like(own, value)
+
+    return Confidences(own, same(laws.amax(-1).log()), same(entropies(laws)), all_of(depth), all_of(temperature))
+
+
 def entropies(laws: Tensor) -> Tensor:
     """-sum p log p [nats] of laws [.., V]; entries of probability zero add nothing."""
     return -torch.xlogy(laws, laws).sum(-1)
