@@ -21,12 +21,13 @@ from draftsmith.data.progress import Advance
 from draftsmith.data.shards import Rows, Shard, ShardContent
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
+from draftsmith.modules.decoding.repeats import repeat_scores
 from draftsmith.modules.sampling import row_probabilities, top_values
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
 # Of each drafted token, draft after draft: token i of the list is at depth i % K + 1 of draft i // K.
-LABELS = ("log_q", "log_max_q", "entropy", "log_p", "accept_prob", "overlap", "reached")
+LABELS = ("log_q", "log_max_q", "entropy", "repeat", "log_p", "accept_prob", "overlap", "reached")
 FIELDS = (
     Field("id", "string"),
     Field("input_ids", "list<int32>", ("T",)),
@@ -125,6 +126,7 @@ def label_response(
         p_logits, q_logits = target.lm_head(states[piece]), drafter.lm_head(hidden[piece]).to(states.device)
         parts.append(label_drafts(p_logits, q_logits, tokens[piece].to(states.device), every[piece], rollouts))
     labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+    labels["repeat"] = repeat_scores(ids, starts, drafted.tokens.cpu()).flatten()
     labels["reached"] = reached(
         labels["accept_prob"].view(count, depth), drafted.tokens.cpu(), target.info.eos_ids
     ).flatten()

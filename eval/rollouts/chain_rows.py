@@ -10,9 +10,9 @@ from torch import Tensor
 
 from draftsmith.eval.rollouts.coupling import Reading, num_equal
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, Floats
-from draftsmith.modules.decoding.confidence import Confidences
+from draftsmith.modules.decoding.confidence import Confidences, draft_law
 from draftsmith.modules.decoding.protocols import DraftView
-from draftsmith.modules.decoding.stop import draft_law
+from draftsmith.modules.decoding.repeats import RepeatScores
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.types import SamplingParams
 
@@ -28,7 +28,8 @@ class ChainRows:
         shape = (self._rounds, depth)
         self._token = np.full(shape, -1, np.int64)
         self._num_accepted, self._past_end = np.zeros(self._rounds, np.int64), np.zeros(self._rounds, np.int64)
-        names = ("log_q", "log_max_q", "entropy", "accept_prob", "overlap")
+        names = ("log_q", "log_max_q", "entropy", "repeat", "accept_prob", "overlap")
+        self._repeats = RepeatScores()
         self._floats = {name: np.full(shape, np.nan) for name in names}
         self._was_read = np.zeros(shape, bool)
         # The state before every drafted token: rounds one after the other, of each the first and the last `depth`.
@@ -46,6 +47,7 @@ class ChainRows:
         views = views[: self._depth]
         if not views:
             return
+        self._put(row, "repeat", torch.tensor([self._repeats.score(view) for view in views]))
         tokens = [view.token for view in views]
         self._token[row, : len(tokens)] = tokens
         accepted = num_equal(tokens, text.tokens[start:])
@@ -105,9 +107,10 @@ class ChainRows:
         features = None
         if config.features:
             depth = np.broadcast_to(np.arange(1, self._depth + 1), mask.shape)
-            log_q, log_max_q, entropy = (of_tokens(self._floats[key]) for key in ("log_q", "log_max_q", "entropy"))
-            place = of_tokens(depth).double()
-            features = head.feature_values(
-                Confidences(log_q, log_max_q, entropy, place, torch.full_like(place, self._temperature))
+            log_q, log_max_q, entropy, repeat = (
+                of_tokens(self._floats[key]) for key in ("log_q", "log_max_q", "entropy", "repeat")
             )
+            place = of_tokens(depth).double()
+            temperature = torch.full_like(place, self._temperature)
+            features = head.feature_values(Confidences(log_q, log_max_q, entropy, place, temperature, repeat))
         return head(hidden, embeds, features).double().cpu().numpy()
