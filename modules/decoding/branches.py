@@ -54,7 +54,7 @@ class BranchDrafter(Protocol):
 
     def states(self, starts: Sequence[int], drafted: Tensor) -> Tensor:
         """[S, K + 1, H] of the drafter over drafts [S, K]: the states before y_1 .. y_K, then the one after y_K. So
-        those before the tokens are [:, :-1], and those once it has read them [:, 1:]."""
+        those before the tokens are [:, :-1], and those once it has read them [:, 1:]. A head may be trained on them."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """The token embeddings [.., H] that the drafter reads."""
@@ -193,15 +193,16 @@ class SideBySide(ABC):
             states.append(torch.stack(hidden, 1))
         return Drafted(torch.cat(drafts), torch.cat(states))
 
-    @torch.inference_mode()
     def states(self, starts: Sequence[int], drafted: Tensor) -> Tensor:
         found = []
         for piece in pieces(len(starts), self._group):
             own = torch.tensor(starts[piece])
-            hidden = [self._before(own)]
-            for level, tokens in enumerate(drafted[piece].unbind(1)):
-                hidden.append(self._step(own, level, tokens, hidden[-1]))
-            self._drop()
+            with torch.inference_mode():
+                hidden = [self._before(own)]
+                for level, tokens in enumerate(drafted[piece].unbind(1)):
+                    hidden.append(self._step(own, level, tokens, hidden[-1]))
+                self._drop()
+            # Outside inference mode, so that a head can be trained on them.
             found.append(torch.stack(hidden, 1))
         return torch.cat(found)
 
