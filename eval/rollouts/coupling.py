@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from draftsmith.eval.rollouts.rollouts import Answer
 from draftsmith.modules.decoding.protocols import Source
 from draftsmith.modules.sampling import residual
 
@@ -18,6 +20,27 @@ class Text:
     tokens: list[int]
     laws: Tensor | None
     uniforms: list[float]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An answer of n tokens as the target read it.
+
+    text: the answer, and what the target would have gone on with after its end token.
+    features [P + n, H]: of the prompt's P tokens and of the answer's, after the final norm. logits [n, V]: row i
+    predicts answer token i.
+    """
+
+    answer: Answer
+    text: Text
+    features: Tensor
+    logits: Tensor
+
+
+def num_equal(drafted: Sequence[int], text: Sequence[int]) -> int:
+    """Leading tokens that are the same. A coupled draft differs from the text exactly where it is rejected."""
+    pairs = enumerate(zip(drafted, text, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(drafted), len(text)))
 
 
 class CoupledSource:
