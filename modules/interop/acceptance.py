@@ -18,21 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.decoding.confidence import MAX_LOGIT
 from draftsmith.modules.heads.acceptance import AcceptanceHeadConfig, Feature
 from draftsmith.modules.interop.base import Finding, Package, Parsed, Reading, TargetFacts
 from draftsmith.modules.types import InputError
 
 FORMAT, VERSION = "draftsmith-acceptance", 1
+LIMIT = 12.0  # of logarithms and log-odds
 STATES = {
     "after": "the drafter's last hidden state (after its final norm) once it has read the token",
     "before": "the drafter's last hidden state (after its final norm) that predicted the token",
 }
 EMBEDDING = "the drafter's input embedding of the token"
 FEATURES: dict[Feature, str] = {
-    "log_q": f"max(log q(y), -{MAX_LOGIT:g})",
-    "logit_q": f"log(q(y) / (1 - q(y))), kept within [-{MAX_LOGIT:g}, {MAX_LOGIT:g}]",
-    "logit_max_q": f"log(m / (1 - m)) with m = max_v q(v), kept within [-{MAX_LOGIT:g}, {MAX_LOGIT:g}]",
+    "log_q": f"max(log q(y), -{LIMIT:g})",
+    "logit_q": f"log(q(y) / (1 - q(y))), kept within [-{LIMIT:g}, {LIMIT:g}]",
+    "logit_max_q": f"log(m / (1 - m)) with m = max_v q(v), kept within [-{LIMIT:g}, {LIMIT:g}]",
     "entropy": "-sum_v q(v) log q(v)",
     "depth": "log(place of the token in its draft), places from 1",
     "temperature": "that of q; 0 where the draft is greedy",
