@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftsmith.eval.rollouts.coupling import Reading, num_equal
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, Floats
+from draftsmith.modules.decoding.branches import Drafted
 from draftsmith.modules.decoding.confidence import Confidences
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.stop import draft_law
@@ -67,6 +68,26 @@ class ChainRows:
             at_token = p[torch.arange(judged), tokens[:judged]].double()
             self._put(row, "accept_prob", (at_token / own[:judged]).clamp_max(1))
             self._put(row, "overlap", torch.minimum(p, laws[:judged]).sum(-1))
+
+    def add_all(self, drafted: Drafted, known: Mapping[str, Tensor], keep_states: bool) -> None:
+        """Every round at once. drafted: of one token more than is kept. known: `log_q` and so on, [S, K] float64,
+        `accept_prob` and `overlap` wherever the text says something of the token."""
+        tokens, text = drafted.tokens[:, : self._depth].cpu().numpy(), self._reading.text
+        self._token[:], self._was_read[:] = tokens, True
+        for row, own in enumerate(tokens.tolist()):
+            start = row + 1
+            accepted = num_equal(own, text.tokens[start:])
+            self._num_accepted[row] = min(accepted, self._length - start)
+            self._past_end[row] = accepted - self._num_accepted[row]
+        judged = np.minimum(self._num_accepted + self._past_end + 1, self._length - np.arange(1, self._length))
+        unknown = np.arange(self._depth) >= judged[:, None]
+        for name, values in known.items():
+            self._floats[name][:] = values.cpu().numpy()
+            if name in ("accept_prob", "overlap"):
+                self._floats[name][unknown] = np.nan
+        if keep_states:
+            self._before = list(drafted.hidden[:, :-1].flatten(0, 1))
+            self._after = list(drafted.hidden[:, 1:].flatten(0, 1))
 
     def _put(self, row: int, name: str, values: Tensor) -> None:
         self._floats[name][row, : len(values)] = values.double().cpu().numpy()
