@@ -17,9 +17,10 @@ from torch import Tensor
 
 from draftsmith.eval.clocks import synchronised
 from draftsmith.eval.measure import BenchPrompt, EngineRunner
+from draftsmith.modules.decoding.confidence import draft_law
 from draftsmith.modules.decoding.loop import Generation, Round, generate
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView, Verdict
-from draftsmith.modules.decoding.stop import draft_law, entropy
+from draftsmith.modules.decoding.stop import entropy
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.types import SamplingParams
 

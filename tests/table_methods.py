@@ -10,6 +10,7 @@ from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafte
 from draftsmith.modules.decoding.drafters.lookahead import LookaheadDrafter
 from draftsmith.modules.decoding.drafters.pearl import PearlDrafter
 from draftsmith.modules.decoding.drafters.prompt_lookup import PromptLookupDrafter
+from draftsmith.modules.decoding.nodes import NodeRule, TreeTimes
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.tree import StaticTree
@@ -21,10 +22,10 @@ from draftsmith.modules.layers import LlamaConfig
 CAPACITY = 32
 
 
-def random_acceptance_head(seed: int) -> AcceptanceHead:
+def random_acceptance_head(seed: int, **settings) -> AcceptanceHead:
     """Its outputs are spread over (0, 1), so that drafts stop at different lengths."""
     torch.manual_seed(seed)
-    head = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=2)).requires_grad_(False)
+    head = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=2, **settings)).requires_grad_(False)
     for weight in head.parameters():
         weight.normal_()
     return head
@@ -86,7 +87,13 @@ def method(name: str, target: TableLM, seed: int = 7):
         return lambda: DraftModelDrafter(draft, stop_policy(name, seed), CAPACITY)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
-        return lambda: EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY)
+        judge = random_acceptance_head(seed, **TREE_JUDGE) if "value=head" in name else None
+
+        def tree_drafter():
+            rule = NodeRule(TREE_TIMES) if "nodes=auto" in name else None
+            return EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY, judge=judge, rule=rule)
+
+        return tree_drafter
     if name.startswith(("pre-verify", "pre+self-verify", "hsddw")):
         middle, dynamic = TableLM(seed + 200), name.startswith("hsddw")
         k = 1 if name.startswith("pre-verify") or name.endswith("eagle") else 2
@@ -113,7 +120,14 @@ EAGLE_TREES = {
     "eagle2": DynamicTree(nodes=6, depth=2, topk=3),
     "eagle2:value=off": DynamicTree(nodes=5, depth=2, topk=2, value=False),
     "eagle2:rerank=off": DynamicTree(nodes=5, depth=2, topk=2, rerank=False),
+    "eagle2:value=head": DynamicTree(nodes=5, depth=2, topk=3),
+    "eagle2:nodes=auto": DynamicTree(nodes=9, depth=2, topk=2),
+    "eagle2:nodes=auto:value=head": DynamicTree(nodes=9, depth=2, topk=2),
 }
+FEATURES = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
+TREE_JUDGE = {"state": "before", "judges": "tree", "features": FEATURES}
+# A node costs enough for few to be taken at a good pace, and many at a bad one.
+TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
            "eagle:k=2", "specdec++:eagle", "specdec++calibrated:eagle", "confidence:eagle", "self-verify:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "pre-verify:eagle", "pre+self-verify:eagle",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from draftsmith.eval.methods.base import Method, Named
 from draftsmith.eval.methods.chains import (
@@ -88,6 +89,9 @@ def convert(field: str, text: str, kind: Any) -> Any:
         if text.lower() not in SWITCH:
             raise InputError(field, repr(text), "on or off", "Correct it.")
         return SWITCH[text.lower()]
+    if get_origin(kind) in (Union, UnionType):  # a number, or a word in its place
+        number, words = get_args(kind)
+        return text if text in get_args(words) else convert(field, text, number)
     if get_origin(kind) is not None:  # Literal
         if text not in get_args(kind):
             raise InputError(field, repr(text), f"one of {', '.join(get_args(kind))}", "Choose one of these.")

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
 import torch
 
 from draftsmith.eval.measure import BenchPrompt
@@ -16,7 +15,7 @@ from draftsmith.eval.methods.chains import build_chain
 from draftsmith.eval.rollouts.along import accept_along
 from draftsmith.eval.rollouts.chain_rows import ChainRows
 from draftsmith.eval.rollouts.coupling import CoupledDraws, CoupledSource, Reading, Text
-from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Ints, TreeRollouts, joined
+from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, joined
 from draftsmith.modules.decoding.branches import DraftModelBranches, SideBySide
 from draftsmith.modules.decoding.loop import Generation, generate, room_for
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Outcome
@@ -24,7 +23,6 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.heads.eagle import EagleHead
 from draftsmith.modules.heads.eagle_branches import EagleBranches
-from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.sampling import TorchSource, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -61,21 +59,6 @@ def record_chains(
     """
     how = Recording(params, depth, max_new_tokens, seed, tuple(eos_ids))
     recorder = ChainRecorder(models, drafter, how, heads or {})
-    return joined([recorder(prompt, number) for number, prompt in enumerate(prompts)])
-
-
-def record_trees(
-    models: Models,
-    prompts: Sequence[BenchPrompt],
-    params: SamplingParams,
-    topk: int,
-    depth: int,
-    max_new_tokens: int,
-    seed: int,
-    eos_ids: Sequence[int],
-) -> TreeRollouts:
-    """All candidates of EAGLE-2 trees with these settings, everywhere in the target's answers."""
-    recorder = TreeRecorder(models, topk, Recording(params, depth, max_new_tokens, seed, tuple(eos_ids)))
     return joined([recorder(prompt, number) for number, prompt in enumerate(prompts)])
 
 
@@ -226,104 +209,3 @@ def branch_drafter(models: Models, drafter: DrafterName, depth: int) -> SideBySi
         return EagleBranches(models.eagle, models.target, depth)
     assert models.draft is not None
     return DraftModelBranches(models.draft, depth)
-
-
-class TreeRecorder:
-    """Records one answer after another, with trees of one width."""
-
-    def __init__(self, models: Models, topk: int, how: Recording, answers: Answers | None = None):
-        """answers: those of other recordings of the same prompts, if there are any."""
-        assert isinstance(models.eagle, EagleHead) and topk <= models.target.info.vocab_size
-        self._answers, self._how, self._topk = answers or Answers(models.target, how), how, topk
-        everything = DynamicTree(num_candidates(topk, how.depth + 1), how.depth, topk)
-        self._drafter = EagleTreeDrafter(models.eagle, models.target, everything, models.capacity)
-
-    @torch.inference_mode()
-    def __call__(self, prompt: BenchPrompt, number: int) -> TreeRollouts:
-        """number: of the answer, which seeds it."""
-        how = self._how
-        num_levels = how.depth + 1
-        reading = self._answers.read(prompt, number, num_levels)
-        length = len(reading.answer.tokens)
-        rows = length - 1
-        rank = np.full((rows, num_levels, num_levels), -1, np.int64)
-        place = np.full((rows, num_levels), -1, np.int64)
-        levels = np.zeros(rows, np.int64)
-        confidence, on_text = np.full((rows, num_levels), np.nan), np.full((rows, num_levels), np.nan)
-        for start, tree in walk(self._drafter, reading, prompt.prompt_ids, how, num_levels, number):
-            row = start - 1
-            found = _on_text(tree, reading.text.tokens[start:])
-            levels[row] = num_levels_of(len(tree.tokens), self._topk)
-            rank[row, : levels[row]] = ranks(tree, found.path, self._topk, num_levels)[: levels[row]]
-            within = min(len(found.places), length - start)
-            place[row, :within] = found.places[:within]
-            confidence[row, :within] = found.confidence[:within]
-            on_text[row, :within] = place[row, :within] == 0
-        return TreeRollouts(
-            answers=[reading.answer],
-            answer=np.zeros(rows, np.int64),
-            start=np.arange(1, length),
-            topk=self._topk,
-            rank=rank,
-            confidence=confidence,
-            on_text=on_text,
-            levels=levels,
-            place=place,
-        )
-
-
-def num_candidates(topk: int, levels: int) -> int:
-    """Of a dynamic tree: `topk` children of the root, and of each of the `topk` nodes that every level expands."""
-    return topk * (1 + (levels - 1) * topk) if levels else 0
-
-
-def num_levels_of(count: int, topk: int) -> int:
-    """The inverse of `num_candidates`."""
-    levels = 0 if count == 0 else 1 + (count // topk - 1) // topk
-    assert num_candidates(topk, levels) == count
-    return levels
-
-
-@dataclass(frozen=True)
-class _OnText:
-    """A text's way through a tree. path: its nodes. places, confidence: at the root and at every node of the path that
-    has children, which of them it goes on with (-1: none), and the probability of the best."""
-
-    path: list[int]
-    places: list[int]
-    confidence: list[float]
-
-
-def _on_text(tree: DraftTree, text: Sequence[int]) -> _OnText:
-    assert tree.values is not None
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(tree.parents):
-        children.setdefault(parent, []).append(node)  # best first: siblings are numbered by rank
-    path, places, confidence = [], [], []
-    node, value = -1, 0.0
-    for token in text:
-        siblings = children.get(node)
-        if siblings is None:
-            break
-        tokens = [tree.tokens[sibling] for sibling in siblings]
-        confidence.append(float(np.exp(tree.values[siblings[0]] - value)))
-        places.append(tokens.index(token) if token in tokens else -1)
-        if places[-1] < 0:
-            break
-        node = siblings[places[-1]]
-        value = tree.values[node]
-        path.append(node)
-    return _OnText(path, places, confidence)
-
-
-def ranks(tree: DraftTree, path: Sequence[int], topk: int, num_levels: int) -> Ints:
-    """[D, D]: row d has the places of the path's nodes among the candidates of the first d + 1 levels, by value, of
-    equal values the lowest number first; -1 where the path has no node there."""
-    values, found = np.array(tree.values), np.full((num_levels, num_levels), -1, np.int64)
-    sizes = np.array([num_candidates(topk, levels) for levels in range(1, num_levels + 1)])
-    number = np.arange(len(values))
-    for level, node in enumerate(path):
-        before = (values > values[node]) | ((values == values[node]) & (number < node))
-        up_to = np.concatenate([[0], before.cumsum()])[np.minimum(sizes, len(values))]
-        found[level:, level] = up_to[level:]
-    return found

@@ -11,10 +11,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from draftsmith.eval.rollouts.record import num_candidates
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Floats, Ints, TreeRollouts
+from draftsmith.modules.decoding.nodes import NodeRule
 from draftsmith.modules.decoding.stop import RunningEntropy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.decoding.tree import num_candidates
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 
 # A round by its row: (how many tokens it may draft) -> (drafted, accepted, the drafter's forwards).
@@ -102,18 +103,27 @@ def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
     return traces
 
 
-def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int) -> list[DecodeTrace]:
-    """One trace an answer, of `DynamicTree(nodes, depth, topk)`."""
+def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int, rule: NodeRule | None = None) -> list[DecodeTrace]:
+    """One trace an answer, of `DynamicTree(nodes, depth, topk)`. rule: takes as many of the nodes as it chooses, and
+    learns on from answer to answer."""
     assert 1 <= depth <= rollouts.depth and nodes >= 1
     most_levels = np.full(len(rollouts.start), depth + 1) if rollouts.levels is None else rollouts.levels
-    in_tree = (rollouts.rank >= 0) & (rollouts.rank < nodes)
-    accepted = np.cumprod(in_tree, axis=2).sum(2)  # [S, D]: for trees of at most d + 1 levels
 
     def play(row: int, most: int) -> tuple[int, int, int]:
         levels = min(depth + 1, int(most_levels[row]), most)
         if levels < 1:
             return 0, 0, 0
-        return min(nodes, num_candidates(rollouts.topk, levels)), int(accepted[row, levels - 1]), levels
+        taken = min(nodes, num_candidates(rollouts.topk, levels))
+        if rule is not None:
+            assert rollouts.values is not None and rollouts.values.shape[2] >= taken
+            taken = rule.choose(rollouts.values[row, levels - 1, :taken].tolist())
+        rank = rollouts.rank[row, levels - 1]
+        outside = np.flatnonzero((rank < 0) | (rank >= taken))
+        accepted = int(outside[0]) if len(outside) else len(rank)
+        text = rollouts.answers[rollouts.answer[row]].tokens
+        if rule is not None and rollouts.start[row] + accepted + 1 < len(text):  # drafters never hear of the last round
+            rule.observe(taken, levels, accepted)
+        return taken, accepted, levels
 
     return [walk_rounds(answer, first, play) for answer, first in first_rows(rollouts)]
 

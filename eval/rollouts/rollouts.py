@@ -89,10 +89,12 @@ class TreeRollouts:
     rank [S, D, D]: for trees of at most d+1 levels ([:, d]), the place that the candidate on X at level j+1 has among
     all candidates of these levels, by value, best first; -1 where no candidate is on X. A tree of m nodes holds
     exactly the candidates of rank < m, so it accepts as many levels as ranks below m follow each other. confidence,
-    on_text [S, D]: of the best child of the node on X at level j: its own confidence (probability by the head), and
-    whether X goes on with it; NaN where the walk has left the tree, or X is over.
+    on_text [S, D]: of the head's first child of the node on X at level j: its own confidence (probability by the head
+    that gives values), and whether X goes on with it; NaN where the walk has left the tree, or X is over.
     levels [S]: that the drafter's context allowed, D where None. place [S, D]: of the children of the node on X at
     level j the one on X, 0 for the most probable, -1 where it is not among the topk, or where `confidence` is NaN.
+    values [S, D, M]: of trees of at most d+1 levels ([:, d]) the values of the best M candidates, best first, which are
+    logarithms of probabilities; -inf where there are fewer. None: not recorded.
     `rank` goes on past X's end token, with what the target would have gone on with, as a round's `num_accepted` does.
     """
 
@@ -105,6 +107,7 @@ class TreeRollouts:
     on_text: Floats
     levels: Ints | None = None
     place: Ints | None = None
+    values: Floats | None = None
 
     @property
     def depth(self) -> int:

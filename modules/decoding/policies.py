@@ -61,6 +61,26 @@ class ThresholdRule:
         """Nothing is learned."""
 
 
+class RecentRatio:
+    """A ratio of two sums over all rounds and requests so far, of which the last `MEMORY` or so count: what is decoded
+    changes with time."""
+
+    MEMORY = 500
+
+    def __init__(self, above: float, below: float):
+        """The sums before the first round, as if one had been."""
+        self._above, self._below = above, below
+
+    @property
+    def value(self) -> float:
+        return self._above / self._below
+
+    def add(self, above: float, below: float) -> None:
+        """What one more round adds to the sums."""
+        kept = 1 - 1 / self.MEMORY
+        self._above, self._below = kept * self._above + above, kept * self._below + below
+
+
 class CostRule:
     """Enough once one more token is worth less than its time.
 
@@ -69,41 +89,32 @@ class CostRule:
     the pace so far would have brought c x pace tokens. Stopping where the first is less than the second maximises
     tokens by time in the long run, when `pace` is that maximum (a ratio of expectations; Dinkelbach 1967), which the
     pace reached comes close to. So no threshold is to be chosen.
-
-    pace and acceptance are means over all rounds and requests so far, the last `MEMORY` rounds or so: what is decoded
-    changes with time.
     """
-
-    MEMORY = 500
 
     def __init__(self, c: float):
         """c: time of drafting one more token, and of verifying it, by the time of a round without a draft."""
         assert c > 0
         self.c = c
         # As if one round had been: a draft of one token, accepted half of the time.
-        self._tokens, self._time = 1.5, 1 + c
-        self._accepted, self._judged = 0.5, 1.0
+        self._pace, self._acceptance = RecentRatio(1.5, 1 + c), RecentRatio(0.5, 1.0)
 
     @property
     def pace(self) -> float:
         """Tokens by time, so far."""
-        return self._tokens / self._time
+        return self._pace.value
 
     @property
     def acceptance(self) -> float:
         """Accepted tokens by tokens that were judged, so far: those behind the first rejected one are not."""
-        return self._accepted / self._judged
+        return self._acceptance.value
 
     def enough(self, survival: float, unjudged: int) -> bool:
         acceptance = self.acceptance
         return survival * acceptance ** (1 + unjudged) < self.c * self.pace
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        kept = 1 - 1 / self.MEMORY
-        self._tokens = kept * self._tokens + num_accepted + 1
-        self._time = kept * self._time + 1 + self.c * num_drafted
-        self._accepted = kept * self._accepted + num_accepted
-        self._judged = kept * self._judged + min(num_accepted + 1, num_drafted)
+        self._pace.add(num_accepted + 1, 1 + self.c * num_drafted)
+        self._acceptance.add(num_accepted, min(num_accepted + 1, num_drafted))
 
 
 class JudgedStop:

@@ -156,8 +156,7 @@ def scalar_value(name: Feature, known: Confidence, view: DraftView) -> float:
 
 def interpolate(logit: Tensor, knots: tuple[tuple[float, float], ...]) -> Tensor:
     """Straight lines between the knots, and their end values beyond them."""
-    table = torch.tensor(knots, dtype=logit.dtype, device=logit.device)
-    x, y = table.unbind(1)
+    x, y = torch.tensor(knots, dtype=logit.dtype, device=logit.device).T.contiguous()
     right = torch.searchsorted(x, logit.contiguous(), right=True).clamp(1, len(x) - 1)
     left = right - 1
     share = ((logit - x[left]) / (x[right] - x[left])).clamp(0, 1)
@@ -175,13 +174,8 @@ class HeadJudge:
         config = head.config
         assert config.state == "after" or embed is not None
         self.late = config.state == "after"
-        # A copy of the head's arithmetic on plain tensors: module calls are most of its cost at this size.
-        linears: list = [block.linear for block in head.blocks]
-        self._join = (head.join.weight.detach(), head.join.bias.detach()) if head.join is not None else None
-        self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
-        self._out = (head.out.weight.detach()[0], head.out.bias.item())
-        self._direct: list[float] = head.direct.weight[0].tolist() if head.direct is not None else []
-        self._names, self._embed, self._device = config.features, embed, head.out.weight.device
+        self._names = config.features
+        self._logit = _OnCpu(head, embed) if head.out.weight.device.type == "cpu" else _OnDevice(head, embed)
         self._correction = math.log(config.w_rej / config.w_acc) if calibrated else 0.0
         self._knots = config.knots if calibrated else ()
         self._scale, self._shift = config.calibration if calibrated else (1.0, 0.0)
@@ -192,23 +186,10 @@ class HeadJudge:
 
     def prob(self, view: DraftView) -> float:
         """Of the token shown; of a `late` judge that of the one before it, and 1 where there is none."""
+        values = self._features(view)
         if self.late and view.num_drafted == 1:
-            self._features(view)
             return 1.0
-        x, direct = view.hidden.float(), 0.0
-        if self._join is not None:
-            given = [x]
-            if not self.late:
-                assert self._embed is not None
-                given.append(self._embed(torch.tensor(view.token, device=self._device)).float())
-            values = self._features(view)
-            if values:
-                direct = sum(weight * value for weight, value in zip(self._direct, values, strict=True))
-                given.append(torch.tensor(values, device=self._device))
-            x = torch.addmv(self._join[1], self._join[0], torch.cat(given))
-        for weight, bias in self._blocks:
-            x = x + F.silu(torch.addmv(bias, weight, x))
-        return self._prob(torch.dot(self._out[0], x).item() + self._out[1] + direct)
+        return self._prob(self._logit(view, values))
 
     def _features(self, view: DraftView) -> list[float]:
         """Of the token to be judged."""
@@ -232,6 +213,78 @@ class HeadJudge:
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Nothing is learned while decoding."""
+
+
+class _OnDevice:
+    """A head's raw logit of one token, by the head."""
+
+    def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None):
+        self._head, self._embed, self._device = head, embed, head.out.weight.device
+
+    def __call__(self, view: DraftView, values: list[float]) -> float:
+        """values: the head's features of the token that is judged."""
+        embeds = None
+        if self._head.config.state == "before":
+            assert self._embed is not None
+            embeds = self._embed(torch.tensor(view.token, device=self._device))
+        features = torch.tensor(values, device=self._device) if values else None
+        with torch.inference_mode():
+            return self._head(view.hidden, embeds, features).item()
+
+
+class _OnCpu:
+    """The same with fewer calls, which are most of the cost at this size: into memory that is used again, and with what
+    the first layer makes of every token worked out beforehand."""
+
+    LARGEST_TABLE = 2**24  # numbers, 64 MiB
+
+    def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None):
+        size, count = head.config.hidden_size, len(head.config.features)
+        self._embed = embed if head.config.state == "before" else None
+        linears: list = [block.linear for block in head.blocks]
+        self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
+        self._out = (head.out.weight.detach()[0], head.out.bias.item())
+        self._direct: list[float] = head.direct.weight[0].tolist() if head.direct is not None else []
+        self._x, self._inner = torch.empty(size), torch.empty(size)
+        self._joined: Tensor | None = None
+        self._table: Tensor | None = None
+        if head.join is not None:
+            # Columns of the state, of the token's embedding where it is read, of the features.
+            weight, self._bias = head.join.weight.detach().float(), head.join.bias.detach().float()
+            self._joined = torch.cat([weight[:, :size], weight[:, weight.shape[1] - count :]], 1).contiguous()
+            self._of_token = weight[:, size : weight.shape[1] - count]
+            self._given = torch.empty(size + count)
+            self._state, self._values = self._given[:size], self._given[size:].numpy()
+
+    def __call__(self, view: DraftView, values: list[float]) -> float:
+        """values: the head's features of the token that is judged."""
+        x = self._first(view, values)
+        for weight, bias in self._blocks:
+            inner = torch.addmv(bias, weight, x, out=self._inner)
+            x = torch.add(x, F.silu(inner, inplace=True), out=self._x)
+        logit = torch.dot(self._out[0], x).item() + self._out[1]
+        return logit + sum(weight * value for weight, value in zip(self._direct, values, strict=True))
+
+    def _first(self, view: DraftView, values: list[float]) -> Tensor:
+        """What the blocks read, [H]."""
+        if self._joined is None:
+            return view.hidden.float()
+        self._state.copy_(view.hidden)
+        if values:
+            self._values[:] = values
+        return torch.addmv(self._by_token(view), self._joined, self._given, out=self._x)
+
+    def _by_token(self, view: DraftView) -> Tensor:
+        """The part of the first layer that the token decides, its bias included, [H]."""
+        if self._embed is None:
+            return self._bias
+        vocabulary = view.logits.shape[-1]
+        if vocabulary * len(self._bias) > self.LARGEST_TABLE:
+            return torch.addmv(self._bias, self._of_token, self._embed(torch.tensor(view.token)).float())
+        if self._table is None:
+            embeds = self._embed(torch.arange(vocabulary)).float()
+            self._table = torch.addmm(self._bias, embeds, self._of_token.T)
+        return self._table.select(0, view.token)
 
 
 class SpecDecPP(JudgedStop):
