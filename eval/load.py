@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -76,8 +76,18 @@ def load_acceptance(
         raise InputError("methods", found, "one drafter for --acceptance", "Run them one after the other.")
     directory = str(paths["acceptance"])
     if readers == {"draft"}:
-        return load_head(directory, draft, kind="acceptance")
-    return load_head(directory, target, kind="acceptance", identity=eagle_identity(str(paths["eagle"]), target))
+        head = load_head(directory, draft, kind="acceptance")
+    else:
+        head = load_head(directory, target, kind="acceptance", identity=eagle_identity(str(paths["eagle"]), target))
+    if getattr(head.config, "judges", "chain") != "chain":
+        found = f"{directory}, which judges the nodes of a tree"
+        raise InputError("acceptance", found, "a head that judges chains", "Train one with --judges chain.")
+    return head
+
+
+def reads(directory: str) -> Literal["draft", "eagle"]:
+    """The drafter that an acceptance head was trained for."""
+    return "eagle" if "eagle" in (head_config(directory).get("target") or {}) else "draft"
 
 
 def load_draft(flag: str, paths: Mapping[str, str | None], target: CausalLM, longest: int, **how: Any) -> CausalLM:
@@ -96,16 +106,31 @@ def load_draft(flag: str, paths: Mapping[str, str | None], target: CausalLM, lon
 
 
 def warn_about_sampling(directory: str, params: SamplingParams) -> None:
-    """Acceptance labels hold for the sampling settings they were made with; another mode makes the head mislead."""
+    """Acceptance labels hold for the sampling settings they were made with; another mode makes the head mislead. A head
+    of several temperatures serves those between them too."""
     made_with = head_config(directory).get("sampling")
-    ours = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
-    if not made_with or (params.greedy and made_with.get("temperature") == 0):
+    if not made_with:
         return
-    pairs = [(key, made_with.get(key), value) for key, value in ours.items()]
-    differing = [f"{key} {theirs} there, {own} here" for key, theirs, own in pairs if theirs != own]
+    there = made_with["temperature"]
+    known = there if isinstance(there, list) else [there]
+    if params.greedy and max(known) == 0:
+        return
+    differing = []
+    if not min(known) <= params.temperature <= max(known):
+        differing.append(f"temperature {there} there, {params.temperature} here")
+    for key, ours in (("top_k", params.top_k), ("top_p", params.top_p)):
+        differing += [f"{key} {made_with.get(key)} there, {ours} here"] if made_with.get(key) != ours else []
     if differing:
         print(
             f"draftsmith: warning: {directory} was trained on labels of another mode ({'; '.join(differing)}): it may "
-            "stop at the wrong places. Make labels in the mode you decode in.",
+            f"stop at the wrong places. Make labels in the mode you decode in: {labels_command(params)}",
             file=sys.stderr,
         )
+
+
+def labels_command(params: SamplingParams) -> str:
+    """What makes the labels that decoding with these settings asks for."""
+    if params.greedy:
+        return "draftsmith data acceptance --labels rollout --mode greedy"
+    how = f"--temperature {params.temperature:g} --top-k {params.top_k} --top-p {params.top_p:g}"
+    return f"draftsmith data acceptance --labels rollout --mode sampling {how}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from draftsmith.modules.decoding.confidence import confidence_of, log_odds
+from draftsmith.modules.decoding.confidence import log_odds, log_prob_of
 from draftsmith.modules.decoding.online_logistic import OnlineLogistic
 from draftsmith.modules.decoding.protocols import DraftView
 
@@ -119,18 +119,28 @@ class CostRule:
 
 class JudgedStop:
     """A stop policy of a judge and a rule. What they have learned lasts from prompt to prompt: drafts of several
-    sequences at once, each with a policy of its own, may share a rule."""
+    sequences at once, each with a policy of its own, may share a rule.
+
+    probs: what the judge said in this round, one number for each time that it was asked.
+    """
 
     def __init__(self, judge: Judge, rule: Rule, min_drafted: int, max_drafted: int):
+        assert 1 <= min_drafted <= max_drafted
         self.judge, self.rule = judge, rule
         self.min_drafted, self.max_drafted = min_drafted, max_drafted
+        self.probs: list[float] = []
         self._survival = 1.0
+
+    @property
+    def learners(self) -> tuple[Rule | OnlineLogistic, ...]:
+        """What verdicts change, whose state is numbers."""
+        return (self.rule, self.judge.model) if isinstance(self.judge, OnlineJudge) else (self.rule,)
 
     def reset(self) -> None:
         """Nothing is remembered of a prompt."""
 
     def start_round(self) -> None:
-        self._survival = 1.0
+        self._survival, self.probs = 1.0, []
         self.judge.start_round()
 
     def should_stop(self, view: DraftView) -> bool:
@@ -138,7 +148,9 @@ class JudgedStop:
         full = view.num_drafted >= self.max_drafted
         if full and not judge.learns:
             return True
-        self._survival *= judge.prob(view)
+        prob = judge.prob(view)
+        self.probs.append(prob)
+        self._survival *= prob
         return full or (view.num_drafted >= self.min_drafted and self.rule.enough(self._survival, int(judge.late)))
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
@@ -154,16 +166,21 @@ class OnlineJudge:
 
     def __init__(self, confidence: ConfidenceName = "q", model: OnlineLogistic | None = None):
         """confidence: of the token, or of the law's most probable one. model: one that others learn with."""
-        self._of_token, self.model = confidence == "q", model or OnlineLogistic()
+        self.model = model or OnlineLogistic()
+        self._best = confidence == "max_q"
         self._seen: list[float] = []
 
     def start_round(self) -> None:
         self._seen = []
 
     def prob(self, view: DraftView) -> float:
-        known = confidence_of(view)
-        self._seen.append(log_odds(known.log_q if self._of_token else known.log_max_q))
+        self._seen.append(log_odds(self.log_prob(view)))
         return self.model.prob(self._seen[-1])
 
+    def log_prob(self, view: DraftView) -> float:
+        """The logarithm of the probability whose log-odds are looked at."""
+        return log_prob_of(view, self._best)
+
     def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Tokens behind the first rejected one were never judged: nothing is learned of them."""
         self.model.observe(self._seen, num_accepted)

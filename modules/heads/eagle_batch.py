@@ -34,7 +34,7 @@ class BatchEagle:
     ):
         """stops: one policy for each row. capacity: most tokens a row may reach. static: fixed shapes; None takes them
         on CUDA only."""
-        self._target, self._every_stop = target, list(stops)
+        self._target, self.stops = target, list(stops)
         self._fc = LeanLinear(head.fc.weight, head.fc.bias, target.packed)
         layers: list = list(head.layers)
         self._stack = LeanStack(layers, head.config.llama, target.dtype, target.device, pack=target.packed)
@@ -48,7 +48,7 @@ class BatchEagle:
         self._num_drafted: list[int] = []
 
     def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
-        self._stops = reset_policies(self._every_stop, len(prompts))
+        self._stops = reset_policies(self.stops, len(prompts))
         for row, prompt in enumerate(prompts):
             if 1 < len(prompt) <= self._positions:  # a longer one leaves no room for drafts
                 ids = to_device(prompt[1:], self._target.device)

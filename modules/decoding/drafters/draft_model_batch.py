@@ -22,7 +22,7 @@ class BatchDraftModel:
 
     def __init__(self, lm: RowsLM, stops: Sequence[StopPolicy], capacity: int, static: bool | None = None):
         """stops: one policy for each row. capacity: most tokens a row may reach. static: as `rows_session` takes it."""
-        self._lm, self._every_stop = lm, list(stops)
+        self._lm, self.stops = lm, list(stops)
         self._session = lm.rows_session(len(stops), min(capacity, lm.info.max_position), static)
         self.max_drafted = max(stop.max_drafted for stop in stops)
         self._stops: list[StopPolicy] = []
@@ -31,7 +31,7 @@ class BatchDraftModel:
         self._num_drafted: list[int] = []
 
     def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
-        self._stops = reset_policies(self._every_stop, len(prompts))
+        self._stops = reset_policies(self.stops, len(prompts))
         for row, prompt in enumerate(prompts):
             if 1 < len(prompt) <= self._session.capacity:  # a longer one leaves no room for drafts
                 self._session.prefill(row, prompt[:-1])
