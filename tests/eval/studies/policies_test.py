@@ -231,7 +231,7 @@ def test_impossible_settings_are_refused(changes, field):
 
 
 def test_the_command_on_tiny_models(models, tmp_path, capsys):
-    """Both drafters, both modes; and once more from what was recorded."""
+    """Both drafters, both modes."""
     target, draft = load_lm(models["target"]), load_lm(models["draft"])
     config = AcceptanceHeadConfig(32, num_blocks=1, w_rej=1.0, state="before", features=("log_q", "entropy"))
     before = AcceptanceHead(config)
@@ -248,17 +248,22 @@ def test_the_command_on_tiny_models(models, tmp_path, capsys):
     argv += ["--max_drafted", "4", "--max_new_tokens", "10", "--cs", "0.2", "--hs", "0.3,0.7", "--ts", "0.5"]
     argv += ["--bench_limit", "0", "--ngram", "3", "--output", str(tmp_path / "out")]
     assert main(argv) == 0
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    kept = tmp_path / "out" / "results.json"
+    results = json.loads(kept.read_text())
     assert results["meta"]["kind"] == "policies" and set(results["meta"]["c"]) == {"draft", "eagle"}
     figures = {figure.name: figure for figure in from_json(results["figures"])}
     scenes = {row["scene"] for row in figures["policies-bars"].rows}
     assert scenes == {"draft model, greedy", "draft model, T=1", "EAGLE chain, greedy", "EAGLE chain, T=1"}
     policies = [row["policy"] for row in figures["policies-gains-eagle-t1"].rows]
     assert "new: calibrated, cost rule" in policies and not any(name.startswith("old") for name in policies)
-    assert main(argv) == 0
-    again = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert again["figures"] == results["figures"]
     argv[argv.index("--eagle_heads") + 1] = str(tmp_path / "draft")
     capsys.readouterr()
     assert main(argv) == 2
     assert "trained for another model" in capsys.readouterr().err
+    # One drafter alone, from what was recorded with both.
+    for flag in ("--eagle", "--eagle_heads"):
+        del argv[argv.index(flag) : argv.index(flag) + 2]
+    assert main(argv) == 0
+    again = {figure.name: figure for figure in from_json(json.loads(kept.read_text())["figures"])}
+    assert again["policies-gains-draft-t1"] == figures["policies-gains-draft-t1"]
+    assert not any("eagle" in name for name in again)
