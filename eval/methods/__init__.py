@@ -93,9 +93,6 @@ def convert(field: str, text: str, kind: Any) -> Any:
         if text.lower() not in SWITCH:
             raise InputError(field, repr(text), "on or off", "Correct it.")
         return SWITCH[text.lower()]
-    if get_origin(kind) in (Union, UnionType):  # a number, or a word in its place
-        number, words = get_args(kind)
-        return text if text in get_args(words) else convert(field, text, number)
     if get_origin(kind) is Literal:
         if text not in get_args(kind):
             raise InputError(field, repr(text), f"one of {', '.join(get_args(kind))}", "Choose one of these.")

@@ -8,7 +8,7 @@ s tokens of the text.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,9 @@ from draftsmith.modules.types import SamplingParams
 # A draft's tokens are computed against the slots of its whole group and masked there: more of them waste arithmetic,
 # fewer waste calls.
 GROUP_TOKENS = 512
+
+# Tokens [s] of the drafts in a slice of the starts, at this place of theirs (from 0), by their logits [s, V].
+Draw = Callable[[slice, int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -174,10 +177,17 @@ class SideBySide(ABC):
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] of the drafter's states."""
 
-    @torch.inference_mode()
     def draft(
         self, starts: Sequence[int], depth: int, params: Sequence[SamplingParams], uniforms: Tensor | None = None
     ) -> Drafted:
+        def draw(piece: slice, level: int, logits: Tensor) -> Tensor:
+            return draw_tokens(logits, params[piece], None if uniforms is None else uniforms[piece, level])
+
+        return self.grow(starts, depth, draw)
+
+    @torch.inference_mode()
+    def grow(self, starts: Sequence[int], depth: int, draw: Draw) -> Drafted:
+        """`draft` with tokens that the caller draws."""
         assert 0 < depth <= self._depth
         drafts, states = [], []
         for piece in pieces(len(starts), self._group):
@@ -186,8 +196,7 @@ class SideBySide(ABC):
             for level in range(depth):
                 if level:
                     hidden.append(self._step(own, level - 1, tokens[-1], hidden[-1]))
-                drawn = None if uniforms is None else uniforms[piece, level]
-                tokens.append(draw_tokens(self.lm_head(hidden[-1]), params[piece], drawn))
+                tokens.append(draw(piece, level, self.lm_head(hidden[-1])))
             self._drop()
             drafts.append(torch.stack(tokens, 1))
             states.append(torch.stack(hidden, 1))
