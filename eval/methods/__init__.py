@@ -83,15 +83,17 @@ def parse_method(label: str) -> Method:
     return method_class(**values)
 
 
-def convert(field: str, text: str, kind: Any) -> Any:
-    """The text of a setting as its type."""
+def convert(field: str, text: str, kind: Any, more: str = "") -> Any:
+    """The text of a setting as its type. more: what else it may be."""
     if kind is bool:
         if text.lower() not in SWITCH:
             raise InputError(field, repr(text), "on or off", "Correct it.")
         return SWITCH[text.lower()]
     if get_origin(kind) in (Union, UnionType):  # a number, or a word in its place
         number, words = get_args(kind)
-        return text if text in get_args(words) else convert(field, text, number)
+        if text in get_args(words):
+            return text
+        return convert(field, text, number, f" or {', '.join(get_args(words))}")
     if get_origin(kind) is not None:  # Literal
         if text not in get_args(kind):
             raise InputError(field, repr(text), f"one of {', '.join(get_args(kind))}", "Choose one of these.")
@@ -100,7 +102,7 @@ def convert(field: str, text: str, kind: Any) -> Any:
         return kind(text)
     except ValueError as error:
         words = {int: "an integer", float: "a number"}
-        raise InputError(field, repr(text), words.get(kind, kind.__name__), "Correct it.") from error
+        raise InputError(field, repr(text), words.get(kind, kind.__name__) + more, "Correct it.") from error
 
 
 def check_needs(named: Named, given: Mapping[str, str | None]) -> None:
