@@ -15,6 +15,7 @@ import torch
 from draftsmith.data.manifest import resolved
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import bar, say
+from draftsmith.data.prompts import numbers
 from draftsmith.eval.bench import BenchConfig, bench, check_device, longest_sequence, model_paths
 from draftsmith.eval.figures import Figure
 from draftsmith.eval.load import LOADING, load_models
@@ -26,7 +27,7 @@ from draftsmith.eval.provenance import RESULTS
 from draftsmith.eval.studies.keeping import keep
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import SamplingParams
 
 NUM_RESAMPLES = 1000
 
@@ -96,22 +97,6 @@ class Ground:
     models: Models
     prompts: list[BenchPrompt]
     eos_ids: tuple[int, ...]
-
-
-def numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    """Numbers separated by commas.
-
-    Raises:
-        InputError: no number, something else, or one twice.
-    """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    try:
-        values = [kind(part) for part in parts]
-    except ValueError as error:
-        raise InputError(field, repr(text), "numbers separated by commas", "Correct it.") from error
-    if not values or len(set(values)) < len(values):
-        raise InputError(field, repr(text), "one or more different numbers", "Correct it.")
-    return values
 
 
 def reduced(config: Any, most: Mapping[str, int], instead: Mapping[str, Any]) -> Any:
