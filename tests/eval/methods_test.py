@@ -47,6 +47,7 @@ def test_specdecpp_defaults_are_the_papers():
         ("eagle2:nodes=some", ["eagle2, nodes", "'some'", "an integer or auto"]),
         ("eagle2:nodes=auto:value=off", ["nodes: found auto with value=off", "probabilities"]),
         ("eagle2:nodes=auto:rerank=off", ["nodes: found auto with value=off or rerank=off"]),
+        ("eagle2:depth=auto", ["depth: found auto with nodes=60", "nodes=auto"]),
         ("eagle2:value=maybe", ["'maybe'", "on, off, head"]),
         ("eagle-tree:tree=no-such-tree", ["'no-such-tree'", "eagle-1"]),
         ("hsddw:max=65", ["max: found 65", "64 or less"]),
@@ -81,6 +82,7 @@ def test_a_trees_nodes_are_a_number_or_auto():
     auto = parse_method("eagle2:nodes=auto:depth=2:topk=4:value=head")
     assert (auto.nodes, auto.most_nodes, auto.needs) == ("auto", 4 + 2 * 16, ("eagle", "acceptance"))
     assert parse_method("eagle2:nodes=auto").most_nodes == 128
+    assert parse_method("eagle2:nodes=auto:depth=auto:topk=2").most_nodes == 2 + 10 * 4
     assert (parse_method("eagle2:nodes=7").most_nodes, parse_method("eagle2").needs) == (7, ("eagle",))
 
 

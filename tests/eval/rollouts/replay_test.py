@@ -24,7 +24,7 @@ from draftsmith.eval.rollouts.rollouts import ChainRollouts, TreeRollouts, of_an
 from draftsmith.eval.rollouts.trees import TreeRecorder, record_trees
 from draftsmith.eval.tuning.candidates import HEAD, Recorded
 from draftsmith.modules.decoding.loop import generate
-from draftsmith.modules.decoding.nodes import NodeRule, TreeTimes
+from draftsmith.modules.decoding.nodes import TreeRule, TreeTimes
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.sampling import TorchSource
@@ -144,11 +144,14 @@ def test_a_replay_is_the_decoders_trace(request, which, name):
     assert 0 < totals.num_accepted < totals.num_draft_tokens
 
 
-@pytest.mark.parametrize(("judged", "auto", "nodes"), [(True, False, 7), (False, True, 30), (True, True, 30)])
-def test_a_replay_of_judged_trees_and_of_their_number_is_the_decoders_trace(tiny, judged, auto, nodes):
+@pytest.mark.parametrize(
+    ("judged", "auto", "any_depth", "nodes"),
+    [(True, False, False, 7), (False, True, False, 30), (True, True, True, 30), (False, True, True, 30)],
+)
+def test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace(tiny, judged, auto, any_depth, nodes):
     models, times = tiny.models, TreeTimes(1.0, 0.5, tuple(10 + 0.02 * n for n in range(31)))
     judge = varied_tree_head(models.target.info.hidden_size) if judged else None
-    rules = [NodeRule(times), NodeRule(times)] if auto else [None, None]
+    rules = [TreeRule(times, any_depth) for _ in range(2)] if auto else [None, None]
     shape = DynamicTree(nodes, TREE_DEPTH, TOPK)
     drafter = EagleTreeDrafter(models.eagle, models.target, shape, models.capacity, judge=judge, rule=rules[0])
     recorder = TreeRecorder(
@@ -162,6 +165,8 @@ def test_a_replay_of_judged_trees_and_of_their_number_is_the_decoders_trace(tiny
     if auto:
         sizes = {step.num_drafted for trace in decoded for step in trace.steps}
         assert rules[0].pace == rules[1].pace and len(sizes) > 3
+        depths = {step.draft_calls for trace in decoded for step in trace.steps}
+        assert any_depth == (depths > {1, 4})
 
 
 def test_the_tiny_world_meets_the_ends_it_is_made_for(tiny):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from table_methods import TREE_JUDGE, random_acceptance_head
 from table_models import PROMPT, H, TableLM, V
 
-from draftsmith.modules.decoding.nodes import NodeRule, TreeTimes
+from draftsmith.modules.decoding.nodes import TreeRule, TreeTimes
 from draftsmith.modules.decoding.policies import RecentRatio
 from draftsmith.modules.decoding.protocols import Outcome
 from draftsmith.modules.decoding.tree import StaticTree
@@ -173,7 +173,7 @@ def test_a_rule_takes_the_best_of_the_nodes_and_hears_of_every_round():
     head, lm, tokens = random_head(5), TableLM(5, support=(V,)), [*PROMPT, 1, 3]
     everything, _ = propose(head, lm, DynamicTree(12, 2, 2), 6, tokens)
 
-    class Three(NodeRule):
+    class Three(TreeRule):
         def choose(self, values):
             self.shown = values
             return 3
