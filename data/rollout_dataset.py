@@ -23,11 +23,12 @@ from draftsmith.modules.decoding.confidence import Confidences
 class RolloutTokens:
     """N labelled drafts of K tokens, text after text, before any drafter has read them.
 
-    texts: the responses, each with its prompt. starts: for each text, where its drafts begin: the place of their first
-    token. weight: the probability that a round judges the token, 0 behind a drafted end token. loss_mask: the tokens
-    that count at all. C may be 0.
+    num_judged: tokens that count at all, those of loss_mask: known without asking a device. texts: the responses, each
+    with its prompt. starts: for each text, where its drafts begin: the place of their first token. weight: the
+    probability that a round judges the token, 0 behind a drafted end token. C may be 0.
     """
 
+    num_judged: int
     texts: tuple[tuple[int, ...], ...]
     starts: tuple[tuple[int, ...], ...]
     owner: Tensor  # [N] int64, the text that each draft hangs off
@@ -44,6 +45,11 @@ class RolloutTokens:
     child_ids: Tensor  # [N, K, C] int64
     child_log_q: Tensor  # [N, K, C] float32
     child_prob: Tensor  # [N, K, C] float32
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens of the texts and of the drafts: there is no padding."""
+        return sum(map(len, self.texts)) + self.draft_ids.numel()
 
     @property
     def confidences(self) -> Confidences:
@@ -108,6 +114,7 @@ def collate_rollouts(items: Sequence[Item]) -> RolloutTokens:
     joined: dict[str, Any] = {name: torch.cat([item[name] for item in items]) for name in items[0] if name not in apart}
     counts = torch.tensor([len(item["starts"]) for item in items])
     return RolloutTokens(
+        num_judged=int(joined["loss_mask"].sum()),
         texts=tuple(tuple(item["input_ids"].tolist()) for item in items),
         starts=tuple(tuple(item["starts"].tolist()) for item in items),
         owner=torch.arange(len(items)).repeat_interleave(counts),
