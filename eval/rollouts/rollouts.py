@@ -97,7 +97,8 @@ class TreeRollouts:
     levels [S]: that the drafter's context allowed, D where None. place [S, D]: of the children of the node on X at
     level j the one on X, 0 for the most probable, -1 where it is not among the topk, or where `confidence` is NaN.
     values [S, D, M]: of trees of at most d+1 levels ([:, d]) the values of the best M candidates, best first, which are
-    logarithms of probabilities; -inf where there are fewer. None: not recorded.
+    logarithms of probabilities; -inf where there are fewer. frontier [S, D, topk]: the same of the nodes of level j
+    that are expanded, or would be next. None: not recorded.
     `rank` goes on past X's end token, with what the target would have gone on with, as a round's `num_accepted` does.
     """
 
@@ -111,6 +112,7 @@ class TreeRollouts:
     levels: Ints | None = None
     place: Ints | None = None
     values: Floats | None = None
+    frontier: Floats | None = None
 
     @property
     def depth(self) -> int:

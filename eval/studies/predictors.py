@@ -85,8 +85,8 @@ def judge(rollouts: ChainRollouts) -> Judged:
 
 
 def online_probs(rollouts: ChainRollouts, confidence: ConfidenceName = "max_q", repeats: bool = False) -> Floats:
-    """[S, K]: P(accepted) by the online fit on the log-odds of max q, or of q(y), and on repetitions where asked for, as
-    it goes through the answers one after the other.
+    """[S, K]: P(accepted) by the online fit on the log-odds of max q, or of q(y), and on repetitions of the text, as it
+    goes through the answers one after the other.
 
     It learns from the rounds that decoding with drafts of K tokens would run, once they are verified, and says its
     opinion at every other position in passing.

@@ -37,8 +37,8 @@ FEATURES: dict[Feature, str] = {
     "depth": "log(place of the token in its draft), places from 1",
     "temperature": "that of q; 0 where the draft is greedy",
     "repeat": "n / 2 or -n / 2 of the longest suffix, of n = 8, 4 or 2 tokens of all before y, drafted ones included, "
-    "that occurred in prompt and answer before: n / 2 where y followed it there the last time, -n / 2 where another token "
-    "did; 0 where no such suffix occurred",
+    "that occurred in prompt and answer before: n / 2 where y followed it there the last time, -n / 2 where another "
+    "token did; 0 where no such suffix occurred",
 }
 LAW = (
     "q is the draft's law that the token y was drawn from: after temperature, top-k and top-p; of a greedy draft the "
