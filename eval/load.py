@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from draftsmith.data.heads import eagle_identity, head_config, load_head
+from draftsmith.data.heads import another_mode, eagle_identity, load_head
 from draftsmith.data.models import check_same_tokenizer, load_lm
 from draftsmith.eval.methods import check_needs
 from draftsmith.eval.methods.base import Models, Named
@@ -97,15 +97,6 @@ def load_draft(flag: str, paths: Mapping[str, str | None], target: CausalLM, lon
 
 def warn_about_sampling(directory: str, params: SamplingParams) -> None:
     """Acceptance labels hold for the sampling settings they were made with; another mode makes the head mislead."""
-    made_with = head_config(directory).get("sampling")
-    ours = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
-    if not made_with or (params.greedy and made_with.get("temperature") == 0):
-        return
-    pairs = [(key, made_with.get(key), value) for key, value in ours.items()]
-    differing = [f"{key} {theirs} there, {own} here" for key, theirs, own in pairs if theirs != own]
-    if differing:
-        print(
-            f"draftsmith: warning: {directory} was trained on labels of another mode ({'; '.join(differing)}): it may "
-            "stop at the wrong places. Make labels in the mode you decode in.",
-            file=sys.stderr,
-        )
+    warning = another_mode(directory, params)
+    if warning is not None:
+        print(f"draftsmith: warning: {warning}", file=sys.stderr)
