@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from draftsmith.data.heads import another_mode, eagle_identity, load_head
+from draftsmith.data.heads import another_mode, eagle_identity, head_config, load_head
 from draftsmith.data.models import check_same_tokenizer, load_lm
 from draftsmith.eval.methods import check_needs
 from draftsmith.eval.methods.base import Models, Named
