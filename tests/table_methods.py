@@ -10,10 +10,11 @@ from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafte
 from draftsmith.modules.decoding.drafters.lookahead import LookaheadDrafter
 from draftsmith.modules.decoding.drafters.pearl import PearlDrafter
 from draftsmith.modules.decoding.drafters.prompt_lookup import PromptLookupDrafter
+from draftsmith.modules.decoding.policies import CostRule, JudgedStop, OnlineJudge
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, HeadJudge, SpecDecPP
 from draftsmith.modules.heads.eagle import EagleConfig, EagleDrafter, EagleHead
 from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.layers import LlamaConfig
@@ -21,10 +22,15 @@ from draftsmith.modules.layers import LlamaConfig
 CAPACITY = 32
 
 
-def random_acceptance_head(seed: int) -> AcceptanceHead:
-    """Its outputs are spread over (0, 1), so that drafts stop at different lengths."""
+FEATURES = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
+
+
+def random_acceptance_head(seed: int, early: bool = False) -> AcceptanceHead:
+    """Its outputs are spread over (0, 1), so that drafts stop at different lengths. early: it reads the state before
+    the token, the token, and all that its law says."""
     torch.manual_seed(seed)
-    head = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=2)).requires_grad_(False)
+    more = {"state": "before", "features": FEATURES} if early else {}
+    head = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=2, **more)).requires_grad_(False)
     for weight in head.parameters():
         weight.normal_()
     return head
@@ -62,8 +68,17 @@ class TableTrees:
         self._seen += outcome.emitted
 
 
-def stop_policy(name: str, seed: int):
-    """The policy that a method's name begins with, with settings that let drafts end at several lengths."""
+def stop_policy(name: str, seed: int, reader: TableLM):
+    """The policy that a method's name begins with, with settings that let drafts end at several lengths. reader: the
+    model whose embeddings the drafter uses."""
+    if name.startswith(("cost", "online")):
+        early = name.startswith("cost:early")
+        by = "max_q" if "max_q" in name else "q"
+        judge = HeadJudge(random_acceptance_head(seed, early), reader.embed) if "cost" in name else OnlineJudge(by)
+        # Such heads say little that is right, and such drafts are seldom accepted: drafting has to be cheap.
+        return JudgedStop(judge, CostRule(0.15 if early else 0.1), min_drafted=1, max_drafted=3)
+    if name.startswith("specdec++early"):
+        return SpecDecPP(random_acceptance_head(seed, True), 0.6, 1, 3, calibrated=True, embed=reader.embed)
     if name.startswith("specdec++"):
         head = random_acceptance_head(seed)
         return SpecDecPP(head, h=0.6, min_drafted=1, max_drafted=3, calibrated="calibrated" in name)
@@ -79,11 +94,11 @@ def method(name: str, target: TableLM, seed: int = 7):
         return lambda: None
     if name.startswith("spec:k="):
         return lambda: DraftModelDrafter(draft, FixedLength(int(name[-1])), CAPACITY)
-    if name.startswith(("specdec++", "confidence", "self-verify", "eagle:k=")):
+    if name.startswith(("specdec++", "cost", "online", "confidence", "self-verify", "eagle:k=")):
         if name.endswith("eagle") or name.startswith("eagle"):
             head = random_eagle_head(seed)
-            return lambda: EagleDrafter(head, target, stop_policy(name, seed), CAPACITY)
-        return lambda: DraftModelDrafter(draft, stop_policy(name, seed), CAPACITY)
+            return lambda: EagleDrafter(head, target, stop_policy(name, seed, target), CAPACITY)
+        return lambda: DraftModelDrafter(draft, stop_policy(name, seed, draft), CAPACITY)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
         return lambda: EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY)
@@ -115,6 +130,8 @@ EAGLE_TREES = {
     "eagle2:rerank=off": DynamicTree(nodes=5, depth=2, topk=2, rerank=False),
 }
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
+           "specdec++early", "cost", "cost:early", "online", "online:max_q",
+           "specdec++early:eagle", "cost:eagle", "cost:early:eagle", "online:eagle",
            "eagle:k=2", "specdec++:eagle", "specdec++calibrated:eagle", "confidence:eagle", "self-verify:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "pre-verify:eagle", "pre+self-verify:eagle",
            "hsddw:eagle", "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip

@@ -157,7 +157,7 @@ def scalar_value(name: Feature, known: Confidence, view: DraftView) -> float:
 def interpolate(logit: Tensor, knots: tuple[tuple[float, float], ...]) -> Tensor:
     """Straight lines between the knots, and their end values beyond them."""
     table = torch.tensor(knots, dtype=logit.dtype, device=logit.device)
-    x, y = table.unbind(1)
+    x, y = table.T.contiguous()
     right = torch.searchsorted(x, logit.contiguous(), right=True).clamp(1, len(x) - 1)
     left = right - 1
     share = ((logit - x[left]) / (x[right] - x[left])).clamp(0, 1)
