@@ -7,6 +7,8 @@ Labels hold for the sampling settings they were made with only: those are in the
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.data.batched import by_length, pad_right, pick_device, row_uniforms, set_threads
+from draftsmith.data import rollouts
+from draftsmith.data.batched import by_length, check_lengths, pad_right, pick_device, row_uniforms, set_threads
+from draftsmith.data.heads import eagle_identity, load_head
 from draftsmith.data.manifest import Field, open_artefact, volatile
 from draftsmith.data.models import check_same_tokenizer, load_lm, tokenizer_identity
 from draftsmith.data.progress import Advance
-from draftsmith.data.prompts import check_not_negative, check_positive
+from draftsmith.data.prompts import check_not_negative, check_positive, numbers
 from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, run_stage
+from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
+from draftsmith.modules.heads.eagle import EagleHead
+from draftsmith.modules.heads.eagle_branches import EagleBranches
 from draftsmith.modules.sampling import draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -39,6 +46,15 @@ FIELDS = (
 )
 
 
+Mode = Literal["sampling", "greedy"]
+ROLLOUT_ONLY = {"eagle", "temperatures", "depth", "stride", "children", "greedy_label"}
+
+
+def mode_of(params: SamplingParams) -> Mode:
+    """What labels made with these settings are for."""
+    return "greedy" if params.greedy else "sampling"
+
+
 @dataclass(frozen=True)
 class AcceptanceConfig:
     """Which pair to label, and how it decodes.
@@ -46,14 +62,25 @@ class AcceptanceConfig:
     Attributes:
         responses: Directory that `data responses` wrote with this target.
         target: Directory or hub id of the target model, or embedded:target.
-        draft: Directory or hub id of the draft model, or embedded:draft.
         output: Directory to write.
+        draft: Directory or hub id of the draft model, or embedded:draft.
+        eagle: EAGLE head directory, for rollout labels of its chains in place of a draft model's.
+        labels: mix is SpecDec++'s, one drafted token at every position of the answer; rollout is whole drafts, as the
+            decoder makes them, from some of the positions.
+        mode: sampling (P is min(1, p/q)) or greedy (P is agreement); by default what the temperature says.
         temperature: Of target and draft; 0 is greedy. Without it, what the responses were sampled with.
+        temperatures: rollout: several of them, separated by commas (0.5,0.7,1), which the drafts take in turn, for a
+            head that reads the temperature.
         top_k: As temperature; 0 is all.
         top_p: As temperature; 1 is all.
+        depth: rollout: tokens of a draft.
+        stride: rollout: a draft begins at every so many tokens of the answer.
+        children: rollout: label also so many most probable tokens beside every drafted one, for heads that judge trees.
+        greedy_label: rollout, greedy: agreement of the token with the target's argmax, or prob, its probability at
+            temperature 1.
         seed: Of the drafted tokens. Each row has random numbers of its own.
         limit: Only the first so many responses; 0 takes all.
-        batch_size: Responses read together.
+        batch_size: mix: responses read together.
         chunk: Positions whose distributions are in memory at once, two rows of the vocabulary's size for each.
         rows_per_shard: Responses in each shard; what a killed run loses at most.
         dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
@@ -65,11 +92,19 @@ class AcceptanceConfig:
 
     responses: Path = volatile()
     target: str = volatile()
-    draft: str = volatile()
     output: Path = volatile()
+    draft: str | None = volatile(None)
+    eagle: str | None = volatile(None)
+    labels: Literal["mix", "rollout"] = "mix"
+    mode: Mode | None = None
     temperature: float | None = None
+    temperatures: str | None = None
     top_k: int | None = None
     top_p: float | None = None
+    depth: int = 10
+    stride: int = 4
+    children: int = 0
+    greedy_label: Literal["agreement", "prob"] = "agreement"
     seed: int = 0
     limit: int = 0
     batch_size: int = 8
@@ -82,15 +117,46 @@ class AcceptanceConfig:
     trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
-        check_positive(self, "batch_size", "chunk", "rows_per_shard")
-        check_not_negative(self, "limit", "num_threads")
-        _ = self.params({})
+        check_positive(self, "batch_size", "chunk", "rows_per_shard", "depth", "stride")
+        check_not_negative(self, "limit", "num_threads", "children")
+        if (self.draft is None) == (self.eagle is None):
+            found = "neither" if self.draft is None else "both"
+            raise InputError("draft, eagle", found, "one of them", "Pass --draft MODEL, or --eagle HEAD.")
+        if self.labels == "mix":
+            for spec in dataclasses.fields(self):
+                if spec.name in ROLLOUT_ONLY and getattr(self, spec.name) != spec.default:
+                    raise InputError(spec.name, getattr(self, spec.name), "labels rollout", "Pass --labels rollout.")
+        if None not in (self.temperature, self.temperatures):
+            found = f"{self.temperature} and temperatures {self.temperatures}"
+            raise InputError("temperature", found, "one of the two", "Pass --temperature or --temperatures.")
+        # What the responses were sampled with is not known yet; nothing of it may contradict by itself.
+        _ = self.sampling({"temperature": 1.0 if self.mode == "sampling" else 0.0})
 
-    def params(self, sampled: dict[str, float]) -> SamplingParams:
-        """These settings; where one is not given, that of the responses."""
-        own = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        merged = {**sampled, **{name: value for name, value in own.items() if value is not None}}
-        return SamplingParams(**merged)  # type: ignore[arg-type]
+    def sampling(self, sampled: dict[str, Any]) -> tuple[SamplingParams, ...]:
+        """These settings, one for each temperature; what is not given is as in `sampled`, the responses' own.
+
+        Raises:
+            InputError: the mode, the temperatures and the kind of label contradict each other.
+        """
+        top_k = sampled.get("top_k", 0) if self.top_k is None else self.top_k
+        top_p = sampled.get("top_p", 1.0) if self.top_p is None else self.top_p
+        if self.temperatures is not None:
+            several = numbers("temperatures", self.temperatures, float)
+            if min(several) <= 0:
+                remedy = "Greedy labels are made apart, by --mode greedy."
+                raise InputError("temperatures", self.temperatures, "numbers above 0", remedy)
+        elif self.temperature is not None:
+            several = [self.temperature]
+        else:
+            several = [0.0 if self.mode == "greedy" else sampled.get("temperature", 0.0)]
+        made = tuple(SamplingParams(temperature, top_k, top_p) for temperature in several)
+        mode = mode_of(made[0])
+        if self.mode not in (None, mode):
+            at = ", ".join(f"{temperature:g}" for temperature in several)
+            raise InputError("mode", f"{self.mode} at temperature {at}", mode, "Change the mode or the temperature.")
+        if self.greedy_label == "prob" and mode != "greedy":
+            raise InputError("greedy_label", "prob in mode sampling", "mode greedy", "Pass --mode greedy.")
+        return made
 
 
 @dataclass(frozen=True)
@@ -106,40 +172,96 @@ class Labels:
 
 
 def run(config: AcceptanceConfig) -> Path:
-    """Write the artefact `acceptance`; returns its directory."""
+    """Write the artefact `acceptance`, or `rollouts`; returns its directory."""
     set_threads(config.num_threads)
-    check_same_tokenizer(config.target, config.draft)
-    settings = (config.dtype, pick_device(config.device), config.engine, config.trust_remote_code)
-    target, draft = load_lm(config.target, *settings), load_lm(config.draft, *settings)
-    check_pair(target, draft)
+    rollout = config.labels == "rollout"
+    if config.draft is not None:
+        check_same_tokenizer(config.target, config.draft)
+    # Branches are read in the way of decoding, for which weights are packed.
+    load = functools.partial(
+        load_lm, dtype=config.dtype, device=pick_device(config.device), engine=config.engine,
+        trust_remote_code=config.trust_remote_code, packed=rollout,
+    )  # fmt: skip
+    target = load(config.target)
+    draft = None if config.draft is None else load(config.draft)
+    if draft is not None:
+        check_pair(target, draft)
     tokenizer = tokenizer_identity(config.target)["tokenizer"]
-    identity = {"tokenizer": tokenizer, "target": target.info.identity}
-    manifest = open_artefact(config.responses, "responses", identity)
+    manifest = open_artefact(config.responses, "responses", {"tokenizer": tokenizer, "target": target.info.identity})
     rows = Rows(config.responses, manifest)
-    params = config.params(manifest.sampling or {})
+    sampling = config.sampling(manifest.sampling or {})
+    config = dataclasses.replace(config, mode=mode_of(sampling[0]))
+    if not rollout:
+        assert draft is not None, "only rollouts have another drafter"
+        drafter_identity, fields = draft.info.identity, FIELDS
+        make = functools.partial(label_shard, target, draft, rows, params=sampling[0], config=config)
+    else:
+        drafter, context, drafter_identity = load_drafter(config, target, draft)
+        settings = rollouts_of(config, sampling, context, target.info.vocab_size)
+        fields = settings.fields
+        make = functools.partial(rollouts.label_shard, target, drafter, rows, rollouts=settings)
     plan = Plan(
-        kind="acceptance",
+        kind="rollouts" if rollout else "acceptance",
         stage="data acceptance",
         directory=config.output,
         config=config,
         num_rows=min(len(rows), config.limit) if config.limit else len(rows),
         rows_per_shard=config.rows_per_shard,
-        fields=FIELDS,
+        fields=fields,
         inputs={"responses": manifest.digest},
-        identity={**manifest.identity, "target": target.info.identity, "draft": draft.info.identity},
-        sampling=_sampling(params),
+        identity={**manifest.identity, "target": target.info.identity, "draft": drafter_identity},
+        sampling=_sampling(sampling),
         seed=config.seed,
     )
-
-    def make(shard: Shard, advance: Advance) -> ShardContent:
-        return label_shard(target, draft, rows, shard, params, config, advance)
-
-    run_stage(plan, make)
+    run_stage(plan, lambda shard, advance: make(shard=shard, advance=advance))
     return config.output
 
 
-def _sampling(params: SamplingParams) -> dict[str, float]:
-    return {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+def load_drafter(
+    config: AcceptanceConfig, target: CausalLM, draft: CausalLM | None
+) -> tuple[BranchDrafter, int, dict[str, str]]:
+    """What drafts the rollouts, the longest text that it and the target can read, and its identity."""
+    if draft is not None:
+        context = min(target.info.max_position, draft.info.max_position)
+        return DraftModelBranches(draft, config.depth), context, draft.info.identity
+    assert config.eagle is not None
+    head = load_head(config.eagle, target, kind="eagle")
+    assert isinstance(head, EagleHead)
+    context = min(target.info.max_position, head.config.llama.max_position)
+    return EagleBranches(head, target, config.depth), context, eagle_identity(config.eagle, target)
+
+
+def rollouts_of(
+    config: AcceptanceConfig, sampling: tuple[SamplingParams, ...], context: int, vocab_size: int
+) -> rollouts.Rollouts:
+    """How to draft and label.
+
+    Raises:
+        InputError: no draft of this depth fits, or more children are asked for than there are tokens.
+    """
+    if config.depth >= context:
+        raise InputError("depth", config.depth, f"less than the context, {context}", "Draft fewer tokens.")
+    if config.children > vocab_size:
+        raise InputError("children", config.children, f"at most {vocab_size}, the vocabulary", "Label fewer.")
+    return rollouts.Rollouts(
+        depth=config.depth,
+        stride=config.stride,
+        sampling=sampling,
+        children=config.children,
+        prob=config.greedy_label == "prob",
+        chunk=config.chunk,
+        seed=config.seed,
+        context=context,
+    )
+
+
+def _sampling(sampling: tuple[SamplingParams, ...]) -> dict[str, Any]:
+    first, temperatures = sampling[0], [params.temperature for params in sampling]
+    return {
+        "temperature": temperatures if len(temperatures) > 1 else temperatures[0],
+        "top_k": first.top_k,
+        "top_p": first.top_p,
+    }
 
 
 def check_pair(target: CausalLM, draft: CausalLM) -> None:
@@ -154,19 +276,13 @@ def label_shard(
     draft: CausalLM,
     source: Rows,
     shard: Shard,
+    advance: Advance,
     params: SamplingParams,
     config: AcceptanceConfig,
-    advance: Advance,
 ) -> ShardContent:
     """Labels of every response of a shard, in batches of like length."""
     rows = source.read(shard.start, shard.stop)
-    context = min(target.info.max_position, draft.info.max_position)
-    for offset, row in enumerate(rows):
-        if len(row["input_ids"]) > context:
-            expected = f"at most {context}, the shorter context of target and draft"
-            found = f"{len(row['input_ids'])} tokens"
-            remedy = "Make shorter responses: data responses --max-new-tokens, data prompts --max-length."
-            raise InputError(f"response {shard.start + offset}", found, expected, remedy)
+    check_lengths(rows, shard.start, min(target.info.max_position, draft.info.max_position))
     made: list[dict[str, Any]] = [{} for _ in rows]
     for batch in by_length([len(row["input_ids"]) for row in rows], config.batch_size):
         ids, starts = [rows[i]["input_ids"] for i in batch], [rows[i]["prompt_length"] for i in batch]

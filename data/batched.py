@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from draftsmith.data.ranks import place
 from draftsmith.modules.sampling import draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams
 
 # Rows that have ended cost compute until they are dropped, and dropping copies the cache: drop a fifth at a time.
 DROP_SHARE = 0.2
@@ -102,6 +103,16 @@ def answer_all(
             answers[i] = tokens
         advance(len(batch))
     return answers
+
+
+def check_lengths(rows: Sequence[dict[str, Any]], first: int, context: int) -> None:
+    """Raises InputError where a response, the `first`-th and the ones that follow, is longer than the context."""
+    for offset, row in enumerate(rows):
+        if len(row["input_ids"]) > context:
+            expected = f"at most {context}, the shorter context of target and draft"
+            found = f"{len(row['input_ids'])} tokens"
+            remedy = "Make shorter responses: data responses --max-new-tokens, data prompts --max-length."
+            raise InputError(f"response {first + offset}", found, expected, remedy)
 
 
 def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

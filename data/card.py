@@ -6,7 +6,6 @@ Pure: from a head's manifest (train/fit.py writes it, an import writes a shorter
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -16,14 +15,15 @@ from typing import Any
 
 import yaml
 
+from draftsmith.data.acceptance_card import calibration_text, described, export_formats, inputs_table, method_of
 from draftsmith.data.markdown import code, markdown_lines, sentence, shell
 from draftsmith.data.meaning import meaning
 
 WHAT = {
     "acceptance": (
         "Acceptance head",
-        "Predicts from a draft model's last hidden state whether the target will keep the token the draft has just "
-        "read (SpecDec++, Huang et al. 2024). It stops drafts that are likely to fail.",
+        "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et "
+        "al. 2024). It stops drafts that are likely to fail.",
     ),
     "eagle": (
         "EAGLE head",
@@ -40,7 +40,7 @@ TAGS = {"acceptance": ["specdec++"], "eagle": ["eagle"], "hf-assisted": ["assist
 LIBRARIES = {"vllm": "vllm", "sglang": "sglang", "hf-assisted": "transformers"}
 # Settings of a training that decide its result, in the order in which a reader asks for them.
 SETTINGS = (
-    *("init", "num_layers", "rope", "num_blocks", "tied", "w_acc", "w_rej", "mix", "platt"),
+    *("init", "num_layers", "rope", "num_blocks", "tied", "state", "judges", "w_acc", "w_rej", "mix", "calibrate"),
     *("features", "feature_dtype", "feature_weight", "token_weight", "noise", "unroll", "unroll_after", "unroll_decay"),
     *("epochs", "max_steps", "batch_size", "tokens_per_batch", "max_length", "optimizer", "lr", "schedule"),
     *("warmup_share", "min_lr_share", "weight_decay", "betas", "clip", "precision", "model_dtype", "val_share", "seed"),
@@ -74,9 +74,24 @@ class Facts:
 
     @property
     def read_model(self) -> str | None:
-        """Path or hub id of the model whose hidden states the head reads."""
-        flag = "draft" if self.kind == "acceptance" else "target"
-        return self.config.get(flag) or (self.imported or {}).get(flag)
+        """Path or hub id of what gives the hidden states that the head reads."""
+        return self.config.get(self.reads) or (self.imported or {}).get(self.reads)
+
+    @property
+    def reads(self) -> str:
+        """The flag that names it."""
+        if self.kind != "acceptance":
+            return "target"
+        return "eagle" if self.by_eagle else "draft"
+
+    @property
+    def by_eagle(self) -> bool:
+        """An acceptance head that reads an EAGLE head's hidden states."""
+        return self.kind == "acceptance" and "eagle" in (self.manifest.get("target") or {})
+
+    @property
+    def head(self) -> Mapping[str, Any]:
+        return self.manifest.get("head") or {}
 
     @property
     def target(self) -> str | None:
@@ -127,8 +142,9 @@ def front_matter(facts: Facts) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draftsmith", *TAGS[facts.kind]],
     }
-    if is_hub_id(facts.read_model):
-        fields["base_model"] = facts.read_model
+    base = facts.target if facts.by_eagle else facts.read_model
+    if is_hub_id(base):
+        fields["base_model"] = base
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
 
 
@@ -140,7 +156,7 @@ def is_hub_id(path: str | None) -> bool:
 def shape(facts: Facts) -> list[str]:
     """Sizes of the head, and where an imported or exported one is from."""
     lines = []
-    head = facts.manifest.get("head") or {}
+    head = facts.head
     if "llama" in head:
         llama = head["llama"]
         kind = llama["rope_scaling"]["kind"]
@@ -150,8 +166,7 @@ def shape(facts: Facts) -> list[str]:
             f"vocabulary of {llama['vocab_size']}; rotary base {llama['rope_theta']:g}, scaling {kind}"
         )
     elif "num_blocks" in head:
-        blocks = f"{head['num_blocks']} {'tied ' if head.get('tied') else ''}residual block(s)"
-        lines.append(f"- {blocks} of width {head['hidden_size']}, then one logit")
+        lines += described(head)
     if facts.imported is not None:
         source = {key: value for key, value in facts.imported.items() if key not in ("producer", "notes")}
         lines.append(f"- imported from {facts.imported.get('producer', 'an unknown producer')}: {code(source)}")
@@ -162,7 +177,8 @@ def shape(facts: Facts) -> list[str]:
         if "weights" in facts.export:
             lines.append(f"- weights in {facts.export['weights']}")
         lines += [f"- {note}" for note in facts.export.get("notes", ())]
-    return ["\n".join(lines)]
+    tables = [inputs_table(head)] if "num_blocks" in head else []
+    return ["\n".join(lines), *tables]
 
 
 def target(facts: Facts) -> str:
@@ -173,10 +189,10 @@ def target(facts: Facts) -> str:
         lines.append(f"- identity of the draft: {code(models.get('draft')) or facts.unknown}")
         lines.append(f"- tokenizer: {code(models.get('tokenizer')) or facts.unknown}")
         return "\n".join(lines)
-    flag = "draft" if facts.kind == "acceptance" else "target"
-    lines = [f"- {flag}, whose hidden states it reads: {code(facts.read_model) or facts.unknown}"]
-    lines.append(f"- identity of the {flag}: {code(facts.manifest.get('target')) or facts.unknown}")
-    if flag == "draft":
+    name = "EAGLE head" if facts.by_eagle else facts.reads
+    lines = [f"- {name}, whose hidden states it reads: {code(facts.read_model) or facts.unknown}"]
+    lines.append(f"- identity of the {name}: {code(facts.manifest.get('target')) or facts.unknown}")
+    if facts.kind == "acceptance":
         lines.append(
             f"- identity of the target, whose verdicts it predicts: {code(models.get('target')) or facts.unknown}"
         )
@@ -281,7 +297,9 @@ def bench_command(facts: Facts) -> str:
 
 
 def method(facts: Facts) -> str:
-    return {"eagle": "eagle:k=5", "acceptance": "specdec++:h=0.7", "hf-assisted": "hf-assisted:k=5"}[facts.kind]
+    if facts.kind == "acceptance":
+        return method_of(facts.head, facts.by_eagle)
+    return {"eagle": "eagle:k=5", "hf-assisted": "hf-assisted:k=5"}[facts.kind]
 
 
 def models_words(facts: Facts) -> str:
@@ -290,37 +308,15 @@ def models_words(facts: Facts) -> str:
     if facts.kind == "eagle":
         return f"--target {target} --eagle DIR"
     if facts.kind == "acceptance":
-        return f"--target {target} --draft {shlex.quote(facts.read_model or 'DRAFT')} --acceptance DIR"
+        drafter = shlex.quote(facts.read_model or facts.reads.upper())
+        return f"--target {target} --{facts.reads} {drafter} --acceptance DIR"
     return f"--target {target} --draft DIR"
 
 
 def calibration(facts: Facts) -> str:
     if facts.kind != "acceptance":
         return "None: it proposes tokens, and the target's verdict does not depend on how sure it was of them."
-    head, metrics = facts.manifest.get("head") or {}, facts.manifest.get("metrics") or {}
-    sampling = facts.manifest.get("sampling")
-    lines = [f"Labels and calibration hold for this sampling only: {code(sampling)}."]
-    if not sampling:
-        lines = [f"The sampling that its labels were made with is {facts.unknown}."]
-    if head:
-        lines.append(corrections(head, facts.imported is not None))
-    errors = {"ece": "with the correction for the weights alone", "ece_platt": "with scale and shift, cross-fitted"}
-    known = [f"{metrics[name]:.4g} {said}" for name, said in errors.items() if name in metrics]
-    lines.append(f"Calibration error on held-out tokens: {', '.join(known) or facts.unknown}.")
-    return "\n\n".join(lines)
-
-
-def corrections(head: Mapping[str, Any], assumed: bool) -> str:
-    """From the raw output to a probability. assumed: the weights of the loss are those that an import takes."""
-    scale, shift = head.get("calibration", (1.0, 0.0))
-    weights = f"w_acc {head['w_acc']:g} and w_rej {head['w_rej']:g}{', as its import assumes' if assumed else ''}"
-    alike = head["w_acc"] == head["w_rej"]
-    said = "accepted and rejected tokens alike" if alike else "rejected tokens otherwise than accepted ones"
-    return (
-        f"The loss weighs {said} ({weights}){'' if alike else ', so the raw output is no probability'}. The calibrated "
-        "logit is scale * (logit + log(w_rej / w_acc)) + shift; the logarithm is "
-        f"{math.log(head['w_rej'] / head['w_acc']):.4g}, scale {scale:.4g}, shift {shift:.4g}."
-    )
+    return calibration_text(facts.manifest, facts.unknown)
 
 
 def usage(facts: Facts) -> str:
@@ -336,20 +332,15 @@ def usage(facts: Facts) -> str:
         lines += [
             f"draftsmith export --head DIR --format {name} --output DIR-{name}{of}" for name in ("vllm", "sglang")
         ]
-    elif exportable(facts):
-        lines.append("draftsmith export --head DIR --format specdec_pp --output DIR-specdec_pp")
+    else:
+        formats = export_formats(facts.head)
+        lines += [f"draftsmith export --head DIR --format {name} --output DIR-{name}" for name in formats]
     return f"DIR is this directory.\n\n{shell(*lines)}"
-
-
-def exportable(facts: Facts) -> bool:
-    """SpecDec_pp's layout holds one block, or several that are the same one."""
-    head = facts.manifest.get("head") or {}
-    return bool(head.get("tied")) or head.get("num_blocks", 2) <= 1
 
 
 def licence(facts: Facts) -> str:
     said = f"`{facts.license}`, as stated when it was made." if facts.license else f"{sentence(NOT_STATED)}"
-    model = code(facts.read_model) or ("the draft" if facts.kind == "acceptance" else "the target")
+    model = code(facts.read_model) or f"the {facts.reads}"
     others = (
         "of the target, whose verdicts it predicts, and of the data" if facts.kind == "acceptance" else "of the data"
     )

@@ -57,7 +57,7 @@ class AcceptanceDataset(Dataset):
         columns = ["input_ids", "prompt_length", "draft_ids", "accept_prob", "log_q", "overlap"]
         self._table = Rows(directory, self.manifest, columns).table()
         self._names = Rows(directory, self.manifest, ["id"])
-        self._lists = {name: _Lists(self._table[name]) for name in columns if name != "prompt_length"}
+        self._lists = {name: Lists(self._table[name]) for name in columns if name != "prompt_length"}
         self._prompt_lengths = self._table["prompt_length"].to_numpy()
         # Shared memory, so that reader processes that live on into the next epoch see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -111,7 +111,7 @@ class FeatureDataset(Dataset):
         self._table = Rows(directory, self.manifest, ["row", "shard", "length", "input_ids", "loss_mask"]).table()
         self._names = Rows(directory, self.manifest, ["id"])
         self._rows, self._shards = self._table["row"].to_numpy(), self._table["shard"].to_pylist()
-        self._ids, self._masks = _Lists(self._table["input_ids"]), _Lists(self._table["loss_mask"])
+        self._ids, self._masks = Lists(self._table["input_ids"]), Lists(self._table["loss_mask"])
         self._files: dict[tuple[int, str], Any] = {}
 
     @property
@@ -163,8 +163,8 @@ class ResponsesDataset(Dataset):
         self.manifest: Manifest = open_texts(directory, target, identity, "data")
         columns = {spec.name for spec in self.manifest.fields} & {"input_ids", "prompt_length", "loss_mask"}
         table = Rows(directory, self.manifest, sorted(columns)).table()
-        self._ids = _Lists(table["input_ids"])
-        self._masks = _Lists(table["loss_mask"]) if "loss_mask" in columns else None
+        self._ids = Lists(table["input_ids"])
+        self._masks = Lists(table["loss_mask"]) if "loss_mask" in columns else None
         self._starts = None if self._masks else table["prompt_length"].to_numpy()
 
     @property
@@ -244,7 +244,7 @@ def name_of(dataset: Any, index: int) -> str:
     return dataset.name(index) if hasattr(dataset, "name") else f"row {index}"
 
 
-class _Lists:
+class Lists:
     """A list column as one flat numpy array and offsets: a row is a slice, not Python numbers."""
 
     def __init__(self, column: pa.ChunkedArray):

@@ -27,6 +27,10 @@ SCHEMA_VERSION = 1
 HEADS = {"acceptance": ("AcceptanceHeadConfig", "AcceptanceHead"), "eagle": ("EagleConfig", "EagleHead")}
 
 
+# What an acceptance head says of its labels: mix or rollout, sampling or greedy, of a draft model or of an EAGLE head.
+LABELS = ("labels", "mode", "drafter")
+
+
 def head_classes(kind: str) -> tuple[Any, Any]:
     """The classes that hold a head's settings and its weights, by its registry name."""
     module = importlib.import_module(f"draftsmith.modules.heads.{kind}")
@@ -48,8 +52,8 @@ def head_fields(head: nn.Module) -> dict[str, Any]:
 def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any], card: str) -> Path:
     """Write a head directory under a temporary name and rename it; an older one of that name is replaced.
 
-    manifest: what it was made from: `target` (identity), `sampling`, inputs, seed, versions, measured numbers. The
-    files' sha256 are added here.
+    manifest: what it was made from: `target` (identity), `sampling`, what LABELS names, inputs, seed, versions,
+        measured numbers. The files' sha256 are added here.
     """
     from safetensors.torch import save_file
 
@@ -63,6 +67,7 @@ def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any
         "head": head_fields(head),
         "target": manifest.get("target"),
         "sampling": manifest.get("sampling"),
+        **{name: manifest[name] for name in LABELS if name in manifest},
     }
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     # Tied blocks share storage, which safetensors refuses: each tensor is stored once, under its first name.
@@ -184,6 +189,15 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     return head
 
 
+def head_settings(directory: str | Path, kind: str) -> Any:
+    """The config dataclass of a head, without its weights.
+
+    Raises:
+        InputError: no head, or one of another kind.
+    """
+    return _settings(_config_of_kind(directory, kind))
+
+
 def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
     """On the CPU, in the type of its file."""
     from safetensors.torch import load_file
@@ -223,11 +237,11 @@ def _check_identity(directory: str | Path, config: dict[str, Any], identity: Map
             )
 
 
-def starting_settings(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> Any:
+def starting_settings(directory: str | Path, kind: str, width: int | None = None, vocab_size: int | None = None) -> Any:
     """The config dataclass of a head that is to be trained on, without its weights.
 
-    width, vocab_size: of the model it is to read; None for a head that has no vocabulary. They have to fit. The model's
-    identity has not: to train on for a changed model is what this is for.
+    width, vocab_size: of the model it is to read, where they are known; a head without a vocabulary fits any. They have
+    to fit. The model's identity has not: to train on for a changed model is what this is for.
 
     Raises:
         InputError: no head, one of another kind, or one of other sizes.
@@ -235,7 +249,8 @@ def starting_settings(directory: str | Path, kind: str, width: int, vocab_size: 
     if not Path(directory).is_dir():
         raise InputError("init", directory, "one of the names in --help, or a head directory", "Check the path.")
     config = _config_of_kind(directory, kind)
-    check_sizes("init", directory, config["head"], width, vocab_size)
+    if width is not None:
+        check_sizes("init", directory, config["head"], width, vocab_size)
     return _settings(config)
 
 

@@ -52,7 +52,8 @@ class Manifest:
 
     config: the resolved configuration of the stage. inputs: name -> `digest` of the manifest or file it was made from.
     identity: nested hashes of target, draft, tokenizer and chat template; what `open_artefact` compares.
-    sampling: temperature, top_k, top_p that labels or tokens were drawn with; None where nothing was drawn.
+    sampling: temperature (a list where labels are of several), top_k, top_p that labels or tokens were drawn with; None
+        where nothing was drawn.
     counts: rows, tokens and whatever else the stage counts. command: the command line that makes it again.
     """
 
@@ -60,7 +61,7 @@ class Manifest:
     config: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
-    sampling: dict[str, float] | None = None
+    sampling: dict[str, Any] | None = None
     fields: tuple[Field, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
     files: tuple[FileEntry, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +76,22 @@ class PromptsConfig:
     def __post_init__(self) -> None:
         check_positive(self, "rows_per_shard")
         check_not_negative(self, "limit", "max_length")
+
+
+def numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Numbers separated by commas.
+
+    Raises:
+        InputError: no number, something else, or one twice.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        values = [kind(part) for part in parts]
+    except ValueError as error:
+        raise InputError(field, repr(text), "numbers separated by commas", "Correct it.") from error
+    if not values or len(set(values)) < len(values):
+        raise InputError(field, repr(text), "one or more different numbers", "Correct it.")
+    return values
 
 
 def check_positive(config: Any, *names: str) -> None:

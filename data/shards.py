@@ -96,7 +96,7 @@ class Plan:
     fields: tuple[Field, ...]
     inputs: dict[str, str]
     identity: dict[str, Any]
-    sampling: dict[str, float] | None = None
+    sampling: dict[str, Any] | None = None
     seed: int | None = None
     wait_s: float = 3600.0
     alone: bool = False

@@ -69,12 +69,8 @@ class Costs:
     families: Mapping[str, Overhead] = field(default_factory=dict)
 
     def target_s(self, rows: int, tree: bool = False) -> float:
-        """Between the measured numbers of rows a straight line; beyond them the last one goes on."""
-        curve = self.tree if tree else self.target
-        x, y = list(curve), list(curve.values())
-        if rows > x[-1]:
-            return y[-1] + (rows - x[-1]) * (y[-1] - y[-2]) / (x[-1] - x[-2])
-        return float(np.interp(rows, x, y))
+        """Of one call."""
+        return straight(self.tree if tree else self.target, rows)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,6 +81,14 @@ class Costs:
         drafters = {name: DraftCost(**cost) for name, cost in raw["drafters"].items()}
         families = {name: Overhead(**cost) for name, cost in raw["families"].items()}
         return cls(raw["context"], raw["start"], **curves, drafters=drafters, families=families)
+
+
+def straight(curve: Mapping[int, float], rows: int) -> float:
+    """Between the measured numbers of rows a straight line; beyond them the last one goes on."""
+    x, y = list(curve), list(curve.values())
+    if rows > x[-1]:
+        return y[-1] + (rows - x[-1]) * (y[-1] - y[-2]) / (x[-1] - x[-2])
+    return float(np.interp(rows, x, y))
 
 
 def family_of(named: Named) -> str:
@@ -160,11 +164,17 @@ def typical_prompts(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
 
 
 def target_curves(
-    models: Models, prompt: BenchPrompt, reading: Reading, context: int, clock: Clock
+    models: Models,
+    prompt: BenchPrompt,
+    reading: Reading,
+    context: int,
+    clock: Clock,
+    rows_read: Sequence[int] = ROWS,
+    repeats: int = CURVE_REPEATS,
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Seconds of one target call by rows, as chains and as trees, all logits included."""
     ids = [*prompt.prompt_ids, *reading.answer.tokens]
-    session = models.target.session(min(context, len(ids)) + max(ROWS) + 1)
+    session = models.target.session(min(context, len(ids)) + max(rows_read) + 1)
     session.extend(ids[:context])
     kept = session.length
 
@@ -174,11 +184,13 @@ def target_curves(
         session.extend(fed, parents, num_logits=rows)
         session.keep(kept)
 
-    calls = {(rows, tree): lambda rows=rows, tree=tree: call(rows, tree) for rows in ROWS for tree in (False, True)}
+    calls = {
+        (rows, tree): lambda rows=rows, tree=tree: call(rows, tree) for rows in rows_read for tree in (False, True)
+    }
     named = {f"{rows} {tree}": run for (rows, tree), run in calls.items()}
-    taken = interleaved(named, CURVE_REPEATS, clock)
+    taken = interleaved(named, repeats, clock)
     found = {key: statistics.median(taken[f"{key[0]} {key[1]}"]) for key in calls}
-    return {rows: found[rows, False] for rows in ROWS}, {rows: found[rows, True] for rows in ROWS}
+    return {rows: found[rows, False] for rows in rows_read}, {rows: found[rows, True] for rows in rows_read}
 
 
 def fixed_drafter(name: str, models: Models) -> Drafter:

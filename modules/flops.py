@@ -9,8 +9,26 @@ so a packed batch counts as its documents do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from draftsmith.modules.layers import LlamaConfig
+
+
+class JudgeShape(Protocol):
+    """Of an acceptance head: what flops ask of its settings (modules/heads/acceptance.py)."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def input_size(self) -> int: ...
+
+    @property
+    def features(self) -> Sequence[str]: ...
+
 
 # Forward, then the gradients of weights and of inputs: as many each as the forward.
 TRAINED = 3
@@ -53,6 +71,15 @@ def layers_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
     return config.num_layers * (layer_matrices(config, sum(lengths)) + attention(config, pairs))
 
 
+def rollouts_forward(config: LlamaConfig, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
+    """All decoder layers over texts of these lengths and over drafts of `levels` tokens that hang off them: a draft
+    sees the text up to its start, and itself."""
+    window = config.sliding_window or max(starts, default=0) + levels
+    pairs = sum(min(start + level, window) for start in starts for level in range(1, levels + 1))
+    drafts = config.num_layers * (layer_matrices(config, len(starts) * levels) + attention(config, pairs))
+    return layers_forward(config, texts) + drafts
+
+
 def lm_head_forward(config: LlamaConfig, rows: int) -> float:
     """Logits of `rows` hidden states."""
     return linear(config.hidden_size, config.vocab_size, rows)
@@ -69,9 +96,16 @@ def eagle_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
     return fusion_forward(config, sum(lengths)) + layers_forward(config, lengths)
 
 
-def acceptance_forward(hidden_size: int, num_blocks: int, rows: int) -> float:
+def acceptance_forward(head: JudgeShape, rows: int) -> float:
     """An acceptance head; tied blocks compute as much as others."""
-    return num_blocks * linear(hidden_size, hidden_size, rows) + linear(hidden_size, 1, rows)
+    size = head.hidden_size
+    read = linear(head.input_size, size, rows) if head.input_size > size else 0.0
+    return read + head.num_blocks * linear(size, size, rows) + linear(size, 1, rows) + _direct(head, rows)
+
+
+def _direct(head: JudgeShape, rows: int) -> float:
+    """Numbers that go straight to the logit."""
+    return linear(len(head.features), 1, rows)
 
 
 def eagle_training(config: LlamaConfig, lengths: Sequence[int], loss_tokens: int, passes: int = 1) -> float:
@@ -86,10 +120,11 @@ def eagle_training(config: LlamaConfig, lengths: Sequence[int], loss_tokens: int
     return head + (1 + passes * FROZEN_PASSING) * lm_head_forward(config, loss_tokens)
 
 
-def acceptance_training(hidden_size: int, num_blocks: int, rows: int) -> float:
-    """Forward and backward of an acceptance head over `rows` hidden states that are there."""
-    first = linear(hidden_size, hidden_size if num_blocks else 1, rows)
-    return TRAINED * acceptance_forward(hidden_size, num_blocks, rows) - (TRAINED - TRAINED_FIRST) * first
+def acceptance_training(head: JudgeShape, rows: int) -> float:
+    """Forward and backward of an acceptance head over `rows` tokens whose inputs are there."""
+    wide = head.num_blocks or head.input_size > head.hidden_size
+    first = linear(head.input_size, head.hidden_size if wide else 1, rows) + _direct(head, rows)
+    return TRAINED * acceptance_forward(head, rows) - (TRAINED - TRAINED_FIRST) * first
 
 
 def parameters_forward(num_parameters: int, tokens: int) -> float:

@@ -168,12 +168,17 @@ class LeanStack:
 
     def tree(self, x: Tensor, parents: Sequence[int], cache: KVCache) -> Tensor:
         """A tree of T inputs [T, H]; parents[i] < i, -1 = the last kept token; position = cache.length + depth."""
-        depths, mask = tree_mask(parents, cache.length, x.device)
-        positions = depths + cache.length
+        depths, visible = tree_mask(parents, cache.length, x.device)
+        kept = torch.arange(cache.length, device=self.device)
+        return self.graft(x, torch.cat([kept, depths + cache.length]), visible, cache)
+
+    def graft(self, x: Tensor, positions: Tensor, visible: Tensor, cache: KVCache) -> Tensor:
+        """Any T inputs [T, H]. positions: [cache.length + T] of all slots, the new ones last; visible: [T, the same],
+        bool."""
         if self.config.sliding_window is not None:
-            kept = torch.arange(cache.length, device=self.device)
-            mask = self._windowed(mask, torch.cat([kept, positions]))
-        return self.run(x, self.cos[positions], self.sin[positions], cache, mask, False)
+            visible = self._windowed(visible, positions)
+        own = positions[-len(x) :]
+        return self.run(x, self.cos[own], self.sin[own], cache, visible, False)
 
     def _chain_bias(self, start: int, length: int) -> Tensor:
         """The bias [T, start + T] of a chain: input i sees the first start + i + 1 slots.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +30,17 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1:
         scaled = scaled.masked_fill(~_nucleus(scaled, params.top_p), -torch.inf)
     return scaled.softmax(-1)
+
+
+def row_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """`probabilities` of logits [N, V] where every row has settings of its own."""
+    if len(set(params)) == 1:
+        return probabilities(logits, params[0])
+    laws = logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+    for same in dict.fromkeys(params):
+        rows = torch.tensor([i for i, own in enumerate(params) if own == same], device=logits.device)
+        laws[rows] = probabilities(logits[rows], same)
+    return laws
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:

@@ -10,6 +10,7 @@ from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafte
 from draftsmith.modules.decoding.drafters.lookahead import LookaheadDrafter
 from draftsmith.modules.decoding.drafters.pearl import PearlDrafter
 from draftsmith.modules.decoding.drafters.prompt_lookup import PromptLookupDrafter
+from draftsmith.modules.decoding.nodes import TreeRule, TreeTimes
 from draftsmith.modules.decoding.policies import CostRule, JudgedStop, OnlineJudge
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
@@ -22,15 +23,10 @@ from draftsmith.modules.layers import LlamaConfig
 CAPACITY = 32
 
 
-FEATURES = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
-
-
-def random_acceptance_head(seed: int, early: bool = False) -> AcceptanceHead:
-    """Its outputs are spread over (0, 1), so that drafts stop at different lengths. early: it reads the state before
-    the token, the token, and all that its law says."""
+def random_acceptance_head(seed: int, **settings) -> AcceptanceHead:
+    """Its outputs are spread over (0, 1), so that drafts stop at different lengths."""
     torch.manual_seed(seed)
-    more = {"state": "before", "features": FEATURES} if early else {}
-    head = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=2, **more)).requires_grad_(False)
+    head = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=2, **settings)).requires_grad_(False)
     for weight in head.parameters():
         weight.normal_()
     return head
@@ -74,11 +70,12 @@ def stop_policy(name: str, seed: int, reader: TableLM):
     if name.startswith(("cost", "online")):
         early = name.startswith("cost:early")
         by = "max_q" if "max_q" in name else "q"
-        judge = HeadJudge(random_acceptance_head(seed, early), reader.embed) if "cost" in name else OnlineJudge(by)
+        head = random_acceptance_head(seed, **(EARLY if early else {}))
+        judge = HeadJudge(head, reader.embed) if "cost" in name else OnlineJudge(by)
         # Such heads say little that is right, and such drafts are seldom accepted: drafting has to be cheap.
         return JudgedStop(judge, CostRule(0.15 if early else 0.1), min_drafted=1, max_drafted=3)
     if name.startswith("specdec++early"):
-        return SpecDecPP(random_acceptance_head(seed, True), 0.6, 1, 3, calibrated=True, embed=reader.embed)
+        return SpecDecPP(random_acceptance_head(seed, **EARLY), 0.6, 1, 3, calibrated=True, embed=reader.embed)
     if name.startswith("specdec++"):
         head = random_acceptance_head(seed)
         return SpecDecPP(head, h=0.6, min_drafted=1, max_drafted=3, calibrated="calibrated" in name)
@@ -101,7 +98,13 @@ def method(name: str, target: TableLM, seed: int = 7):
         return lambda: DraftModelDrafter(draft, stop_policy(name, seed, draft), CAPACITY)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
-        return lambda: EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY)
+        judge = random_acceptance_head(seed, **TREE_JUDGE) if "value=head" in name else None
+
+        def tree_drafter():
+            rule = TreeRule(TREE_TIMES, "depth=auto" in name) if "nodes=auto" in name else None
+            return EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY, judge=judge, rule=rule)
+
+        return tree_drafter
     if name.startswith(("pre-verify", "pre+self-verify", "hsddw")):
         middle, dynamic = TableLM(seed + 200), name.startswith("hsddw")
         k = 1 if name.startswith("pre-verify") or name.endswith("eagle") else 2
@@ -128,7 +131,15 @@ EAGLE_TREES = {
     "eagle2": DynamicTree(nodes=6, depth=2, topk=3),
     "eagle2:value=off": DynamicTree(nodes=5, depth=2, topk=2, value=False),
     "eagle2:rerank=off": DynamicTree(nodes=5, depth=2, topk=2, rerank=False),
+    "eagle2:value=head": DynamicTree(nodes=5, depth=2, topk=3),
+    "eagle2:nodes=auto": DynamicTree(nodes=9, depth=2, topk=2),
+    "eagle2:nodes=auto:depth=auto:value=head": DynamicTree(nodes=9, depth=2, topk=2),
 }
+FEATURES = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
+EARLY = {"state": "before", "features": FEATURES}
+TREE_JUDGE = {**EARLY, "judges": "tree"}
+# A node costs enough for few to be taken at a good pace, and many at a bad one.
+TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
            "specdec++early", "cost", "cost:early", "online", "online:max_q",
            "specdec++early:eagle", "cost:eagle", "cost:early:eagle", "online:eagle",

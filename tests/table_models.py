@@ -123,6 +123,15 @@ class TableSession:
         logits = torch.stack([row[0] for row in rows[len(rows) - num_logits :]])
         return Scores(logits, torch.stack([row[1] for row in rows]))
 
+    def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        self._cached += tokens.tolist()
+        assert len(self._cached) <= self._capacity, "past the session's capacity"
+        prefixes = [tuple(self._cached[slot] for slot in row.nonzero()[:, 0].tolist()) for row in visible]
+        own = positions[-len(tokens) :].tolist()
+        assert own == [len(prefix) - 1 for prefix in prefixes], "a token's position is the number of those before it"
+        assert len(positions) == visible.shape[1] == len(self._cached)
+        return torch.stack([self._lm.row(prefix)[1] for prefix in prefixes])
+
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         assert all(slot >= length for slot in slots) and list(slots) == sorted(set(slots))
         self._cached = self._cached[:length] + [self._cached[slot] for slot in slots]

@@ -2,62 +2,121 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from draftsmith.data.batched import set_threads
 from draftsmith.data.datasets import AcceptanceDataset, collate_acceptance
-from draftsmith.data.heads import starting_head, starting_settings, starting_weights
-from draftsmith.data.manifest import volatile
+from draftsmith.data.heads import eagle_identity, load_head, starting_head, starting_settings, starting_weights
+from draftsmith.data.manifest import MANIFEST, Manifest, volatile
 from draftsmith.data.models import load_lm
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.data.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.strategies import local_device, model_dtype
 
-# SpecDec++ section 4.
-NUM_BLOCKS = 3
+if TYPE_CHECKING:
+    from draftsmith.modules.heads.eagle import EagleHead
+    from draftsmith.modules.targets.base import CausalLM
+    from draftsmith.train.drafted_tokens import Reader
+
+# What a head starts with where nothing is said, by the labels it learns from: SpecDec++ section 4; and for labels of
+# real rounds what pays more (docs/acceptance.md).
+MIXED: dict[str, Any] = {
+    "num_blocks": 3,
+    "tied": False,
+    "state": "after",
+    "features": (),
+    "judges": "chain",
+    "w_rej": 6.0,
+    "mix": 0.15,
+}
+ROLLOUTS: dict[str, Any] = {
+    "num_blocks": 1,
+    "tied": False,
+    "state": "before",
+    "features": ("log_q", "logit_max_q", "entropy", "depth"),
+    "judges": "chain",
+    "w_rej": 1.0,
+}
+# Of these, what a head to go on from brings along.
+SHAPE = ("num_blocks", "tied", "state", "features", "judges")
+Labels = Literal["acceptance", "rollouts"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainAcceptanceConfig(TrainConfig):
-    """Train an acceptance head (SpecDec++) on an acceptance artefact. The defaults are the paper's, for 7B drafts;
-    a 128-wide draft wants lr 1e-3.
+    """Train an acceptance head on the labels of `data acceptance`. On those of mixed text (--labels mix) it is
+    SpecDec++'s, with the paper's settings for 7B drafts. On those of real rounds (--labels rollout) it reads the state
+    before the token, the token and the draft's confidence. A 128-wide draft wants lr 1e-3.
 
     Attributes:
         draft: The draft model, frozen: the one the labels were made with.
+        eagle: The EAGLE head whose drafts were labelled, in the place of a draft model; frozen.
+        target: The target model, for eagle: it gives the features that the EAGLE head reads.
         init: Head directory to go on from, in the place of random weights: to fine-tune a head, also one that was
-            imported or made for another draft of this width. num_blocks and tied are then the head's; the loss weights
-            are those given here.
-        num_blocks: Residual blocks of the head, 0 for a linear one; by default 3, or those of init.
+            imported or made for another draft of this width. Its blocks and inputs are then the head's; the loss
+            weights are those given here.
+        num_blocks: Residual blocks of the head, 0 for a linear one. Default: 3, for rollouts 1, or those of init.
+        tied: Apply one block num_blocks times, as the paper's published code does. Default: off, or as in init.
+        state: What the head reads of the drafter: after, its hidden state once it has read the token (SpecDec++); or
+            before, the state that predicted it, and the token's embedding. Default: after, for rollouts before.
+        features: Numbers of the draft's law that it reads too, [] for none. Default: none, for rollouts log_q,
+            logit_max_q, entropy and depth, and temperature where labels have several.
+        judges: Drafted tokens of a chain, or the most probable children at each place of a tree (labels with
+            --children). Default: chain.
         w_acc: Loss weight of accepted tokens.
-        w_rej: Loss weight of rejected tokens.
-        tied: Apply one block num_blocks times, as the paper's published code does; by default off, or as in init.
-        mix: Probability that the draft reads the target's token instead of its own.
-        platt: Fit scale and shift of the calibrated logit on the validation tokens; decoding by threshold on the raw
-            output does not use them.
+        w_rej: Loss weight of rejected tokens. Default: 6, for rollouts 1.
+        mix: Labels of mixed text: probability that the draft reads the target's token instead of its own. Default 0.15.
+        calibrate: Fit the output to the validation tokens: scale and shift of the logit (platt), an ascending curve
+            (isotonic), or not at all. Decoding by threshold on the raw output does not use it.
     """
 
-    draft: str
+    draft: str | None = None
+    eagle: Path | None = None
+    target: str | None = None
     init: Path | None = volatile(None)
     num_blocks: int | None = None
-    w_acc: float = 1.0
-    w_rej: float = 6.0
     tied: bool | None = None
-    mix: float = 0.15
-    platt: bool = True
+    state: State | None = None
+    features: tuple[Feature, ...] | None = None
+    judges: Literal["chain", "tree"] | None = None
+    w_acc: float = 1.0
+    w_rej: float | None = None
+    mix: float | None = None
+    calibrate: Literal["platt", "isotonic", "none"] = "platt"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.w_acc > 0 and self.w_rej > 0):
+        if not (self.w_acc > 0 and (self.w_rej is None or self.w_rej > 0)):
             raise InputError("w_acc, w_rej", f"{self.w_acc}, {self.w_rej}", "positive weights", "Change them.")
-        if not 0 <= self.mix < 1:
+        if self.mix is not None and not 0 <= self.mix < 1:
             raise InputError("mix", self.mix, "a probability below 1", "With 1 no drafted token would be left.")
         if self.num_blocks is not None and self.num_blocks < 0:
             raise InputError("num_blocks", self.num_blocks, "0 (a linear head) or more", "Change it.")
+        if self.features is not None and len(set(self.features)) != len(self.features):
+            raise InputError("features", ", ".join(self.features), "each once", "Leave one out.")
+
+    @property
+    def read_model(self) -> str:
+        """Path of the language model that has to be there: the draft, or the model that the EAGLE head drafts for.
+
+        Raises:
+            InputError: none, or both kinds of drafter.
+        """
+        if (self.draft is None) == (self.eagle is None):
+            found = "none" if self.draft is None else f"{self.draft} beside --eagle {self.eagle}"
+            raise InputError("draft", found, "one drafter", "Pass --draft, or --eagle with its --target.")
+        if self.draft is not None:
+            return self.draft
+        if self.target is None:
+            raise InputError("target", "none", "the model that the EAGLE head drafts for", "Pass --target.")
+        return self.target
 
 
 def run(config: TrainAcceptanceConfig) -> Path:
@@ -71,11 +130,67 @@ def run(config: TrainAcceptanceConfig) -> Path:
     from draftsmith.train.planning.plan import announce
 
     set_threads(config.num_threads)
+    config = filled(config)
     done = finished(config)
     if done is not None:
         return done
     announce(config)
     return fit(*prepare(config))
+
+
+def labels_of(config: TrainAcceptanceConfig) -> tuple[Labels, Manifest | None]:
+    """What it is trained on, and its manifest; where there is no such artefact yet, what the settings ask for."""
+    manifest = Manifest.read(config.data) if (config.data / MANIFEST).exists() else None
+    if manifest is not None:
+        return ("rollouts" if manifest.kind == "rollouts" else "acceptance"), manifest
+    asked = config.eagle is not None or config.state == "before" or config.features or config.judges == "tree"
+    return ("rollouts" if asked else "acceptance"), None
+
+
+def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
+    """With the defaults that depend on the labels, and with the shape of the head to go on from.
+
+    Raises:
+        InputError: a setting that has no meaning for these labels, not exactly one drafter, or no head to go on from.
+    """
+    _ = config.read_model
+    labels, manifest = labels_of(config)
+    if labels == "rollouts" and config.mix is not None:
+        raise InputError("mix", config.mix, "labels of mixed text: rounds are not mixed", "Leave it out.")
+    if labels == "rollouts" and config.max_length:
+        expected = "0: the drafts of a response follow all of it"
+        raise InputError("max_length", config.max_length, expected, "Leave it out, or label shorter responses.")
+    defaults = dict(ROLLOUTS if labels == "rollouts" else MIXED)
+    if labels == "rollouts" and manifest is not None and isinstance(temperature_of(manifest), list):
+        defaults["features"] = (*defaults["features"], "temperature")
+    if config.init is not None:
+        settings = starting_settings(config.init, "acceptance")
+        defaults |= {name: getattr(settings, name) for name in SHAPE}
+    new = {name: value for name, value in defaults.items() if getattr(config, name) is None}
+    return dataclasses.replace(config, **new)
+
+
+def temperature_of(manifest: Manifest) -> Any:
+    """A number, or a list of several."""
+    return (manifest.sampling or {}).get("temperature")
+
+
+@dataclass(frozen=True)
+class FrozenDrafter:
+    """What drafted: the language model that is read, with an EAGLE head on it or not. identity: of both."""
+
+    lm: CausalLM
+    identity: dict[str, str]
+    eagle: EagleHead | None = None
+
+
+def load_drafter(config: TrainAcceptanceConfig) -> FrozenDrafter:
+    dtype, device = model_dtype(config), local_device(config)
+    lm = load_lm(config.read_model, dtype, device, config.engine, config.trust_remote_code)
+    if config.eagle is None:
+        return FrozenDrafter(lm, lm.info.identity)
+    eagle: Any = load_head(config.eagle, lm, kind="eagle")
+    return FrozenDrafter(lm, eagle_identity(config.eagle, lm), eagle)
 
 
 def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
@@ -88,44 +203,90 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     from draftsmith.train.fit import Provenance, digests, split
     from draftsmith.train.lit_acceptance import LitAcceptance
 
-    draft = load_lm(config.draft, model_dtype(config), local_device(config), config.engine, config.trust_remote_code)
-    identity = {"draft": draft.info.identity}
-    train = AcceptanceDataset(config.data, config.mix, config.seed, identity)
-    val = AcceptanceDataset(config.val, config.mix, config.seed, identity) if config.val is not None else None
+    config = filled(config)
+    labels, _ = labels_of(config)
+    drafter = load_drafter(config)
+    train, val = (open_labels(config, path, labels, drafter) for path in (config.data, config.val))
     manifest = train.manifest
     if val is not None and val.manifest.sampling != manifest.sampling:
         expected = f"labels made with {manifest.sampling}"
         raise InputError("val", val.manifest.sampling, expected, "Make both with one sampling.")
-    train_samples, val_samples = split(config, train, val, draft.info.max_position)
-    data = HeadDataModule(train_samples, val_samples, collate_acceptance, num_loss_tokens, config)
-    greedy = (manifest.sampling or {}).get("temperature") == 0
-    head = make_head(config, draft.info.hidden_size)
-    module = LitAcceptance(head, draft, config, data.total_steps, platt=config.platt, greedy=greedy)
+    head = make_head(config, drafter.lm.info.hidden_size)
+    check_labels(head.config, labels, manifest)
+    context = drafter.lm.info.max_position
+    if labels == "rollouts":  # not to be split: its drafts follow all of a text, and were made within the context
+        context = max(train.lengths + (val.lengths if val is not None else []), default=0)
+    train_samples, val_samples = split(config, train, val, context)
+    collate = collate_rollouts if labels == "rollouts" else collate_acceptance
+    data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
+    module = LitAcceptance(head, reader_of(head.config, labels, manifest, drafter), config, data.total_steps)
     inputs = digests(train, val)
     if config.init is not None:
         inputs |= starting_weights(config.init)
-    provenance = Provenance("acceptance", inputs, draft.info.identity, manifest.identity, manifest.sampling)
+    made = {"labels": "rollout" if labels == "rollouts" else "mix", "mode": mode_of(manifest)}
+    made["drafter"] = "eagle" if drafter.eagle is not None else "draft"
+    provenance = Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, made)
     return module, data, config, provenance
 
 
+def open_labels(config: TrainAcceptanceConfig, path: Path | None, labels: Labels, drafter: FrozenDrafter) -> Any:
+    """A data set of labels that this drafter was given; None for no path."""
+    if path is None:
+        return None
+    identity = {"draft": drafter.identity}
+    if labels == "rollouts":
+        return RolloutDataset(path, identity)
+    assert config.mix is not None
+    return AcceptanceDataset(path, config.mix, config.seed, identity)
+
+
+def mode_of(manifest: Manifest) -> str:
+    return "greedy" if temperature_of(manifest) == 0 else "sampling"
+
+
+def reader_of(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest, drafter: FrozenDrafter) -> Reader:
+    """What makes the head's inputs of a batch."""
+    from draftsmith.train.drafted_tokens import MixedText, RolloutDrafts
+
+    if labels == "rollouts":
+        return RolloutDrafts(drafter.lm, head, int(manifest.config["depth"]), drafter.eagle)
+    return MixedText(drafter.lm, mode_of(manifest) == "greedy")
+
+
+def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest) -> None:
+    """Raises InputError where the labels lack what the head is to read or to judge."""
+    published = (head.state, head.features, head.judges) == ("after", (), "chain")
+    if labels == "acceptance" and not published:
+        found = f"{manifest.kind} labels of mixed text, for a head that reads more than the state after the token"
+        raise InputError(
+            "data", found, "labels of real rounds", "Make them: draftsmith data acceptance --labels rollout"
+        )
+    if head.judges == "tree" and "child_ids" not in {field.name for field in manifest.fields}:
+        remedy = "Make them: draftsmith data acceptance --labels rollout --children 10"
+        raise InputError("data", "labels without children", "labels of a tree's children", remedy)
+    if head.judges == "tree" and head.state != "before":
+        expected = "before: nothing has read a tree's children when they are judged"
+        raise InputError("state", head.state, expected, "Leave it out.")
+
+
 def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHeadConfig:
-    """Settings of the head to train: its blocks from --init where there is one, and uncalibrated.
+    """Settings of the head to train: its shape from --init where there is one, and uncalibrated.
 
     Raises:
-        InputError: --init is no acceptance head, or a flag asks for other blocks than it has.
+        InputError: --init is no acceptance head, or a flag asks for another shape than it has.
     """
-    blocks: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "tied": False}
-    given = {name: getattr(config, name) for name in blocks if getattr(config, name) is not None}
+    config = filled(config)
+    shape = {name: getattr(config, name) for name in SHAPE}
     if config.init is not None:
         settings = starting_settings(config.init, "acceptance", hidden_size)
-        blocks = {name: getattr(settings, name) for name in blocks}
-        differing = [name for name, value in given.items() if blocks[name] != value]
+        differing = [name for name in SHAPE if shape[name] != getattr(settings, name)]
         if differing:
-            found = ", ".join(f"{name} {given[name]}" for name in differing)
-            expected = ", ".join(f"{name} {blocks[name]}" for name in differing)
+            found = ", ".join(f"{name} {shape[name]}" for name in differing)
+            expected = ", ".join(f"{name} {getattr(settings, name)}" for name in differing)
             remedy = "Leave the setting out, or train without --init."
             raise InputError("init", f"{found} asked of {config.init}", f"{expected}, as that head has", remedy)
-    return AcceptanceHeadConfig(hidden_size, w_acc=config.w_acc, w_rej=config.w_rej, **{**blocks, **given})
+    assert config.w_rej is not None
+    return AcceptanceHeadConfig(hidden_size, w_acc=config.w_acc, w_rej=config.w_rej, **shape)
 
 
 def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead:
@@ -146,6 +307,8 @@ def make_head(config: TrainAcceptanceConfig, hidden_size: int) -> AcceptanceHead
     return head
 
 
-def num_loss_tokens(data: Any) -> int:
-    """Drafted tokens of a collated batch."""
-    return int(data.loss_mask.sum())
+def num_loss_tokens(data: Any) -> float:
+    """Drafted tokens of a collated batch that count in the loss, by their weights where they have some."""
+    mask = data.loss_mask
+    weight = getattr(data, "weight", None)
+    return int(mask.sum()) if weight is None else float(weight[mask].double().sum())

@@ -45,13 +45,14 @@ class Part:
     """What one rank computes at once: a part of a step's batch.
 
     data: what the dataset's collate made of the samples. keys: which they are. tokens: how many of its tokens count in
-    the loss; step_tokens: in all parts of this step on this rank. first, last: of this step.
+    the loss, or the sum of their weights; step_tokens: in all parts of this step on this rank. first, last: of this
+    step.
     """
 
     data: Any
     keys: tuple[Key, ...]
-    tokens: int
-    step_tokens: int
+    tokens: float
+    step_tokens: float
     first: bool
     last: bool
 
@@ -201,7 +202,7 @@ class StepLoader:
     step's tokens, whatever the accumulation, the ranks and the strategy. It holds a step's parts in memory at once.
     """
 
-    def __init__(self, loader: DataLoader, steps: RankSteps, count: Callable[[Any], int], reached: Callable[[], int]):
+    def __init__(self, loader: DataLoader, steps: RankSteps, count: Callable[[Any], float], reached: Callable[[], int]):
         self._loader, self._steps, self._count, self._reached = loader, steps, count, reached
 
     def __len__(self) -> int:
@@ -209,7 +210,7 @@ class StepLoader:
         return self._steps.stop * self._steps.accumulate
 
     def __iter__(self) -> Iterator[Part]:
-        parts: list[tuple[tuple[Key, ...], Any, int]] = []
+        parts: list[tuple[tuple[Key, ...], Any, float]] = []
         for keys, data in self._loader:
             parts.append((keys, data, self._count(data)))
             if len(parts) == self._steps.accumulate:
@@ -258,7 +259,8 @@ class HeadDataModule(pl.LightningDataModule):
     """Training and validation batches of a head.
 
     train, val: dictionaries that hold `loss_mask`; validation sees them as they are in epoch 0. collate: list of items
-        -> a dataclass of tensors. count: how many tokens of such a batch count in the loss.
+        -> a dataclass of tensors. count: how many tokens of such a batch count in the loss, or the sum of their
+        weights, as the loss itself counts them.
     """
 
     def __init__(
@@ -266,7 +268,7 @@ class HeadDataModule(pl.LightningDataModule):
         train: Samples,
         val: Samples,
         collate: Callable[[list[Any]], Any],
-        count: Callable[[Any], int],
+        count: Callable[[Any], float],
         config: TrainConfig,
     ):
         super().__init__()

@@ -12,7 +12,7 @@ import shlex
 import signal
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,16 @@ class Provenance:
     """What a head was made from.
 
     job: `acceptance` or `eagle`. inputs: name -> digest of each artefact. read_model: identity of the model whose
-    hidden states the head reads. models: identities of all models concerned. sampling: what labels hold for, if any.
+    hidden states the head reads. models: identities of all models concerned. sampling: what labels hold for, if any;
+    labels: what kind they are, as the head's config.json says it.
     """
 
     job: str
     inputs: dict[str, str]
     read_model: dict[str, str]
     models: dict[str, Any]
-    sampling: dict[str, float] | None = None
+    sampling: dict[str, Any] | None = None
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 def finished(config: TrainConfig) -> Path | None:
@@ -245,6 +247,7 @@ def _head_saver(config: TrainConfig, provenance: Provenance, data: HeadDataModul
             "target": provenance.read_model,
             "models": provenance.models,
             "sampling": provenance.sampling,
+            **provenance.labels,
             "inputs": provenance.inputs,
             "samples": samples,
             "config": resolved(config),

@@ -120,7 +120,7 @@ class LitEagle(LitHead):
         lengths, config = self.lengths_of(part), self.head.config.llama
         rows = [max(length - LOOKAHEAD, 0) for length in lengths]
         online = features_flops(self.target.model, lengths) if part.data.features is None else 0.0
-        return online + eagle_training(config, rows, part.tokens, self._num_passes())
+        return online + eagle_training(config, rows, int(part.tokens), self._num_passes())
 
     def _noise_of(self, part: Part, features: Tensor) -> Tensor:
         """Noise like `features` that depends on (seed, epoch, sample) and not on what shares the sample's batch."""

@@ -100,7 +100,7 @@ class LitHead(pl.LightningModule):
         # DDP takes the mean over ranks and Lightning divides by the accumulated parts: undo both, for a sum.
         return output.loss * (part.tokens * num_ranks() * self.config.accumulate / self._step_tokens)
 
-    def _begin_step(self, own_tokens: int) -> None:
+    def _begin_step(self, own_tokens: float) -> None:
         """Agree with the other ranks on how many tokens the step counts, and on whether to stop after it."""
         self.bad_steps.begin()
         if num_ranks() == 1:
@@ -109,7 +109,7 @@ class LitHead(pl.LightningModule):
             flags = [own_tokens, *(self.signal_received == number for number in SIGNALS)]
             tokens, *received = total(torch.tensor(flags, dtype=torch.float64, device=self.device)).tolist()
             self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
-        self._step_tokens = max(tokens, 1.0)
+        self._step_tokens = tokens or 1.0  # no token counts: the loss is zero
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip, or leave the step out."""

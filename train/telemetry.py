@@ -54,10 +54,16 @@ MEASURED_FROM_STEPS = 50
 MEASURED_FOR_S = 0.2
 
 
+def llama_of(model: CausalLM) -> LlamaConfig | None:
+    """Sizes of a model that runs as a lean Llama."""
+    config = getattr(model, "config", None)
+    return config if isinstance(config, LlamaConfig) else None
+
+
 def features_flops(model: CausalLM, lengths: Sequence[int]) -> float:
     """A frozen model's forward over documents of these lengths, up to its last hidden states."""
-    config = getattr(model, "config", None)
-    if isinstance(config, LlamaConfig):
+    config = llama_of(model)
+    if config is not None:
         return flops.layers_forward(config, lengths)
     base = cast(Any, model).model.base_model  # a transformers model of any make (targets/hf.py)
     embeddings = base.get_input_embeddings().weight.numel()
@@ -201,6 +207,9 @@ class Telemetry(pl.Callback):
 
 
 def num_slots(part: Part) -> int:
-    """Places for tokens in a batch: elements of its first tensor, the token ids."""
+    """Places for tokens in a batch: as it says itself, or elements of its first tensor, the token ids."""
+    own = getattr(part.data, "num_slots", None)
+    if own is not None:
+        return own
     tensors = (getattr(part.data, field.name) for field in dataclasses.fields(part.data))
     return next(value.numel() for value in tensors if isinstance(value, Tensor))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +18,9 @@ from draftsmith.data.exchange.assistant import check_assistant
 from draftsmith.data.exchange.compare import DRAFT_STEPS, Measure, compare_acceptance, compare_eagle
 from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.facts import facts_of
-from draftsmith.data.exchange.probe import make_probes
+from draftsmith.data.exchange.probe import judged_tokens, make_probes
 from draftsmith.data.exchange.record import against_record, read_record
-from draftsmith.data.heads import HEADS, build_head, load_head
+from draftsmith.data.heads import HEADS, build_head, eagle_identity, load_head
 from draftsmith.data.models import load_lm
 from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.interop.base import Finding, Package, Reading, TargetFacts
@@ -28,7 +28,7 @@ from draftsmith.modules.interop.hf_assisted import FIELDS
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
-Format = Literal["eagle", "vllm", "sglang", "specdec_pp", "hf-assisted"]
+Format = Literal["eagle", "vllm", "sglang", "specdec_pp", "acceptance", "hf-assisted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,9 @@ class CheckConfig:
         directory: The directory to check.
         format: The system that is to read it.
         target: The target model; for hf-assisted too.
-        draft: The draft model whose hidden states an acceptance head reads (specdec_pp).
+        draft: The draft model whose hidden states an acceptance head reads (specdec_pp, acceptance).
+        eagle: The EAGLE head whose hidden states an acceptance head reads, where it is not a draft model; then with its
+            --target.
         head: The head that the directory was exported from, if it is at hand; else the directory itself, imported, is
             what logits are compared with.
         dtype: Type of the model that gives hidden states; auto takes what its checkpoint holds.
@@ -53,6 +55,7 @@ class CheckConfig:
     format: Format
     target: str | None = None
     draft: str | None = None
+    eagle: Path | None = None
     head: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
@@ -84,9 +87,10 @@ def run(config: CheckConfig) -> int:
             raise InputError("target", "none", "the target that the draft assists", "Pass --target.")
         report = report_of_assistant(config.directory, config.target)
     else:
-        path, lm = model_for(config.format, config.target, config.draft, config)
-        head = original(config.head, FORMATS[config.format], lm) if config.head is not None else None
-        report = check_head(config.directory, config.format, path, lm, head)
+        paths = {flag: getattr(config, flag) for flag in ("target", "draft", "eagle")}
+        drafter = drafter_for(config.format, paths, config)
+        head = original(config.head, FORMATS[config.format], drafter) if config.head is not None else None
+        report = check_head(config.directory, config.format, drafter, head)
     print_report(report, str(config.directory), config.format)
     return 1 if report.failures else 0
 
@@ -106,45 +110,62 @@ def report_of_assistant(directory: Path, target: str) -> Report:
     return report
 
 
-def model_for(format: str, target: str | None, draft: str | None, how: Any) -> tuple[str, CausalLM]:
-    """The model whose hidden states a head of this format reads: its path, and itself.
+@dataclass(frozen=True)
+class Drafter:
+    """What gives the hidden states that a head reads: a model by its path, with an EAGLE head on it where an acceptance
+    head reads that one's. identity: of the two."""
 
-    how: has the settings that say how it is loaded.
+    path: str
+    lm: CausalLM
+    identity: Mapping[str, str]
+    eagle: nn.Module | None = None
+
+
+def drafter_for(format: str, paths: Mapping[str, Any], how: Any) -> Drafter:
+    """What a head of this format reads. paths: by flag: target, draft, eagle. how: says how models are loaded.
+
+    Raises:
+        InputError: a model that is needed was not given.
     """
-    flag, path = ("target", target) if FORMATS[format] == "eagle" else ("draft", draft)
-    if path is None:
+    by_eagle = FORMATS[format] == "acceptance" and paths["eagle"] is not None and paths["draft"] is None
+    flag = "target" if FORMATS[format] == "eagle" or by_eagle else "draft"
+    if paths[flag] is None:
         whose = "the target" if flag == "target" else "the draft model whose hidden states the head reads"
         raise InputError(flag, "none", whose, f"Pass --{flag}.")
-    return path, load_lm(path, how.dtype, how.device, how.engine, how.trust_remote_code)
+    lm = load_lm(paths[flag], how.dtype, how.device, how.engine, how.trust_remote_code)
+    if not by_eagle:
+        return Drafter(paths[flag], lm, lm.info.identity)
+    return Drafter(paths[flag], lm, eagle_identity(paths["eagle"], lm), load_head(paths["eagle"], lm, kind="eagle"))
 
 
-def original(directory: Path, kind: str, lm: CausalLM) -> nn.Module:
+def original(directory: Path, kind: str, drafter: Drafter) -> nn.Module:
     """A head as it was trained, in the type of its file.
 
     Raises:
-        InputError: no head of this kind, or one for another model than `lm`.
+        InputError: no head of this kind, or one for another drafter.
     """
-    load_head(directory, lm, kind=kind)  # compares identities; the copy is in the model's type, which rounds
+    # Compares identities; the copy is in the model's type, which rounds.
+    load_head(directory, drafter.lm, kind=kind, identity=drafter.identity)
     return load_head(directory)
 
 
-def check_head(directory: Path, format: str, path: str, lm: CausalLM, head: nn.Module | None) -> Report:
+def check_head(directory: Path, format: str, drafter: Drafter, head: nn.Module | None) -> Report:
     """Everything that is known of a head's directory.
 
-    path, lm: the model it reads. head: the original, if there is one; else the directory is imported.
+    head: the original, if there is one; else the directory is imported.
     """
     module = importlib.import_module(f"draftsmith.modules.interop.{format}")
     package = read_package(str(directory))
     if package.config.get("kind") in HEADS:
         remedy = f"Write it for others: draftsmith export --format {format} --head {directory}"
         raise InputError("directory", f"{directory}, one of draftsmith's own heads", "another system's", remedy)
-    facts = facts_of(path, lm)
+    facts = facts_of(drafter.path, drafter.lm)
     reading: Reading = module.read(package, facts)
     report = Report(list(reading.findings), used=f"{len(reading.used)} of {len(package.tensors)} tensors used")
     record = read_record(directory)
     if record is not None:
         report.findings += against_record(record, reading, FORMATS[format])
-        report.findings += other_model(record, lm)
+        report.findings += other_model(record, drafter.identity)
     ours = head
     if ours is None:
         try:
@@ -153,34 +174,35 @@ def check_head(directory: Path, format: str, path: str, lm: CausalLM, head: nn.M
         except InputError as error:
             report.findings.append(Finding("error", "import", str(error)))
             return report
-    report.measures += measures_of(format, module, reading, ours.float(), path, lm, facts, package)
+    report.measures += measures_of(format, module, reading, ours.float(), drafter, facts, package)
     return report
 
 
-def other_model(record: dict[str, Any], lm: CausalLM) -> list[Finding]:
+def other_model(record: dict[str, Any], identity: Mapping[str, str]) -> list[Finding]:
     recorded = record["head"].get("target") or {}
-    differing = [key for key, value in recorded.items() if key in lm.info.identity and lm.info.identity[key] != value]
+    differing = [key for key, value in recorded.items() if key in identity and identity[key] != value]
     text = "is another than the model that the head was trained for"
     return [Finding("error", f"the model's {key}", text) for key in differing]
 
 
 @torch.no_grad()
 def measures_of(
-    format: str,
-    module: Any,
-    reading: Reading,
-    head: Any,
-    path: str,
-    lm: CausalLM,
-    facts: TargetFacts,
-    package: Package,
+    format: str, module: Any, reading: Reading, head: Any, drafter: Drafter, facts: TargetFacts, package: Package
 ) -> list[Measure]:
+    path, lm = drafter.path, drafter.lm
     if FORMATS[format] == "eagle":
         # A draft goes on behind a probe's end, and has to have positions there.
         probes = make_probes(path, lm, min(head.config.llama.max_position, lm.info.max_position) - DRAFT_STEPS)
         return compare_eagle(reading, head, facts, probes, package)
-    states = torch.cat([probe.features[probe.start :] for probe in make_probes(path, lm, lm.info.max_position)])
-    return compare_acceptance(module.accept_prob(reading, states), torch.sigmoid(head(states)))
+    tokens = judged_tokens(make_probes(path, lm, lm.info.max_position), lm, drafter.eagle)
+    if format == "specdec_pp":
+        return compare_acceptance(module.accept_prob(reading, tokens.after), torch.sigmoid(head(tokens.after)))
+    hidden = tokens.after if head.config.state == "after" else tokens.before
+    numbers = head.feature_values(tokens.known) if head.config.features else None
+    ours = torch.sigmoid(
+        head.calibrated(head(hidden, tokens.embeds if head.config.state == "before" else None, numbers))
+    )
+    return compare_acceptance(module.accept_prob(reading, tokens.by_name()), ours)
 
 
 def print_report(report: Report, directory: str, format: str) -> None:

@@ -20,7 +20,7 @@ from draftsmith.data.exchange.check import (
     Format,
     Report,
     check_head,
-    model_for,
+    drafter_for,
     original,
     print_report,
     report_of_assistant,
@@ -45,12 +45,15 @@ class ExportConfig:
 
     Attributes:
         format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE heads; specdec_pp an acceptance head with tied
-            blocks; hf-assisted a draft model, for transformers' assisted generation.
+            blocks; acceptance any acceptance head, with a statement of what a server must feed it; hf-assisted a draft
+            model, for transformers' assisted generation.
         output: The directory to write; it must not exist.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
         draft: The draft model to be exported as hf-assisted, or whose hidden states an acceptance head reads (default:
             the one named in its manifest).
+        eagle: The EAGLE head whose hidden states an acceptance head reads, where it is not a draft model (default: the
+            one named in its manifest).
         results: Directory of an `eval bench` with this draft, for hf-assisted: the fastest settings are taken from it.
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
             else 5 (20 with a stop rule).
@@ -67,6 +70,7 @@ class ExportConfig:
     head: Path | None = None
     target: str | None = None
     draft: str | None = None
+    eagle: Path | None = None
     results: Path | None = None
     num_drafted: int = 0
     weights: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -113,15 +117,17 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     recorded = manifest.get("config") or manifest.get("imported") or {}
     if kind == "acceptance" and config.weights not in ("auto", "float32"):
         raise InputError("weights", config.weights, f"float32: {config.format} reads nothing else", "Leave it out.")
-    path, lm = model_for(
-        config.format, config.target or recorded.get("target"), config.draft or recorded.get("draft"), config
-    )
-    head: Any = original(config.head, kind, lm)
+    paths = {flag: getattr(config, flag) or recorded.get(flag) for flag in ("target", "draft", "eagle")}
+    drafter = drafter_for(config.format, paths, config)
+    head: Any = original(config.head, kind, drafter)
     state = exported_state(head, config.weights)
     module = importlib.import_module(f"draftsmith.modules.interop.{config.format}")
     package: Package = module.write(head.config, state, next(iter(state.values())).dtype)
     if kind == "eagle":
-        package = dataclasses.replace(package, config={**package.config, **served_dtype(path)})
+        package = dataclasses.replace(package, config={**package.config, **served_dtype(drafter.path)})
+    elif config.format == "acceptance":
+        known = {name: manifest.get(name) for name in ("drafter", "sampling")}
+        package = dataclasses.replace(package, config={**package.config, **known})
     write_package(directory, package)
     origin = {
         "path": str(config.head),
@@ -131,9 +137,11 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     # By the names that the check reads: ours for EAGLE heads, the format's own for acceptance heads.
     tensors = state if kind == "eagle" else package.tensors
     write_json(directory / RECORD, make_record(config.format, head.config, tensors, origin, made_with()))
-    report = check_head(directory, config.format, path, lm, build_head(kind, head.config, state))
-    verifier = {"verifier": resolve_model(config.target)} if kind == "acceptance" and config.target else {}
-    command = module.serve(resolve_model(path), str(config.output), num_drafted(config, kind), **verifier)
+    report = check_head(directory, config.format, drafter, build_head(kind, head.config, state))
+    more = {"verifier": resolve_model(config.target)} if config.format == "specdec_pp" and config.target else {}
+    if config.format == "acceptance" and drafter.eagle is not None:
+        more["eagle"] = str(paths["eagle"])
+    command = module.serve(resolve_model(drafter.path), str(config.output), num_drafted(config, kind), **more)
     export = {
         "format": config.format,
         "command": command,

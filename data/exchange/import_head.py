@@ -41,7 +41,8 @@ class ImportConfig:
         output: The head directory to write; it must not exist.
         target: The model that an EAGLE head drafts for. It is recorded, and the head is refused on other models.
         draft: The draft model that an acceptance head was trained for; recorded in the same way.
-        format: Whose head it is: eagle (SafeAILab), vllm, sglang, specdec_pp; auto finds out.
+        format: Whose head it is: eagle (SafeAILab), vllm, sglang, specdec_pp, or acceptance, which export writes; auto
+            finds out.
         w_rej: Loss weight of rejected tokens that an acceptance head was trained with (SpecDec_pp's
             --weight_mismatch), which no file says; it corrects the calibrated output.
         engine: How the target or draft is read; lean for Llama-family weights, hf for any transformers model.
@@ -52,7 +53,7 @@ class ImportConfig:
     output: Path
     target: str | None = None
     draft: str | None = None
-    format: Literal["auto", "eagle", "vllm", "sglang", "specdec_pp"] = "auto"
+    format: Literal["auto", "eagle", "vllm", "sglang", "specdec_pp", "acceptance"] = "auto"
     w_rej: float = 1.0
     engine: Literal["auto", "lean", "hf"] = "auto"
     trust_remote_code: bool = False
@@ -87,7 +88,7 @@ def run(config: ImportConfig) -> Path:
     _check_flags(config, kind, producer)
     model = _read_model(config, READS[kind])
     parsed = importlib.import_module(f"draftsmith.modules.interop.{producer}").parse(package, model.facts)
-    parsed = _with_run_time_values(config, kind, parsed)
+    parsed = _with_run_time_values(config, parsed)
     if model.info is not None:
         settings = dataclasses.asdict(parsed.config)
         check_sizes("head", config.directory, settings, model.info.hidden_size, model.info.vocab_size)
@@ -104,8 +105,8 @@ def _check_flags(config: ImportConfig, kind: str, producer: str) -> None:
         if other != kind and getattr(config, flag) is not None:
             expected = f"--{READS[kind]}: this is an {kind} head ({producer})"
             raise InputError(flag, getattr(config, flag), expected, f"Pass --{READS[kind]} in its place.")
-    if kind != "acceptance" and config.w_rej != 1.0:
-        raise InputError("w_rej", config.w_rej, f"an acceptance head: this is an {kind} head", "Leave it out.")
+    if producer != "specdec_pp" and config.w_rej != 1.0:
+        raise InputError("w_rej", config.w_rej, f"a head of specdec_pp: this is one of {producer}", "Leave it out.")
 
 
 def _read_model(config: ImportConfig, flag: str) -> ReadModel:
@@ -117,8 +118,8 @@ def _read_model(config: ImportConfig, flag: str) -> ReadModel:
     return ReadModel(path, facts_of(path, lm), lm.info, models)
 
 
-def _with_run_time_values(config: ImportConfig, kind: str, parsed: Parsed) -> Parsed:
-    if kind != "acceptance" or config.w_rej == 1.0:
+def _with_run_time_values(config: ImportConfig, parsed: Parsed) -> Parsed:
+    if config.w_rej == 1.0:
         return parsed
     changed = dataclasses.replace(parsed.config, w_rej=config.w_rej)
     notes = [note for note in parsed.notes if note != UNCORRECTED]

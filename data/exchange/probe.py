@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from draftsmith.data.batched import answer
 from draftsmith.data.models import load_tokenizer
 from draftsmith.data.template import prompt_ids
+from draftsmith.modules.decoding.confidence import Confidences, confidences_of
+from draftsmith.modules.heads.acceptance import Feature, feature_value
 from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.hf import HFLM
@@ -43,6 +46,9 @@ def close(self):
     self.path = None""",
 )
 MAX_NEW_TOKENS = 80
+# The first token of a text that an EAGLE head has a state before: it reads tokens in pairs.
+FIRST_JUDGED = 2
+DEPTHS = 8
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,47 @@ class Probe:
     start: int
     features: Tensor
     before_norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """N tokens of probes with all that an acceptance head may read of them, in float32.
+
+    before, after, embeds: [N, H]. known: of the draft's law at temperature 1; places in the draft are counted from 1 to
+    DEPTHS and again, as no draft was made.
+    """
+
+    before: Tensor
+    after: Tensor
+    embeds: Tensor
+    known: Confidences
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Name -> [N, size], by the names of `interop.acceptance.inputs_of`."""
+        numbers = {name: feature_value(name, self.known)[:, None] for name in get_args(Feature)}
+        return {"state_before": self.before, "state_after": self.after, "embedding": self.embeds, **numbers}
+
+
+def judged_tokens(probes: Sequence[Probe], lm: CausalLM, eagle: Any | None = None) -> Judged:
+    """The answers' tokens as the draft model `lm` reads them, or an EAGLE head that drafts for it."""
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for probe in probes:
+        ids = probe.ids.to(lm.device)
+        embeds = lm.embed(ids)
+        states = probe.features.to(embeds)
+        if eagle is not None:  # row t has read x_{t+1}; nothing has read x_0 alone
+            states = torch.cat([states[:1], eagle(embeds[None, 1:], states[None, :-1])[0]])
+        first = max(probe.start, FIRST_JUDGED)
+        parts.append((states[first - 1 : -1], states[first:], embeds[first:]))
+    before, after, embeds = (torch.cat(part) for part in zip(*parts, strict=True))
+    ids = torch.cat([probe.ids[max(probe.start, FIRST_JUDGED) :] for probe in probes]).to(lm.device)
+    depth = torch.arange(len(ids), device=lm.device) % DEPTHS + 1
+    laws = lm.lm_head(before).float().softmax(-1)
+    known = confidences_of(laws, ids, depth, torch.ones_like(depth))
+    # What the texts repeat does not matter: any numbers will do that a head may meet.
+    known = dataclasses.replace(known, repeat=(ids % 5 - 2).float())
+    known = Confidences(*(getattr(known, field.name).cpu() for field in dataclasses.fields(known)))
+    return Judged(*(states.float().cpu() for states in (before, after, embeds)), known)
 
 
 @torch.inference_mode()

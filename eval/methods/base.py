@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -22,6 +22,7 @@ class Models:
 
     paths: flag (`target`, `draft`, ...) -> what the user passed, for methods that load models in their own way.
     capacity: most tokens that a sequence of this run can hold, drafts included.
+    measured: what was measured of these models in this run, by name, so that it is measured once (`eval.tree_times`).
     step_costs: what `step_cost` has measured in this run.
     """
 
@@ -32,6 +33,7 @@ class Models:
     acceptance: nn.Module | None = None
     paths: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     capacity: int = 0
+    measured: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     step_costs: dict[str, float] = dataclasses.field(default_factory=dict)
 
 

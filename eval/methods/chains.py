@@ -233,17 +233,19 @@ class HeadByCost(CostAware):
 class Online(CostAware):
     """The same without a head: a logistic of the draft's own confidence, which learns from every verdict.
 
-    by: q, the probability of the drafted token; max_q, of the most probable one.
+    by: q, the probability of the drafted token; max_q, of the most probable one. repeats: whether the token goes on
+        with a repetition of the text counts too.
     """
 
     by: ConfidenceName = "q"
+    repeats: bool = True
 
     def judges(self, models: Models, count: int) -> Sequence[Judge]:
         from draftsmith.modules.decoding.online_logistic import OnlineLogistic
         from draftsmith.modules.decoding.policies import OnlineJudge
 
-        model = OnlineLogistic()
-        return [OnlineJudge(self.by, model) for _ in range(count)]
+        model = OnlineLogistic(1 + self.repeats)
+        return [OnlineJudge(self.by, self.repeats, model) for _ in range(count)]
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import yaml
 
 from draftsmith.eval.methods.base import Method, Models, at_least, at_most
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.decoding.tree import StaticTree, num_candidates
 from draftsmith.modules.types import InputError
 
+if TYPE_CHECKING:
+    from draftsmith.modules.heads.acceptance import AcceptanceHead
+
+MOST_LEVELS = 10  # expansions of a tree of depth=auto
 MAX_NODES = 128  # what a session of the target has room for (`modules.decoding.loop.generate`)
 
 
@@ -63,28 +68,85 @@ class EagleStaticTree(Method):
 class Eagle2(Method):
     """EAGLE-2's dynamic tree: the topk best nodes of a level are expanded depth times, the nodes best are verified.
 
-    value: off ranks by a node's own confidence. rerank: off keeps the expanded nodes, level by level.
+    nodes: auto takes as many in every round as are worth their time on this machine, which is measured once.
+    depth: auto, with nodes=auto, expands as often in every round as is worth its time.
+    value: what nodes are ranked by. on: the product of confidences along the path; off: a node's own confidence; head:
+        the product of an acceptance head's probabilities.
+    rerank: off keeps the expanded nodes, level by level.
     """
 
-    nodes: int = 60
-    depth: int = 6
+    nodes: int | Literal["auto"] = 60
+    depth: int | Literal["auto"] = 6
     topk: int = 10
-    value: bool = True
+    value: Literal["on", "off", "head"] = "on"
     rerank: bool = True
     uses = ("eagle",)
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "depth", "topk"):
-            at_least(name, getattr(self, name), 1)
+        for name, value in (("depth", self.most_depth), ("topk", self.topk)):
+            at_least(name, value, 1)
+        if self.depth == "auto" and self.nodes != "auto":
+            raise InputError("depth", f"auto with nodes={self.nodes}", "nodes=auto with it", "Give a depth.")
+        if self.nodes == "auto":
+            if self.value == "off" or not self.rerank:
+                found = "auto with value=off or rerank=off"
+                raise InputError("nodes", found, "values that are probabilities", "Give a number of nodes.")
+            return
+        at_least("nodes", self.nodes, 1)
         at_most("nodes", self.nodes, MAX_NODES)
-        candidates = self.topk * (1 + self.depth * (self.topk if self.rerank else 1))
-        at_most("nodes", self.nodes, candidates)
+        at_most("nodes", self.nodes, self.num_candidates)
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes that a tree may be chosen from."""
+        if self.rerank:
+            return num_candidates(self.topk, self.most_depth + 1)
+        return self.topk * (self.most_depth + 1)
+
+    @property
+    def most_depth(self) -> int:
+        """`depth`, or what auto may take."""
+        return MOST_LEVELS if self.depth == "auto" else self.depth
+
+    @property
+    def most_nodes(self) -> int:
+        """`nodes`, or as many as auto may take."""
+        return min(MAX_NODES, self.num_candidates) if self.nodes == "auto" else self.nodes
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("eagle", "acceptance") if self.value == "head" else self.uses
 
     def build(self, models: Models) -> Drafter | None:
+        from draftsmith.eval.tree_times import tree_times
+        from draftsmith.modules.decoding.nodes import TreeRule
         from draftsmith.modules.heads.eagle import EagleHead
         from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
 
         assert isinstance(models.eagle, EagleHead)
         at_most("topk", self.topk, models.target.info.vocab_size)
-        shape = DynamicTree(self.nodes, self.depth, self.topk, self.value, self.rerank)
-        return EagleTreeDrafter(models.eagle, models.target, shape, models.capacity)
+        judge = tree_judge(models) if self.value == "head" else None
+        rule = TreeRule(tree_times(models, self), self.depth == "auto") if self.nodes == "auto" else None
+        shape = DynamicTree(self.most_nodes, self.most_depth, self.topk, self.value != "off", self.rerank)
+        return EagleTreeDrafter(models.eagle, models.target, shape, models.capacity, judge=judge, rule=rule)
+
+
+def tree_judge(models: Models) -> AcceptanceHead:
+    """The run's acceptance head, which has to judge a tree's nodes.
+
+    Raises:
+        InputError: one that judges the drafted token of a chain, whose P is another, or that reads a node's own state,
+            which only its expansion would give.
+    """
+    from draftsmith.modules.heads.acceptance import AcceptanceHead
+
+    head = models.acceptance
+    assert isinstance(head, AcceptanceHead)
+    remedy = "Train one: draftsmith train acceptance --judges tree --state before, on labels made with --children."
+    if head.config.judges != "tree":
+        found = "a head that judges the drafted tokens of a chain"
+        raise InputError("acceptance, value=head", found, "a head that judges a tree's children", remedy)
+    if head.config.state != "before":
+        found = "a head that reads the state after the token"
+        raise InputError("acceptance, value=head", found, "a head that reads the state before it", remedy)
+    return head

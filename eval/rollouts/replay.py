@@ -11,10 +11,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from draftsmith.eval.rollouts.record import num_candidates
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Floats, Ints, TreeRollouts
+from draftsmith.modules.decoding.nodes import TreeRule
 from draftsmith.modules.decoding.stop import RunningEntropy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.decoding.tree import num_candidates
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 
 # A round by its row: (how many tokens it may draft) -> (drafted, accepted, the drafter's forwards).
@@ -70,20 +71,20 @@ def oracle(rollouts: ChainRollouts) -> Ints:
 def replay(rollouts: ChainRollouts, lengths: Ints, calls_per_token: int = 1) -> list[DecodeTrace]:
     """One trace an answer. lengths [S]: tokens that the policy drafts in a round that begins there, 0 or more.
     calls_per_token: forwards of the drafter, 0 for a lookup."""
-    available, accepted = np.minimum(rollouts.available(), lengths), _accepted(rollouts)
+    available, accepted = np.minimum(rollouts.available(), lengths), accepted_of(rollouts)
 
     def play(row: int, most: int) -> tuple[int, int, int]:
         drafted = min(int(available[row]), most)
         return drafted, min(drafted, int(accepted[row])), drafted * calls_per_token
 
-    return [_walk(answer, first, play) for answer, first in _first_rows(rollouts)]
+    return [walk_rounds(answer, first, play) for answer, first in first_rows(rollouts)]
 
 
 def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
     """One trace an answer, of HSDDW's self-verification: stop at the first token whose law has more entropy than the
     running mean at rejected tokens, which is 0 before the first rejection; at most k."""
     assert 1 <= k <= rollouts.depth
-    available, accepted = np.minimum(rollouts.available(), k), _accepted(rollouts)
+    available, accepted = np.minimum(rollouts.available(), k), accepted_of(rollouts)
     policy = RunningEntropy()
 
     def play(row: int, most: int) -> tuple[int, int, int]:
@@ -96,41 +97,54 @@ def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
         return drafted, kept, drafted
 
     traces = []
-    for answer, first in _first_rows(rollouts):
+    for answer, first in first_rows(rollouts):
         policy.reset()
-        traces.append(_walk(answer, first, play))
+        traces.append(walk_rounds(answer, first, play))
     return traces
 
 
-def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int) -> list[DecodeTrace]:
-    """One trace an answer, of `DynamicTree(nodes, depth, topk)`."""
+def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int, rule: TreeRule | None = None) -> list[DecodeTrace]:
+    """One trace an answer, of `DynamicTree(nodes, depth, topk)`. rule: ends the draft where it chooses, takes as
+    many of the nodes as it chooses, and learns on from answer to answer."""
     assert 1 <= depth <= rollouts.depth and nodes >= 1
     most_levels = np.full(len(rollouts.start), depth + 1) if rollouts.levels is None else rollouts.levels
-    in_tree = (rollouts.rank >= 0) & (rollouts.rank < nodes)
-    accepted = np.cumprod(in_tree, axis=2).sum(2)  # [S, D]: for trees of at most d + 1 levels
 
     def play(row: int, most: int) -> tuple[int, int, int]:
         levels = min(depth + 1, int(most_levels[row]), most)
         if levels < 1:
             return 0, 0, 0
-        return min(nodes, num_candidates(rollouts.topk, levels)), int(accepted[row, levels - 1]), levels
+        if rule is not None:
+            assert rollouts.values is not None and rollouts.frontier is not None
+            grown = (n for n in range(1, levels) if not rule.deeper(rollouts.frontier[row, n - 1].tolist))
+            levels = next(grown, levels)
+        taken = min(nodes, num_candidates(rollouts.topk, levels))
+        if rule is not None:
+            assert rollouts.values.shape[2] >= taken
+            taken = rule.choose(rollouts.values[row, levels - 1, :taken].tolist())
+        rank = rollouts.rank[row, levels - 1]
+        outside = np.flatnonzero((rank < 0) | (rank >= taken))
+        accepted = int(outside[0]) if len(outside) else len(rank)
+        text = rollouts.answers[rollouts.answer[row]].tokens
+        if rule is not None and rollouts.start[row] + accepted + 1 < len(text):  # drafters never hear of the last round
+            rule.observe(taken, levels, accepted)
+        return taken, accepted, levels
 
-    return [_walk(answer, first, play) for answer, first in _first_rows(rollouts)]
+    return [walk_rounds(answer, first, play) for answer, first in first_rows(rollouts)]
 
 
-def _accepted(rollouts: ChainRollouts) -> Ints:
+def accepted_of(rollouts: ChainRollouts) -> Ints:
     """[S]: of a draft of K tokens, those after the answer's end token too."""
     return rollouts.num_accepted if rollouts.past_end is None else rollouts.num_accepted + rollouts.past_end
 
 
-def _first_rows(rollouts: ChainRollouts | TreeRollouts) -> list[tuple[Answer, int]]:
+def first_rows(rollouts: ChainRollouts | TreeRollouts) -> list[tuple[Answer, int]]:
     """Every answer with the row of the round that begins before its token 1."""
     counts = np.bincount(rollouts.answer, minlength=len(rollouts.answers))
     first = np.concatenate([[0], counts.cumsum()[:-1]])
     return list(zip(rollouts.answers, first.tolist(), strict=True))
 
 
-def _walk(answer: Answer, first: int, play: PlayRound) -> DecodeTrace:
+def walk_rounds(answer: Answer, first: int, play: PlayRound) -> DecodeTrace:
     """The rounds of one answer, as `generate` cuts them."""
     trace, emitted, length = DecodeTrace(prefill_emitted=1), 1, len(answer.tokens)
     while emitted < length:

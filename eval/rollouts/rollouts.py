@@ -45,7 +45,12 @@ class ChainRollouts:
     what is left of X. log_q, log_max_q, entropy [S, K]: of the law that token was drawn from (greedy: the draft's
     softmax), log q of the token itself, nats. accept_prob, overlap [S, K]: min(1, p/q) of the token (greedy: 1 or 0)
     and sum_v min(p, q) (greedy: the same), down to and with the first rejected token; NaN below it and beyond X's end.
-    heads: label -> raw logits [S, K] of an acceptance head for each token, once the drafter has read it.
+    heads: label -> raw logits [S, K] of an acceptance head for each token; of one that reads the state after it, NaN
+    where the drafter has not read the token.
+    accept_along [S, K]: min(1, p/q) of every drafted token where the target reads the draft itself, so below the first
+    rejection too: what a policy that knew p and q would look at. None: not asked for, or greedy.
+    repeat [S, K]: how each token goes on with a repetition of prompt and answer (`decoding.repeats.Repeats.score`).
+    None: not looked for.
     past_end [S]: drafted tokens accepted after X's end token, where all before them were: what the target would have
     gone on with counts in a round's `num_accepted`, though it is never emitted. None: no answer was read on.
     Where the drafter's context ends, drafts are shorter: token is -1 there, and the floats are NaN.
@@ -63,6 +68,8 @@ class ChainRollouts:
     overlap: Floats
     heads: Mapping[str, Floats] = field(default_factory=dict)
     past_end: Ints | None = None
+    accept_along: Floats | None = None
+    repeat: Floats | None = None
 
     @property
     def depth(self) -> int:
@@ -85,10 +92,13 @@ class TreeRollouts:
     rank [S, D, D]: for trees of at most d+1 levels ([:, d]), the place that the candidate on X at level j+1 has among
     all candidates of these levels, by value, best first; -1 where no candidate is on X. A tree of m nodes holds
     exactly the candidates of rank < m, so it accepts as many levels as ranks below m follow each other. confidence,
-    on_text [S, D]: of the best child of the node on X at level j: its own confidence (probability by the head), and
-    whether X goes on with it; NaN where the walk has left the tree, or X is over.
+    on_text [S, D]: of the head's first child of the node on X at level j: its own confidence (probability by the head
+    that gives values), and whether X goes on with it; NaN where the walk has left the tree, or X is over.
     levels [S]: that the drafter's context allowed, D where None. place [S, D]: of the children of the node on X at
     level j the one on X, 0 for the most probable, -1 where it is not among the topk, or where `confidence` is NaN.
+    values [S, D, M]: of trees of at most d+1 levels ([:, d]) the values of the best M candidates, best first, which are
+    logarithms of probabilities; -inf where there are fewer. frontier [S, D, topk]: the same of the nodes of level j
+    that are expanded, or would be next. None: not recorded.
     `rank` goes on past X's end token, with what the target would have gone on with, as a round's `num_accepted` does.
     """
 
@@ -101,6 +111,8 @@ class TreeRollouts:
     on_text: Floats
     levels: Ints | None = None
     place: Ints | None = None
+    values: Floats | None = None
+    frontier: Floats | None = None
 
     @property
     def depth(self) -> int:

@@ -11,8 +11,9 @@ from draftsmith.eval.figures import Figure
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.methods.trees import read_tree
-from draftsmith.eval.rollouts.record import record_trees
+from draftsmith.eval.rollouts.record import Recording
 from draftsmith.eval.rollouts.replay import replay_tree
+from draftsmith.eval.rollouts.trees import TreeRecorder, record_trees
 from draftsmith.eval.studies.common import (
     Ground,
     StudyConfig,
@@ -158,9 +159,8 @@ def watch(config: Eagle2Config, ground: Ground, label: str, params: SamplingPara
 def replays(config: Eagle2Config, ground: Ground, params: SamplingParams) -> dict[Size, Totals]:
     """Counts of every size, from one recording of the largest trees."""
     depth = max(size.depth for size in config.sizes)
-    rollouts = record_trees(
-        ground.models, ground.prompts, params, config.topk, depth, config.max_new_tokens, config.seed, ground.eos_ids
-    )
+    how = Recording(params, depth, config.max_new_tokens, config.seed, ground.eos_ids)
+    rollouts = record_trees(TreeRecorder(ground.models, config.topk, how), ground.prompts)
     return {size: pool(replay_tree(rollouts, size.nodes, size.depth)) for size in config.sizes}
 
 

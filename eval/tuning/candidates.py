@@ -14,9 +14,9 @@ from draftsmith.eval.methods.chains import ConfidenceStop, FixedK, SelfVerificat
 from draftsmith.eval.methods.lookups import PromptLookup
 from draftsmith.eval.methods.trees import MAX_NODES, Eagle2
 from draftsmith.eval.rollouts import replay
-from draftsmith.eval.rollouts.record import num_candidates
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Ints, TreeRollouts
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
+from draftsmith.modules.decoding.tree import num_candidates
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 
 HEAD = "acceptance"  # label of its logits in the rollouts
@@ -87,8 +87,8 @@ class Recorded:
         if named.label == AR:
             return [alone(answer) for answer in self.answers]
         if isinstance(method, Eagle2):
-            assert method.value and method.rerank
-            return replay.replay_tree(self.trees[method.topk], method.nodes, method.depth)
+            assert method.value == "on" and method.rerank and method.nodes != "auto"
+            return replay.replay_tree(self.trees[method.topk], method.nodes, method.most_depth)
         if isinstance(method, PromptLookup):
             lookups = self.lookups[method.ngram]
             return replay.replay(lookups, replay.fixed_k(lookups, method.k), calls_per_token=0)

@@ -29,8 +29,9 @@ from draftsmith.eval.methods.base import Models, Named, at_least
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.provenance import RESULTS, describe
 from draftsmith.eval.rollouts.lookup import record_lookup
-from draftsmith.eval.rollouts.record import Answers, ChainRecorder, Recording, TreeRecorder
+from draftsmith.eval.rollouts.record import Answers, ChainRecorder, Recording
 from draftsmith.eval.rollouts.rollouts import joined
+from draftsmith.eval.rollouts.trees import TreeRecorder
 from draftsmith.eval.summary import Clock as ClockName
 from draftsmith.eval.summary import tokens_per_s
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes

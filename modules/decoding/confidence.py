@@ -30,13 +30,15 @@ class Confidence(NamedTuple):
 
 @dataclass(frozen=True)
 class Confidences:
-    """The same of many tokens, float32 [..]; their places in the round, from 1, and the temperatures of their laws."""
+    """The same of many tokens, float32 [..]; their places in the round, from 1; the temperatures of their laws; and,
+    where it was looked for, how they go on with repetitions of the text (`repeats.Repeats.score`)."""
 
     log_q: Tensor
     log_max_q: Tensor
     entropy: Tensor
     depth: Tensor
     temperature: Tensor
+    repeat: Tensor | None = None
 
 
 def draft_law(view: DraftView) -> Tensor:
@@ -78,6 +80,19 @@ def confidences_of(laws: Tensor, tokens: Tensor, depth: Tensor, temperature: Ten
     """Of tokens [..] and the laws [.., V] that they were drawn from."""
     own = laws.gather(-1, tokens[..., None])[..., 0]
     return Confidences(own.log(), laws.amax(-1).log(), entropies(laws), depth.float(), temperature.float())
+
+
+def confidences_of_children(laws: Tensor, tokens: Tensor, depth: int, temperature: float) -> Confidences:
+    """Of k tokens [n, k] that may follow each of n laws [n, V], all at one depth; every number is [n, k]."""
+    own = laws.gather(-1, tokens).log()
+
+    def same(values: Tensor) -> Tensor:
+        return values[:, None].expand_as(own)
+
+    def all_of(value: float) -> Tensor:
+        return torch.full_like(own, value)
+
+    return Confidences(own, same(laws.amax(-1).log()), same(entropies(laws)), all_of(depth), all_of(temperature))
 
 
 def entropies(laws: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from draftsmith.modules.decoding.confidence import log_odds, log_prob_of
 from draftsmith.modules.decoding.online_logistic import OnlineLogistic
 from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.decoding.repeats import RepeatScores
 
 ConfidenceName = Literal["q", "max_q"]
 
@@ -24,6 +25,9 @@ class Judge(Protocol):
 
     late: bool
     learns: bool
+
+    def reset(self) -> None:
+        """A new prompt begins; what was learned lasts."""
 
     def start_round(self) -> None:
         """A new draft begins."""
@@ -61,6 +65,26 @@ class ThresholdRule:
         """Nothing is learned."""
 
 
+class RecentRatio:
+    """A ratio of two sums over all rounds and requests so far, of which the last `MEMORY` or so count: what is decoded
+    changes with time."""
+
+    MEMORY = 500
+
+    def __init__(self, above: float, below: float):
+        """The sums before the first round, as if one had been."""
+        self._above, self._below = above, below
+
+    @property
+    def value(self) -> float:
+        return self._above / self._below
+
+    def add(self, above: float, below: float) -> None:
+        """What one more round adds to the sums."""
+        kept = 1 - 1 / self.MEMORY
+        self._above, self._below = kept * self._above + above, kept * self._below + below
+
+
 class CostRule:
     """Enough once one more token is worth less than its time.
 
@@ -69,41 +93,32 @@ class CostRule:
     the pace so far would have brought c x pace tokens. Stopping where the first is less than the second maximises
     tokens by time in the long run, when `pace` is that maximum (a ratio of expectations; Dinkelbach 1967), which the
     pace reached comes close to. So no threshold is to be chosen.
-
-    pace and acceptance are means over all rounds and requests so far, the last `MEMORY` rounds or so: what is decoded
-    changes with time.
     """
-
-    MEMORY = 500
 
     def __init__(self, c: float):
         """c: time of drafting one more token, and of verifying it, by the time of a round without a draft."""
         assert c > 0
         self.c = c
         # As if one round had been: a draft of one token, accepted half of the time.
-        self._tokens, self._time = 1.5, 1 + c
-        self._accepted, self._judged = 0.5, 1.0
+        self._pace, self._acceptance = RecentRatio(1.5, 1 + c), RecentRatio(0.5, 1.0)
 
     @property
     def pace(self) -> float:
         """Tokens by time, so far."""
-        return self._tokens / self._time
+        return self._pace.value
 
     @property
     def acceptance(self) -> float:
         """Accepted tokens by tokens that were judged, so far: those behind the first rejected one are not."""
-        return self._accepted / self._judged
+        return self._acceptance.value
 
     def enough(self, survival: float, unjudged: int) -> bool:
         acceptance = self.acceptance
         return survival * acceptance ** (1 + unjudged) < self.c * self.pace
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        kept = 1 - 1 / self.MEMORY
-        self._tokens = kept * self._tokens + num_accepted + 1
-        self._time = kept * self._time + 1 + self.c * num_drafted
-        self._accepted = kept * self._accepted + num_accepted
-        self._judged = kept * self._judged + min(num_accepted + 1, num_drafted)
+        self._pace.add(num_accepted + 1, 1 + self.c * num_drafted)
+        self._acceptance.add(num_accepted, min(num_accepted + 1, num_drafted))
 
 
 class JudgedStop:
@@ -126,7 +141,7 @@ class JudgedStop:
         return (self.rule, self.judge.model) if isinstance(self.judge, OnlineJudge) else (self.rule,)
 
     def reset(self) -> None:
-        """Nothing is remembered of a prompt."""
+        self.judge.reset()
 
     def start_round(self) -> None:
         self._survival, self.probs = 1.0, []
@@ -149,22 +164,31 @@ class JudgedStop:
 
 
 class OnlineJudge:
-    """Predicts from the draft's own confidence, by a logistic fit to the verdicts so far: no training before."""
+    """Predicts from the draft's own confidence and from repetitions of the text, by a logistic fit to the verdicts so
+    far: no training before."""
 
     late, learns = False, True
 
-    def __init__(self, confidence: ConfidenceName = "q", model: OnlineLogistic | None = None):
-        """confidence: of the token, or of the law's most probable one. model: one that others learn with."""
-        self.model = model or OnlineLogistic()
-        self._best = confidence == "max_q"
-        self._seen: list[float] = []
+    def __init__(self, confidence: ConfidenceName = "q", repeats: bool = True, model: OnlineLogistic | None = None):
+        """confidence: of the token, or of the law's most probable one. repeats: see `repeats.Repeats.score`. model: one
+        that others learn with."""
+        self._best, self._repeats = confidence == "max_q", RepeatScores() if repeats else None
+        self.model = model or OnlineLogistic(1 + repeats)
+        self._seen: list[tuple[float, ...]] = []
+
+    def reset(self) -> None:
+        if self._repeats is not None:
+            self._repeats.reset()
 
     def start_round(self) -> None:
         self._seen = []
 
     def prob(self, view: DraftView) -> float:
-        self._seen.append(log_odds(self.log_prob(view)))
-        return self.model.prob(self._seen[-1])
+        known: tuple[float, ...] = (log_odds(self.log_prob(view)),)
+        if self._repeats is not None:
+            known = (*known, self._repeats.score(view))
+        self._seen.append(known)
+        return self.model.prob(known)
 
     def log_prob(self, view: DraftView) -> float:
         """The logarithm of the probability whose log-odds are looked at."""

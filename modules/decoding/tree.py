@@ -42,6 +42,11 @@ class StaticTree:
         return [i for i, own in enumerate(self.depths) if own == depth]
 
 
+def num_candidates(topk: int, levels: int) -> int:
+    """Of EAGLE-2's tree: `topk` children of the root, and of each of the `topk` nodes that every level expands."""
+    return topk * (1 + (levels - 1) * topk) if levels else 0
+
+
 def best_connected(parents: Sequence[int], values: Sequence[float], count: int) -> list[int]:
     """The `count` candidates of highest value that form a tree with the root, ascending (EAGLE-2, section 4.2).
 

@@ -8,14 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import DraftTree, Source
+from draftsmith.modules.decoding.confidence import confidences_of_children
+from draftsmith.modules.decoding.nodes import TreeRule
+from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree, best_connected
 from draftsmith.modules.graphs import Graphed
+from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
 from draftsmith.modules.lean import as_bias
 from draftsmith.modules.lean_rows import RowsStack, fixed_span
-from draftsmith.modules.sampling import top_values
+from draftsmith.modules.sampling import probabilities, top_values
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -25,7 +28,8 @@ class DynamicTree:
     """EAGLE-2's settings (section 4): the `topk` best of a level are expanded, `depth` times; the target scores the
     `nodes` best of all candidates.
 
-    value: rank by the product of confidences along the path; else by a node's own confidence (the paper's ablation).
+    value: rank by the product of confidences along the path; else by a node's own confidence (the paper's ablation). A
+        head's probabilities take the place of confidences where the drafter has one.
     rerank: choose among all candidates; else keep the nodes that were expanded or would be next, level by level.
     """
 
@@ -55,10 +59,16 @@ class EagleTreeDrafter(EagleDrafter):
         shape: StaticTree | DynamicTree,
         capacity: int,
         static: bool | None = None,
+        judge: AcceptanceHead | None = None,
+        rule: TreeRule | None = None,
     ):
-        """static: levels in few shapes, for CUDA graphs; None takes them on CUDA only."""
+        """static: levels in few shapes, for CUDA graphs; None takes them on CUDA only. judge: a head that judges trees,
+        whose probabilities are the nodes' values. rule: how far a dynamic tree is to grow,
+        and how many of its `nodes` to take."""
         super().__init__(head, target, FixedLength(1), capacity)
-        self.shape = shape
+        assert judge is None or (judge.config.judges == "tree" and judge.config.state == "before")
+        assert rule is None or (isinstance(shape, DynamicTree) and shape.value and shape.rerank)
+        self.shape, self._judge, self._rule = shape, judge, rule
         self._static = target.device.type == "cuda" if static is None else static
         if isinstance(shape, DynamicTree):
             room, width = shape.depth * shape.topk, shape.topk
@@ -74,7 +84,7 @@ class EagleTreeDrafter(EagleDrafter):
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
         assert self._features is not None
         cache = self._cache
-        self.draft_calls = 0
+        self._num_drafted = self.draft_calls = 0
         max_depth = min(max_drafted, self._positions - cache.length - len(self._ids) + 1)
         if max_depth < 1:
             return DraftTree((), ())
@@ -82,11 +92,20 @@ class EagleTreeDrafter(EagleDrafter):
         committed = cache.length
         self.draft_calls = 1
         root = _Level(hidden, self._target.lm_head(hidden), hidden.new_zeros(1, 0))
-        grow = self._grow_static if isinstance(self.shape, StaticTree) else self._grow_dynamic
-        tree = grow(root, max_depth)
+        if isinstance(self.shape, StaticTree):
+            tree = self._grow_static(self.shape, root, max_depth)
+        else:
+            tree = self._grow_dynamic(self.shape, root, max_depth, params)
         cache.keep(committed)
         self._ids, self._features = [], None
+        self._num_drafted = len(tree.tokens)
         return tree
+
+    def advance(self, outcome: Outcome) -> None:
+        if self._rule is not None and self._num_drafted:
+            self._rule.observe(self._num_drafted, self.draft_calls, outcome.num_accepted)
+        super().advance(outcome)
+        self._num_drafted = 0  # rounds that the context's end leaves without a draft are not this one
 
     def _expand(self, level: _Level, tokens: Tensor, above: Tensor, depth: int) -> _Level:
         """Read the nodes `tokens` [n] at `depth` (1: the root's children); parents: rows `above` of `level`."""
@@ -115,9 +134,7 @@ class EagleTreeDrafter(EagleDrafter):
         hidden = self._rows.nodes(self._fuse(tokens, features), positions, slots, bias)
         return self._target.lm_head(hidden), hidden
 
-    def _grow_static(self, root: _Level, max_depth: int) -> DraftTree:
-        shape = self.shape
-        assert isinstance(shape, StaticTree)
+    def _grow_static(self, shape: StaticTree, root: _Level, max_depth: int) -> DraftTree:
         tokens: list[int] = []
         level, places = root, {-1: 0}  # node -> its row in `level`
         for depth in range(1, max(shape.depths) + 1):
@@ -136,20 +153,37 @@ class EagleTreeDrafter(EagleDrafter):
             places = {node: row for row, node in enumerate(inner)}
         return DraftTree(tuple(tokens), shape.parents[: len(tokens)])
 
-    def _grow_dynamic(self, root: _Level, max_depth: int) -> DraftTree:
-        shape = self.shape
-        assert isinstance(shape, DynamicTree)
-        log_prob, tokens = _children(root.logits, shape.topk)
+    def _children(self, level: _Level, depth: int, count: int, params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [n, k] and tokens [n, k] of the children, at `depth`, that the head thinks most probable,
+        best first by what it thinks; the probabilities are the judge's where there is one."""
+        log_law = level.logits.to(torch.promote_types(level.logits.dtype, torch.float32)).log_softmax(-1)
+        log_prob, tokens = top_values(log_law, min(count, log_law.shape[-1]))
+        if self._judge is None:
+            return log_prob, tokens
+        # A judge is told of the law that a token would be drawn from, as it was when it was trained.
+        plain = params.greedy or (params.temperature == 1 and params.top_k == 0 and params.top_p == 1)
+        laws = log_law.exp() if plain else probabilities(level.logits, params)
+        embeds, judge = self._target.embed(tokens), self._judge
+        features = None
+        if judge.config.features:
+            features = judge.feature_values(confidences_of_children(laws, tokens, depth, params.temperature))
+        logits = judge(level.hidden[:, None].expand_as(embeds), embeds, features)
+        return F.logsigmoid(judge.calibrated(logits)).to(log_prob.dtype), tokens
+
+    def _grow_dynamic(self, shape: DynamicTree, root: _Level, max_depth: int, params: SamplingParams) -> DraftTree:
+        log_prob, tokens = self._children(root, 1, shape.topk, params)
         parents = torch.full_like(tokens[0], -1)
         all_tokens, all_parents, all_values = [tokens[0]], [parents], [log_prob[0]]
         # The frontier: candidates to expand, by number, best first.
-        frontier, values = torch.arange(len(tokens[0]), device=tokens.device), log_prob[0]
+        frontier = _best(log_prob[0], shape.topk)
         level, above = root, torch.zeros_like(frontier)
-        frontier_tokens, kept = tokens[0], [frontier]
+        frontier_tokens, values, kept = tokens[0][frontier], log_prob[0][frontier], [frontier]
         count = len(frontier)
         for depth in range(1, min(shape.depth, max_depth - 1) + 1):
+            if self._rule is not None and not self._rule.deeper(values.tolist):
+                break
             level = self._expand(level, frontier_tokens, above, depth)
-            log_prob, tokens = _children(level.logits, shape.topk)
+            log_prob, tokens = self._children(level, depth + 1, shape.topk, params)
             grown = log_prob + values[:, None] if shape.value else log_prob
             all_tokens.append(tokens.flatten())
             all_values.append(grown.flatten())
@@ -164,7 +198,10 @@ class EagleTreeDrafter(EagleDrafter):
             return candidates.tree(torch.cat(kept)[: shape.nodes].sort().values)
         if shape.value:
             # A path's product never grows, so the best form a tree, and of equal ones the parent comes first.
-            return candidates.tree(_best(candidates.values, shape.nodes).sort().values)
+            best = _best(candidates.values, shape.nodes)
+            if self._rule is not None:
+                best = best[: self._rule.choose(candidates.values[best].tolist())]
+            return candidates.tree(best.sort().values)
         taken = best_connected(candidates.parents.tolist(), candidates.values.tolist(), shape.nodes)
         return candidates.tree(torch.tensor(taken, device=tokens.device))
 
@@ -184,12 +221,6 @@ class _Candidates:
         # One transfer: tokens, places and float32 values are exact in float64.
         rows = torch.stack([self.tokens[taken].double(), parents.double(), self.values[taken].double()]).tolist()
         return DraftTree(tuple(map(int, rows[0])), tuple(map(int, rows[1])), values=tuple(rows[2]))
-
-
-def _children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [n, k] and tokens [n, k] of the most probable children, best first."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return top_values(wide.log_softmax(-1), min(count, logits.shape[-1]))
 
 
 def _best(values: Tensor, count: int) -> Tensor:

@@ -4,4 +4,7 @@
 """
 
 # Format -> kind of head. A format's file is its name.
-FORMATS = {"eagle": "eagle", "vllm": "eagle", "sglang": "eagle", "specdec_pp": "acceptance"}
+FORMATS = {
+    **dict.fromkeys(("eagle", "vllm", "sglang"), "eagle"),
+    **dict.fromkeys(("specdec_pp", "acceptance"), "acceptance"),
+}

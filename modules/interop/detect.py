@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftsmith.modules.interop.acceptance import FORMAT
 from draftsmith.modules.types import InputError
 
 CAN_READ = "an EAGLE-1 head (SafeAILab, vLLM, SGLang) or an acceptance head of SpecDec_pp"
@@ -58,7 +59,7 @@ def _at(shape: tuple[int, ...] | None, index: int) -> int | None:
 
 
 def detect(config: Mapping[str, Any], names_and_shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The format of a head that this package reads: `eagle`, `vllm`, `sglang` or `specdec_pp`.
+    """The format of a head that this package reads: a name of `FORMATS`.
 
     Raises:
         InputError: what it is instead: another public head, a whole model, a head of this package, or nothing known.
@@ -67,6 +68,8 @@ def detect(config: Mapping[str, Any], names_and_shapes: Mapping[str, tuple[int, 
     for rule in REFUSED:
         if rule.applies(seen):
             raise InputError("directory", rule.what + _named(seen), CAN_READ, rule.remedy)
+    if seen.config.get("format") == FORMAT:
+        return "acceptance"
     if is_specdec_pp(seen):
         return "specdec_pp"
     if seen.fuses_two:

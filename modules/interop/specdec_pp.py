@@ -35,8 +35,9 @@ def write(config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torc
     correction for the loss weights and the fitted calibration have no place in the file.
 
     Raises:
-        InputError: several blocks with weights of their own.
+        InputError: several blocks with weights of their own, or inputs that their class does not have.
     """
+    _check_inputs(config)
     n = config.num_blocks
     if n > 1 and not config.tied:
         expected = "tied blocks or at most one: SpecDec_pp's class repeats one block object"
@@ -49,6 +50,16 @@ def write(config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torc
     tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
     aliases = {f"model.{i}.linear.{part}": f"model.0.linear.{part}" for i in range(1, n) for part in PARTS}
     return Package({"hidden_size": config.hidden_size, "num_layers": n}, tensors, aliases)
+
+
+def _check_inputs(config: AcceptanceHeadConfig) -> None:
+    """Raises InputError for a head that reads more than the state after the token, or judges a tree's children."""
+    extra = [f"the state {config.state} the token"] * (config.state != "after") + list(config.features)
+    if extra or config.judges != "chain":
+        found = f"a head that judges a {config.judges} by {', '.join(extra) or 'the state after the token'}"
+        expected = "one that judges a chain by the state after the token alone, all that SpecDec_pp's class is fed"
+        remedy = "Write it with its inputs: draftsmith export --format acceptance."
+        raise InputError("head", found, expected, remedy)
 
 
 def read(package: Package, target: TargetFacts | None = None) -> Reading:

@@ -53,6 +53,14 @@ class Session(Protocol):
         the kept tokens, its ancestors and itself; its position is `length` + its depth.
         """
 
+    def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """Read T tokens, int64 [T], anywhere in what is cached; their features [T, H].
+
+        They take the slots behind the `length` ones in use, which they make T more, until `keep` drops them. positions:
+        [length + T] of all slots, the new ones last. visible: [T, length + T] bool, which slots each token sees, itself
+        among them.
+        """
+
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         """Keep the first `length` tokens, then the cached tokens at `slots` (ascending, >= length); drop the rest."""
 

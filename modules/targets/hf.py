@@ -46,7 +46,8 @@ class HFLM:
         return self.model.base_model(**inputs).last_hidden_state.to(self.device)
 
     def tree_attention(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """The additive mask [1, 1, T, S] of a tree, from visible [T, S] (bool) and the positions [T] of its nodes.
+        """The additive mask [1, 1, T, S] of T nodes, from visible [T, S] (bool) and the positions [S] of all slots, the
+        nodes' own last.
 
         transformers takes a ready mask as it is, so a sliding window has to be in it; a model whose layers differ takes
         one mask a kind of layer.
@@ -55,8 +56,7 @@ class HFLM:
         window = getattr(config, "sliding_window", None)
         if window is None:
             return self._additive(visible)
-        kept = torch.arange(visible.shape[1] - len(positions), device=self.device)
-        near = positions[:, None] - torch.cat([kept, positions])[None] < window
+        near = positions[-len(visible) :, None] - positions < window
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             return {
                 "full_attention": self._additive(visible),
@@ -88,17 +88,28 @@ class HFSession:
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
         lm, count = self._lm, len(tokens)
-        inputs: dict[str, Any] = {"input_ids": torch.tensor([tokens], device=lm.device), "past_key_values": self._cache}
+        ids, positions = torch.tensor(tokens, device=lm.device), torch.arange(self.length + count, device=lm.device)
         if parents is None:
-            inputs["position_ids"] = torch.arange(self.length, self.length + count, device=lm.device)[None]
+            hidden = self._read(ids, positions)
         else:
             depths, visible = tree_mask(parents, self.length, lm.device)
-            positions = depths + self.length
-            inputs["position_ids"] = positions[None]
-            inputs["attention_mask"] = lm.tree_attention(visible, positions)
-        hidden = lm.read(**inputs, use_cache=True)[0]
-        self.length += count
+            positions[self.length :] = depths + self.length
+            hidden = self._read(ids, positions, attention_mask=lm.tree_attention(visible, positions))
         return Scores(lm.lm_head(hidden[count - num_logits :]), hidden)
+
+    @torch.inference_mode()
+    def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        return self._read(tokens, positions, attention_mask=self._lm.tree_attention(visible, positions))
+
+    def _read(self, ids: Tensor, positions: Tensor, **masked: Any) -> Tensor:
+        """Features [T, H] of ids [T]; positions of all slots, those of `ids` last."""
+        own = positions[None, -len(ids) :]
+        cache = self._cache
+        hidden = self._lm.read(input_ids=ids[None], position_ids=own, past_key_values=cache, use_cache=True, **masked)[
+            0
+        ]
+        self.length += len(ids)
+        return hidden
 
     @torch.inference_mode()
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:

@@ -157,6 +157,13 @@ class LlamaSession:
         cache.length += count
         return Scores(lm.lm_head(hidden if num_logits == count else hidden[count - num_logits :]), hidden)
 
+    @torch.inference_mode()
+    def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        lm = self._lm
+        hidden = lm.norm(lm.stack.graft(lm.embed(tokens), positions, visible, self._cache))
+        self._cache.length += len(tokens)
+        return hidden
+
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         self._cache.keep(length, slots)
 

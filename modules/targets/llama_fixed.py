@@ -54,6 +54,13 @@ class FixedShapeSession:
         hidden = lm.stack.chain(x, cache) if parents is None else lm.stack.tree(x, parents, cache)
         return lm.norm(hidden)
 
+    @torch.inference_mode()
+    def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        lm, cache = self._lm, self._rows.row(0)
+        cache.length = self.length
+        self.length += len(tokens)
+        return lm.norm(lm.stack.graft(lm.embed(tokens), positions, visible, cache))
+
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         cache = self._rows.row(0)
         cache.keep(length, slots)

@@ -82,7 +82,7 @@ def chain(pair, source, tmp_path_factory) -> Chain:
             out / "prompts", str(target), out / "responses", top_k=40, top_p=0.95, max_new_tokens=9, **own
         ),
         "acceptance": acceptance.AcceptanceConfig(
-            out / "responses", str(target), str(draft), out / "acceptance", **own
+            out / "responses", str(target), out / "acceptance", str(draft), **own
         ),
         "features": features.FeaturesConfig(out / "responses", str(target), out / "features", **own),
     }

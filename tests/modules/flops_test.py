@@ -90,16 +90,25 @@ def test_training_an_eagle_head(config, passes):
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 3])
-@pytest.mark.parametrize("tied", [False, True])
-def test_training_an_acceptance_head(num_blocks, tied):
-    config = AcceptanceHeadConfig(hidden_size=20, num_blocks=num_blocks, tied=tied)
+@pytest.mark.parametrize("shape", [{}, {"tied": True}, {"state": "before"}, {"features": ("log_q", "depth")}])
+def test_training_an_acceptance_head(num_blocks, shape):
+    config = AcceptanceHeadConfig(hidden_size=20, num_blocks=num_blocks, **shape)
     head, hidden = AcceptanceHead(config), torch.randn(BATCH, LENGTH, 20)
+    embeds = torch.randn(BATCH, LENGTH, 20) if config.state == "before" else None
+    numbers = torch.randn(BATCH, LENGTH, 2) if config.features else None
     batch = AcceptanceBatch(hidden, torch.rand(BATCH, LENGTH), torch.ones(BATCH, LENGTH, dtype=torch.bool))
     rows = BATCH * LENGTH
-    assert counted(lambda: head(hidden)) == flops.acceptance_forward(20, num_blocks, rows)
-    assert counted(lambda: acceptance_loss(head(hidden), batch).loss.backward()) == flops.acceptance_training(
-        20, num_blocks, rows
-    )
+    assert counted(lambda: head(hidden, embeds, numbers)) == flops.acceptance_forward(config, rows)
+    trained = counted(lambda: acceptance_loss(head(hidden, embeds, numbers), batch).loss.backward())
+    assert trained == flops.acceptance_training(config, rows)
+
+
+def test_drafts_that_hang_off_a_text_are_counted_as_if_each_had_been_read_alone():
+    starts, levels = [3, 7], 4
+    for config in (GROUPED, dataclasses.replace(GROUPED, sliding_window=5)):
+        alone = sum(flops.layers_forward(config, [s + levels]) - flops.layers_forward(config, [s]) for s in starts)
+        text = flops.layers_forward(config, [9])
+        assert flops.rollouts_forward(config, [9], starts, levels) == pytest.approx(text + alone)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 11, 50])

@@ -23,6 +23,7 @@ from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, run
 from draftsmith.train.checkpoints import FOLDER
 from draftsmith.train.data_module import Key, Part
+from draftsmith.train.drafted_tokens import MixedText
 from draftsmith.train.lit_acceptance import LitAcceptance
 
 # A learning rate and a number of steps at which a 32-wide head learns something.
@@ -61,10 +62,10 @@ def a_part(artefacts, count: int = 6) -> Part:
     return Part(batch, tuple(Key(0, i) for i in range(count)), tokens, tokens, True, True)
 
 
-def a_module(artefacts, tmp_path, **kwargs) -> LitAcceptance:
+def a_module(artefacts, tmp_path, greedy: bool = False) -> LitAcceptance:
     settings = config(artefacts, tmp_path)
-    draft = load_lm(str(artefacts.draft))
-    return LitAcceptance(make_head(settings, 32), draft, settings, 12, **{"platt": True, "greedy": False, **kwargs})
+    reader = MixedText(load_lm(str(artefacts.draft)), greedy)
+    return LitAcceptance(make_head(settings, 32), reader, settings, 12)
 
 
 def test_validation_reports_what_the_issue_asks_for(trained):
@@ -99,7 +100,7 @@ def test_the_gradient_reaches_every_weight_of_the_head_and_none_of_the_draft(art
     module = a_module(artefacts, tmp_path)
     module.loss(a_part(artefacts), epoch_noise=True).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
-    assert not any(p.requires_grad or p.grad is not None for p in module.draft.model.model.parameters())
+    assert not any(p.requires_grad or p.grad is not None for p in module.reader.draft.model.parameters())
 
 
 def test_the_draft_is_no_part_of_module_or_checkpoint(artefacts, tmp_path, trained):
@@ -117,11 +118,11 @@ def test_what_is_saved_is_what_was_trained(trained):
 
 
 def test_greedy_labels_are_compared_with_the_drafts_probability_at_temperature_one(artefacts, tmp_path):
-    module, data = a_module(artefacts, tmp_path, greedy=True), a_part(artefacts, 2).data
-    hidden = module.draft.model.features(data.z_ids)
-    found = module.draft_log_prob(hidden, data.z_ids)
-    expected = module.draft.model.lm_head(hidden).log_softmax(-1)
-    assert found[1, 5] == pytest.approx(float(expected[1, 4, data.z_ids[1, 5]]), abs=1e-6)
+    reader, data = a_module(artefacts, tmp_path, greedy=True).reader, a_part(artefacts, 2).data
+    expected = reader.draft.lm_head(reader.draft.features(data.z_ids)).log_softmax(-1)
+    expected = expected[:, :-1].gather(-1, data.z_ids[:, 1:, None])[..., 0][data.loss_mask[:, 1:]]
+    found = reader.read(data, with_log_q=True)
+    assert torch.allclose(found.log_q, expected, atol=1e-6) and found.row.unique().tolist() == [0, 1]
 
 
 def test_accumulating_gives_the_same_weights(artefacts, tmp_path, trained):
@@ -199,7 +200,7 @@ def test_training_goes_on_from_a_given_head(artefacts, tmp_path):
     # Its blocks; the loss weights of this training; no calibration, which was fitted to other outputs.
     assert head.config == AcceptanceHeadConfig(32, num_blocks=2, tied=True, w_rej=6.0)
 
-    run(config(artefacts, tmp_path / "run", init=start, lr=1e-6, platt=False))
+    run(config(artefacts, tmp_path / "run", init=start, lr=1e-6, calibrate="none"))
     trained = load_file(tmp_path / "run" / "last" / "model.safetensors")
     moved = [(trained[name] - weight).abs().max() for name, weight in load_file(start / "model.safetensors").items()]
     # 12 steps of AdamW move a weight by at most 12 lr, up to rounding of weights of about 0.1: it started there.

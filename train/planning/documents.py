@@ -16,13 +16,15 @@ from draftsmith.train.config import TrainConfig
 
 # Of the tokens of documents that are not there yet.
 ASSUMED_LOSS_SHARE = 0.6
+LABELS = ("acceptance", "rollouts")
 
 
 @dataclass(frozen=True)
 class Documents:
     """The training samples: tokens of each, the share of tokens that the loss counts, and where that is from.
 
-    kind: of the artefact: features, responses, prompts, acceptance.
+    kind: of the artefact: features, responses, prompts, acceptance, rollouts. The length of one of the
+        last is that of its text and of its drafts.
     """
 
     lengths: Sequence[int]
@@ -59,8 +61,10 @@ def documents_of(config: TrainConfig, kind: str, context: int, samples: int, len
     else:
         manifest = Manifest.read(directory)
         lengths, share, kind, said = *_texts(directory, manifest), manifest.kind, str(directory)
+    if kind == "rollouts":  # never split
+        context = max(lengths, default=0)
     limit = min(config.max_length or context, context)
-    pieces = in_pieces(_Texts(lengths), limit, LOOKAHEAD if kind != "acceptance" else 0)
+    pieces = in_pieces(_Texts(lengths), limit, LOOKAHEAD if kind not in LABELS else 0)
     rows = getattr(pieces, "rows", range(len(lengths)))
     lengths = pieces.lengths
     if config.val is None:
@@ -77,9 +81,10 @@ def has_texts(directory: Path) -> bool:
 
 def _texts(directory: Path, manifest: Manifest) -> tuple[list[int], float]:
     """Tokens of every row of an artefact, and the share of all tokens that a loss counts."""
-    column = "length" if manifest.kind == "features" else "input_ids"
-    values = Rows(directory, manifest, [column]).table()[column]
-    lengths = values.to_pylist() if column == "length" else pc.list_value_length(values).to_pylist()
+    columns = {"features": ["length"], "rollouts": ["input_ids", "draft_ids"]}.get(manifest.kind, ["input_ids"])
+    table = Rows(directory, manifest, columns).table()
+    parts = [table[name] if name == "length" else pc.list_value_length(table[name]) for name in columns]
+    lengths = [sum(sizes) for sizes in zip(*(part.to_pylist() for part in parts), strict=True)]
     counts = manifest.counts
     named = (name for name in ("loss_tokens", "response_tokens", "drafted_tokens") if name in counts)
     counted = counts.get(next(named, ""), sum(lengths))

@@ -22,12 +22,10 @@ from draftsmith.data.features import INDEX_BYTES_PER_TOKEN, check_disk
 from draftsmith.data.models import DTYPES, model_directory
 from draftsmith.data.ranks import place
 from draftsmith.modules import flops
-from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleHead
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.llama import SUPPORTED, llama_config
 from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance import TrainAcceptanceConfig, acceptance_settings
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig, eagle_settings, target_shape
 from draftsmith.train.planning import footprint
@@ -233,44 +231,6 @@ def plan_eagle(
     dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8")
     features: dict[str, int] = {d: feature_bytes(llama.hidden_size, documents.tokens, d) for d in dtypes}
     return finish("eagle", config, target, documents, order, part, sizes, world, epoch_flops, features)
-
-
-def plan_acceptance(
-    config: TrainAcceptanceConfig, draft: FrozenModel, documents: Documents, world: int = 0, base: int | None = None
-) -> Plan:
-    """As `plan_eagle`; the draft runs in every step, as its text changes with the epoch."""
-    settings = acceptance_settings(config, draft.hidden_size)
-    with torch.device("meta"):
-        head = HeadSizes.of(AcceptanceHead(settings))
-    world = planned_world(config, world)
-    order = order_of(config, documents.lengths)
-    part = largest_part(order, documents, world * config.accumulate, False)
-    frozen, loading = resident(draft, config)
-    forward = part.tokens * draft.hidden_size * draft.width
-    if draft.llama is not None:
-        forward = footprint.frozen_forward(draft.llama, part, draft.width)
-        read = flops.layers_forward(draft.llama, documents.lengths)
-    else:
-        read = flops.parameters_forward(draft.params, documents.tokens)
-    sizes = Sizes(
-        head=head,
-        base=libraries(config) if base is None else base,
-        frozen=frozen,
-        loading=loading,
-        batch=footprint.batch_bytes(0, part, config.accumulate),
-        inputs=part.tokens * draft.hidden_size * draft.width,
-        activations=footprint.acceptance_saved(draft.hidden_size, settings.num_blocks, part.loss_tokens),
-        widest=part.tokens * draft.hidden_size * FLOAT32 * 2,
-        loss=part.loss_tokens * FLOAT32 * 8,
-        frozen_forward=forward,
-        optimizer=config.optimizer,
-        accumulates=config.accumulate > 1,
-        on_cpu=planned_device(config) == "cpu",
-    )
-    # The head judges drafted tokens only: those of responses, but for the share that is mixed in from the target.
-    judged = round(documents.tokens * documents.loss_share * (1 - config.mix))
-    epoch_flops = read + flops.acceptance_training(draft.hidden_size, settings.num_blocks, judged)
-    return finish("acceptance", config, draft, documents, order, part, sizes, world, epoch_flops, None)
 
 
 def finish(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draftsmith.modules.heads.acceptance import AcceptanceHeadConfig
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import CHUNK_ELEMENTS
 
@@ -99,10 +100,19 @@ def eagle_loss_bytes(config: LlamaConfig, part: PartShape, passes: int = 1, logi
     return blocks + rows * (3 + 3 * passes)
 
 
-def acceptance_saved(hidden_size: int, num_blocks: int, judged: int) -> int:
-    """Saved by an acceptance head for the tokens it judges, always float32: each block's input and what its SiLU reads,
-    and the last state."""
-    return judged * hidden_size * FLOAT32 * (2 * num_blocks + 1)
+def acceptance_saved(head: AcceptanceHeadConfig, judged: int) -> int:
+    """Saved by an acceptance head for the tokens it judges, always float32: all that is read side by side and the
+    numbers among it, each block's input and what its SiLU reads, and the last state."""
+    joined = head.input_size if head.input_size > head.hidden_size else 0
+    return judged * FLOAT32 * (joined + len(head.features) + head.hidden_size * (2 * head.num_blocks + 1))
+
+
+def acceptance_inputs(head: AcceptanceHeadConfig, judged: int, width: int) -> int:
+    """Of the tokens it judges: state, embedding and numbers, and the state before it was picked from among all.
+
+    width: bytes of an element of a state.
+    """
+    return judged * (width * (head.input_size - len(head.features) + head.hidden_size) + FLOAT32 * len(head.features))
 
 
 def frozen_forward(config: LlamaConfig, part: PartShape, width: int) -> int:

@@ -17,12 +17,13 @@ from draftsmith.data.batched import set_threads
 from draftsmith.data.manifest import volatile
 from draftsmith.data.progress import say
 from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train.acceptance import TrainAcceptanceConfig, labels_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.eagle import TrainEagleConfig
 from draftsmith.train.planning import estimate
 from draftsmith.train.planning.documents import documents_of, has_texts
 from draftsmith.train.planning.estimate import Plan, check_room, frozen_model, planned_device, planned_dtype
+from draftsmith.train.planning.estimate_acceptance import plan_acceptance
 
 # Column titles of the strategies, short enough for 80 columns side by side.
 SHORT = {
@@ -130,9 +131,9 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
         documents = documents_of(config, "responses", estimate.eagle_context(config, target), samples, length)
         return estimate.plan_eagle(config, target, documents, world)
     assert isinstance(config, TrainAcceptanceConfig)
-    draft = frozen_model(config.draft, dtype)
-    documents = documents_of(config, "acceptance", draft.context, samples, length)
-    return estimate.plan_acceptance(config, draft, documents, world)
+    model = frozen_model(config.read_model, dtype)
+    documents = documents_of(config, labels_of(config)[0], model.context, samples, length)
+    return plan_acceptance(config, model, documents, world)
 
 
 def announce(config: TrainConfig) -> None:

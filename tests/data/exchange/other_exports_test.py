@@ -15,10 +15,11 @@ from draftsmith.data.exchange.export import ExportConfig
 from draftsmith.data.exchange.export import run as export
 from draftsmith.data.exchange.import_head import ImportConfig
 from draftsmith.data.exchange.import_head import run as import_head
-from draftsmith.data.heads import load_head, save_head
+from draftsmith.data.heads import eagle_identity, load_head, save_head
 from draftsmith.data.models import load_lm
 from draftsmith.eval.bench import BenchConfig, bench
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 
 
@@ -69,6 +70,53 @@ def test_what_specdec_pp_can_not_hold_is_refused_with_the_remedy(tied, draft, tm
     with pytest.raises(InputError, match="weights: found bfloat16, expected float32"):
         export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=tmp_path / "out", weights="bfloat16"))
     assert {path.name for path in tmp_path.iterdir()} == {"own"}
+
+
+def opinionated(directory, identity, **settings):
+    """A head of a new kind, as a training saves it."""
+    torch.manual_seed(5)
+    config = AcceptanceHeadConfig(settings.pop("width", 32), num_blocks=1, w_rej=1.0, state="before", **settings)
+    head = AcceptanceHead(config).requires_grad_(False)
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    return save_head(directory, head, {"target": identity, "sampling": sampling, "drafter": "draft"}, "card")
+
+
+def test_an_acceptance_head_is_exported_with_a_statement_of_its_inputs(draft, tmp_path, capsys):
+    knots = ((-1.0, -2.0), (1.0, 0.5))
+    identity = load_lm(draft).info.identity
+    made = opinionated(tmp_path / "head", identity, features=("log_q", "depth"), knots=knots)
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert export(ExportConfig(format="acceptance", head=made, draft=draft, output=there)) == 0
+    said = capsys.readouterr().out
+    assert "P(accept) of" in said and f"draftsmith check {there} --format acceptance --draft" in said
+    config = json.loads((there / "config.json").read_text())
+    assert [part["name"] for part in config["inputs"]] == ["state_before", "embedding", "log_q", "depth"]
+    assert config["sampling"]["temperature"] == 0.0 and config["drafter"] == "draft"
+    card = (there / "README.md").read_text()
+    assert "| 3 | log_q | 1 | max(log q(y), -12) |" in card
+
+    import_head(ImportConfig(directory=str(there), output=back, draft=draft))
+    assert load_head(back).config == load_head(made).config
+    assert check(CheckConfig(directory=there, format="acceptance", draft=draft)) == 0
+    (there / "config.json").write_text(json.dumps({**config, "knots": []}))  # nothing else would tell
+    assert check(CheckConfig(directory=there, format="acceptance", draft=draft, head=made)) == 1
+    with pytest.raises(InputError, match="head: found a head that judges a chain by the state before the token, log_q"):
+        export(ExportConfig(format="specdec_pp", head=made, draft=draft, output=tmp_path / "out"))
+
+
+def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(draft, tmp_path, capsys):
+    target = load_lm(draft)
+    eagle = save_head(tmp_path / "eagle", EagleHead(EagleConfig.for_target(target.config)), {}, "card")
+    identity = eagle_identity(eagle, target)
+    made = opinionated(tmp_path / "head", identity, features=("logit_max_q",), judges="tree")
+    there, models = tmp_path / "there", {"target": draft, "eagle": eagle}
+    with pytest.raises(InputError, match="draft: found none"):
+        export(ExportConfig(format="acceptance", head=made, output=there))
+    assert export(ExportConfig(format="acceptance", head=made, output=there, **models)) == 0
+    assert f"--target {draft} --eagle {eagle}" in capsys.readouterr().out
+    assert check(CheckConfig(directory=there, format="acceptance", **models)) == 0
 
 
 def test_a_draft_is_exported_with_the_fastest_settings_that_were_measured(tmp_path, capsys):

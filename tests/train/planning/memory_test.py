@@ -75,7 +75,7 @@ def test_what_the_acceptance_head_saves():
     head, part = AcceptanceHead(AcceptanceHeadConfig(32, num_blocks=3)), PartShape(50, 50, 25, 50)
     states = torch.randn(2, 25, 32)
     found = saved_bytes(lambda: [head(states)], [head])
-    assert found == acceptance_saved(32, 3, part.tokens) + 4 * part.tokens  # and the logits
+    assert found == acceptance_saved(head.config, part.tokens) + 4 * part.tokens  # and the logits
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -1,0 +1,174 @@
+"""Labels of `data acceptance --labels rollout`: rounds as the decoder drafts them, from places of the target's text.
+
+From every `stride`-th token of an answer the drafter drafts K tokens of its own, and the target, which reads them all
+in one pass, says of each how likely it keeps it: P = min(1, p/q) where the drafts are sampled, agreement with its
+argmax (or p of the token) where they are greedy. Drafts go on behind a rejected token; `reached` is the probability
+that a round comes that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.batched import check_lengths, row_uniforms
+from draftsmith.data.manifest import Field
+from draftsmith.data.progress import Advance
+from draftsmith.data.shards import Rows, Shard, ShardContent
+from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
+from draftsmith.modules.decoding.confidence import confidences_of
+from draftsmith.modules.decoding.repeats import repeat_scores
+from draftsmith.modules.sampling import row_probabilities, top_values
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import SamplingParams
+
+# Of each drafted token, draft after draft: token i of the list is at depth i % K + 1 of draft i // K.
+LABELS = ("log_q", "log_max_q", "entropy", "repeat", "log_p", "accept_prob", "overlap", "reached")
+FIELDS = (
+    Field("id", "string"),
+    Field("input_ids", "list<int32>", ("T",)),
+    Field("prompt_length", "int32"),
+    Field("task", "string"),
+    Field("starts", "list<int32>", ("S",)),
+    Field("temperature", "list<float32>", ("S",)),
+    Field("draft_ids", "list<int32>", ("S*K",)),
+    *(Field(name, "list<float32>", ("S*K",)) for name in LABELS),
+)
+CHILD_FIELDS = (
+    Field("child_ids", "list<int32>", ("S*K*C",)),
+    Field("child_log_q", "list<float32>", ("S*K*C",)),
+    Field("child_prob", "list<float32>", ("S*K*C",)),
+)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """How to draft and label.
+
+    depth: tokens of a draft, K. stride: a draft begins at every so many tokens. sampling: drafts take them in turn; all
+    greedy, or none. children: most probable tokens of each law to label too. prob: a greedy label is p of the token at
+    temperature 1, not agreement. chunk: places whose laws are in memory at once. context: most tokens of a text and a
+    draft together.
+    """
+
+    depth: int
+    stride: int
+    sampling: tuple[SamplingParams, ...]
+    children: int
+    prob: bool
+    chunk: int
+    seed: int
+    context: int
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampling[0].greedy
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Columns of the artefact."""
+        return (*FIELDS, *CHILD_FIELDS) if self.children else FIELDS
+
+    def starts(self, length: int, prompt_length: int, min_start: int, uniform: float) -> list[int]:
+        """Where drafts begin: every `stride` tokens from a random place on, each with room for K tokens.
+
+        The decoder's first draft follows the answer's first token, which the reading of the prompt gives.
+        """
+        first, stop = max(prompt_length + 1, min_start), min(length, self.context - self.depth + 1)
+        if stop <= first:
+            return []
+        return list(range(first + int(uniform * min(self.stride, stop - first)), stop, self.stride))
+
+
+def label_shard(
+    target: CausalLM, drafter: BranchDrafter, source: Rows, shard: Shard, advance: Advance, rollouts: Rollouts
+) -> ShardContent:
+    """Labelled drafts of every response of a shard that has room for one."""
+    rows, made = source.read(shard.start, shard.stop), []
+    check_lengths(rows, shard.start, rollouts.context)
+    for offset, row in enumerate(rows):
+        labelled = label_response(target, drafter, row, shard.start + offset, rollouts)
+        made += [labelled] if labelled else []
+        advance(1)
+    drafts = sum(len(row["starts"]) for row in made)
+    counts = {"tokens": sum(len(row["input_ids"]) for row in made), "drafts": drafts}
+    left_out = shard.stop - shard.start - len(made)
+    return ShardContent(made, {**counts, "drafted_tokens": drafts * rollouts.depth, "responses_left_out": left_out})
+
+
+@torch.inference_mode()
+def label_response(
+    target: CausalLM, drafter: BranchDrafter, row: dict[str, Any], number: int, rollouts: Rollouts
+) -> dict[str, Any] | None:
+    """The artefact's row of one response, the source's `number`-th; None where no draft has room."""
+    ids, depth = row["input_ids"], rollouts.depth
+    most = -(-len(ids) // rollouts.stride)
+    uniforms = torch.from_numpy(row_uniforms("rollouts", rollouts.seed, number, 1 + most * depth))
+    starts = rollouts.starts(len(ids), row["prompt_length"], drafter.min_start, float(uniforms[0]))
+    if not starts:
+        return None
+    count = len(starts)
+    # By the row's number too, so that short responses do not all take the first.
+    params = [rollouts.sampling[(number + i) % len(rollouts.sampling)] for i in range(count)]
+    text = BranchedText(target, ids[: starts[-1]], depth)
+    drafter.open(ids[: starts[-1]], text.features)
+    own = uniforms[1 : 1 + count * depth].view(count, depth)
+    drafted = drafter.draft(starts, depth, params, None if rollouts.greedy else own)
+    states = target_states(text, starts, drafted.tokens).flatten(0, 1)
+    hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()
+    every = [params[i // depth] for i in range(count * depth)]
+    parts = []
+    for piece in pieces(len(tokens), rollouts.chunk):
+        p_logits, q_logits = target.lm_head(states[piece]), drafter.lm_head(hidden[piece]).to(states.device)
+        parts.append(label_drafts(p_logits, q_logits, tokens[piece].to(states.device), every[piece], rollouts))
+    labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+    labels["repeat"] = repeat_scores(ids, starts, drafted.tokens.cpu()).flatten()
+    labels["reached"] = reached(
+        labels["accept_prob"].view(count, depth), drafted.tokens.cpu(), target.info.eos_ids
+    ).flatten()
+    kept = {name: row[name] for name in ("id", "input_ids", "prompt_length", "task")}
+    drafts = {"starts": starts, "temperature": [own.temperature for own in params], "draft_ids": tokens.cpu().numpy()}
+    return {**kept, **drafts, **{name: values.flatten().numpy() for name, values in labels.items()}}
+
+
+def label_drafts(
+    target_logits: Tensor, draft_logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams], rollouts: Rollouts
+) -> dict[str, Tensor]:
+    """What LABELS names of N drafted tokens [N], `reached` aside, float32 [N]; of C children child_ids, child_log_q and
+    child_prob [N, C] too. Logits [N, V].
+
+    Greedy laws are those at temperature 1 in log_q, log_max_q, entropy and log_p; the overlap is agreement.
+    """
+    greedy = rollouts.greedy
+    laws = [SamplingParams(1.0)] * len(params) if greedy else params
+    p, q = (row_probabilities(logits, laws) for logits in (target_logits, draft_logits))
+    known = confidences_of(q, tokens, tokens, tokens)
+    own = p.gather(-1, tokens[:, None])[:, 0]
+    best = target_logits.argmax(-1, keepdim=True)
+    if greedy:
+        overlap = (best[:, 0] == tokens).to(p.dtype)
+        accept_prob = own if rollouts.prob else overlap
+    else:
+        overlap = torch.minimum(p, q).sum(-1).clamp(max=1.0)
+        accept_prob = (own / known.log_q.exp()).clamp(max=1.0)
+    labels = {"log_q": known.log_q, "log_max_q": known.log_max_q, "entropy": known.entropy}
+    labels |= {"log_p": own.log(), "accept_prob": accept_prob, "overlap": overlap}
+    labels = {name: values.float() for name, values in labels.items()}
+    if rollouts.children:
+        child_q, children = top_values(q, rollouts.children)
+        agreed = (children == best).to(p.dtype)
+        child_prob = agreed if greedy and not rollouts.prob else p.gather(-1, children)
+        labels |= {"child_ids": children, "child_log_q": child_q.log().float(), "child_prob": child_prob.float()}
+    return labels
+
+
+def reached(accept_prob: Tensor, drafted: Tensor, eos_ids: Sequence[int]) -> Tensor:
+    """[S, K]: the probability that a round judges each token of drafts [S, K]: that all before it are kept, none of
+    them an end token."""
+    ends = torch.isin(drafted, torch.tensor(eos_ids, dtype=drafted.dtype))
+    passed = (accept_prob * ~ends).cumprod(-1)
+    return torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1]], -1)

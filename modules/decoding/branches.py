@@ -1,0 +1,255 @@
+"""Drafts that begin at many places of one text, side by side: what rounds of the decoder would draft there.
+
+The text is read once. A draft's tokens hang off it: they see the text up to their start, the tokens before them in
+their own draft, and nothing else. `start` s is the place of a draft's first token, so that the draft follows the first
+s tokens of the text.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftsmith.modules.sampling import draw_rows, row_probabilities
+from draftsmith.modules.targets.base import CausalLM, Session
+from draftsmith.modules.types import SamplingParams
+
+# A draft's tokens are computed against the slots of its whole group and masked there: more of them waste arithmetic,
+# fewer waste calls.
+GROUP_TOKENS = 512
+
+# Tokens [s] of the drafts in a slice of the starts, at this place of theirs (from 0), by their logits [s, V].
+Draw = Callable[[slice, int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Drafts of K tokens from S starts.
+
+    hidden: the drafter's states that predicted the tokens; `lm_head` of them are the logits they were drawn from.
+    """
+
+    tokens: Tensor  # [S, K] int64
+    hidden: Tensor  # [S, K, H]
+
+
+class BranchDrafter(Protocol):
+    """A chain drafter that drafts from many places of one text. No call needs a gradient or gives one."""
+
+    min_start: int
+
+    def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
+        """Read a text of T tokens in the place of the last one; features [T, H] of the target, where it reads them."""
+
+    def draft(
+        self, starts: Sequence[int], depth: int, params: Sequence[SamplingParams], uniforms: Tensor | None = None
+    ) -> Drafted:
+        """`depth` tokens from each of S starts, none before `min_start` nor behind the text.
+
+        params: one for each start. uniforms: [S, depth] float64 in [0, 1), each draws its token; None where all is
+        greedy.
+        """
+
+    def states(self, starts: Sequence[int], drafted: Tensor) -> Tensor:
+        """[S, K + 1, H] of the drafter over drafts [S, K]: the states before y_1 .. y_K, then the one after y_K. So
+        those before the tokens are [:, :-1], and those once it has read them [:, 1:]. A head may be trained on them."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The token embeddings [.., H] that the drafter reads."""
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Logits [.., V] of its states."""
+
+
+class BranchedText:
+    """A text that a language model has read, and branches that it reads off it."""
+
+    def __init__(self, lm: CausalLM, tokens: Sequence[int], depth: int):
+        """depth: most tokens of a branch."""
+        self._device, self._length, self.group = lm.device, len(tokens), group_of(depth)
+        self._session: Session = lm.session(len(tokens) + self.group * depth)
+        # The session's next call may write over what this one gave.
+        self._features = self._session.extend(tokens).features.clone()
+
+    @property
+    def features(self) -> Tensor:
+        """[T, H]: the states once each token of the text was read."""
+        return self._features
+
+    def before(self, starts: Tensor) -> Tensor:
+        """[S, H]: the states that predict the first tokens of branches."""
+        return self._features[starts.to(self._device) - 1]
+
+    @torch.inference_mode()
+    def read(self, starts: Sequence[int], branches: Tensor) -> Tensor:
+        """[S, n, H]: the states after the tokens of branches [S, n]; nothing of them is kept."""
+        read = []
+        for piece in pieces(len(starts), self.group):
+            read.append(self.level(torch.tensor(starts[piece]), 0, branches[piece]))
+            self.drop()
+        return torch.cat(read)
+
+    def level(self, starts: Tensor, first: int, tokens: Tensor) -> Tensor:
+        """[S, n, H]: the states after tokens [S, n] of branches whose `first` tokens before them have been read."""
+        count, levels = tokens.shape
+        positions, visible = branch_mask(starts, self._length, first, levels)
+        flat = tokens.T.reshape(-1).to(self._device)
+        hidden = self._session.graft(flat, positions.to(self._device), visible.to(self._device))
+        return hidden.view(levels, count, -1).transpose(0, 1)
+
+    def drop(self) -> None:
+        """Forget the branches that `level` has read."""
+        self._session.keep(self._length)
+
+
+def target_states(text: BranchedText, starts: Sequence[int], drafted: Tensor) -> Tensor:
+    """[S, K, H]: the states of the model that has read `text` before each token of drafts [S, K], in one call for each
+    group of drafts; `lm_head` of them are the logits of what it would say there itself."""
+    first = text.before(torch.tensor(starts))[:, None]
+    return torch.cat([first, text.read(starts, drafted[:, :-1])], 1) if drafted.shape[1] > 1 else first
+
+
+def target_logits(lm: CausalLM, tokens: Sequence[int], starts: Sequence[int], drafted: Tensor) -> Tensor:
+    """[S, K, V]: the logits of a model for every token of drafts [S, K] that hang off a text."""
+    return lm.lm_head(target_states(BranchedText(lm, tokens, drafted.shape[1]), starts, drafted))
+
+
+def group_of(depth: int) -> int:
+    """Drafts of `depth` tokens that are read together."""
+    return max(1, GROUP_TOKENS // depth)
+
+
+def pieces(count: int, size: int) -> list[slice]:
+    """[0, count) in pieces of at most `size`."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def branch_mask(lengths: Tensor, text: int, first: int, levels: int) -> tuple[Tensor, Tensor]:
+    """Positions and visibility for `levels` more tokens of S branches whose `first` tokens are in the cache.
+
+    lengths: [S], how many of the `text` slots each branch sees, and so the position of its first token. Slots behind
+    the text hold the branches level by level, S in each. Returns positions [text + (first + levels) * S] of all slots,
+    and visible [levels * S, the same], bool.
+    """
+    depth, device = first + levels, lengths.device
+    slots, level = torch.arange(text, device=device), torch.arange(depth, device=device)
+    positions = torch.cat([slots, (lengths + level[:, None]).flatten()])
+    above = level[first:, None] >= level
+    own = torch.eye(len(lengths), dtype=torch.bool, device=device)
+    branches = above[:, None, :, None] & own[None, :, None]  # [levels, S, depth, S]
+    of_text = (slots < lengths[:, None]).repeat(levels, 1)
+    return positions, torch.cat([of_text, branches.reshape(levels * len(lengths), -1)], 1)
+
+
+def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniforms: Tensor | None) -> Tensor:
+    """A token [S] for each row of logits [S, V]: drawn from its law, or the argmax."""
+    if uniforms is None:
+        assert all(own.greedy for own in params), "drawing needs uniforms"
+        return logits.argmax(-1)
+    return draw_rows(row_probabilities(logits, params), uniforms.to(logits.device))
+
+
+class SideBySide(ABC):
+    """The loop of a `BranchDrafter`: a group of drafts grows by one token of each at a time."""
+
+    def __init__(self, depth: int):
+        """depth: most tokens of a draft."""
+        self._depth, self._group = depth, group_of(depth)
+
+    @abstractmethod
+    def _before(self, starts: Tensor) -> Tensor:
+        """[S, H]: the states that predict the first tokens."""
+
+    @abstractmethod
+    def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """[S, H]: the states after tokens [S], which `hidden` [S, H] predicted, in drafts of `level` tokens so far."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Forget the drafts."""
+
+    @abstractmethod
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Logits [.., V] of the drafter's states."""
+
+    def draft(
+        self, starts: Sequence[int], depth: int, params: Sequence[SamplingParams], uniforms: Tensor | None = None
+    ) -> Drafted:
+        def draw(piece: slice, level: int, logits: Tensor) -> Tensor:
+            return draw_tokens(logits, params[piece], None if uniforms is None else uniforms[piece, level])
+
+        return self.grow(starts, depth, draw)
+
+    @torch.inference_mode()
+    def grow(self, starts: Sequence[int], depth: int, draw: Draw) -> Drafted:
+        """`draft` with tokens that the caller draws."""
+        assert 0 < depth <= self._depth
+        drafts, states = [], []
+        for piece in pieces(len(starts), self._group):
+            own = torch.tensor(starts[piece])
+            hidden, tokens = [self._before(own)], []
+            for level in range(depth):
+                if level:
+                    hidden.append(self._step(own, level - 1, tokens[-1], hidden[-1]))
+                tokens.append(draw(piece, level, self.lm_head(hidden[-1])))
+            self._drop()
+            drafts.append(torch.stack(tokens, 1))
+            states.append(torch.stack(hidden, 1))
+        return Drafted(torch.cat(drafts), torch.cat(states))
+
+    def states(self, starts: Sequence[int], drafted: Tensor) -> Tensor:
+        found = []
+        for piece in pieces(len(starts), self._group):
+            own = torch.tensor(starts[piece])
+            with torch.inference_mode():
+                hidden = [self._before(own)]
+                for level, tokens in enumerate(drafted[piece].unbind(1)):
+                    hidden.append(self._step(own, level, tokens, hidden[-1]))
+                self._drop()
+            # Outside inference mode, so that a head can be trained on them.
+            found.append(torch.stack(hidden, 1))
+        return torch.cat(found)
+
+
+class DraftModelBranches(SideBySide):
+    """Drafts of a small language model, as `DraftModelDrafter` makes them one at a time."""
+
+    min_start = 1
+
+    def __init__(self, lm: CausalLM, depth: int):
+        super().__init__(depth)
+        self._lm = lm
+        self._text: BranchedText | None = None
+
+    @property
+    def text(self) -> BranchedText:
+        assert self._text is not None, "open a text first"
+        return self._text
+
+    def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
+        self._text = BranchedText(self._lm, tokens, self._depth)
+
+    def states(self, starts: Sequence[int], drafted: Tensor) -> Tensor:
+        # Unlike a drafter that reads its own states, a language model reads whole branches at once.
+        first = self.text.before(torch.tensor(starts))[:, None]
+        return torch.cat([first, self.text.read(starts, drafted)], 1)
+
+    def _before(self, starts: Tensor) -> Tensor:
+        return self.text.before(starts)
+
+    def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+        return self.text.level(starts, level, tokens[:, None])[:, 0]
+
+    def _drop(self) -> None:
+        self.text.drop()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self._lm.embed(ids.to(self._lm.device))
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return self._lm.lm_head(hidden)

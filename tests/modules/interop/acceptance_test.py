@@ -1,0 +1,169 @@
+"""The format `acceptance`: its config.json says all that a server needs to compute P, and what lacks is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.modules.decoding.confidence import Confidences, confidences_of
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, Feature, feature_value
+from draftsmith.modules.interop import acceptance, specdec_pp
+from draftsmith.modules.interop.base import Package, TargetFacts
+from draftsmith.modules.interop.detect import detect
+from draftsmith.modules.types import InputError
+
+HIDDEN, VOCAB, TOKENS = 6, 11, 12
+ALL: tuple[Feature, ...] = get_args(Feature)
+KNOTS = ((-1.5, -2.0), (0.0, -0.5), (0.75, 1.0))
+CASES = {
+    "published": AcceptanceHeadConfig(HIDDEN, num_blocks=3, tied=True),
+    "own blocks": AcceptanceHeadConfig(HIDDEN, num_blocks=2, calibration=(1.3, 0.2)),
+    "linear": AcceptanceHeadConfig(HIDDEN, num_blocks=0, w_rej=1.0),
+    "late with numbers": AcceptanceHeadConfig(HIDDEN, num_blocks=1, features=("entropy",)),
+    "before": AcceptanceHeadConfig(HIDDEN, num_blocks=1, w_rej=1.0, state="before"),
+    "all": AcceptanceHeadConfig(HIDDEN, num_blocks=2, w_rej=2.0, state="before", features=ALL, knots=KNOTS),
+    "tree": AcceptanceHeadConfig(HIDDEN, num_blocks=1, state="before", features=("log_q",), judges="tree"),
+}
+
+
+def a_head(config: AcceptanceHeadConfig) -> AcceptanceHead:
+    torch.manual_seed(1)
+    head = AcceptanceHead(config)
+    for weight in head.parameters():
+        weight.data.normal_(std=0.5)
+    return head.requires_grad_(False)
+
+
+def package_of(head: AcceptanceHead) -> Package:
+    written = acceptance.write(head.config, dict(head.named_parameters()))
+    return Package(json.loads(json.dumps(dict(written.config))), written.tensors)
+
+
+def draws():
+    """States, embeddings, laws, tokens, places: what a server has at hand."""
+    generator = torch.Generator().manual_seed(2)
+    states, embeds = (torch.randn(TOKENS, HIDDEN, generator=generator) for _ in range(2))
+    laws = (4 * torch.randn(TOKENS, VOCAB, generator=generator)).softmax(-1)
+    laws[0] = torch.eye(VOCAB)[3]  # top-k 1: q(y) = 1
+    tokens = torch.multinomial(laws, 1, generator=generator)[:, 0]
+    return states, embeds, laws, tokens, torch.arange(TOKENS) % 4 + 1
+
+
+def by_the_words(config: dict, tensors: dict, states, embeds, laws, tokens, depth) -> np.ndarray:
+    """P in float64, from nothing but config.json, the weights and the words in it."""
+    q = laws.double().numpy()
+    own, top = q[np.arange(TOKENS), tokens], q.max(1)
+    with np.errstate(divide="ignore"):
+        numbers = {
+            "log_q": np.maximum(np.log(own), -12),
+            "logit_q": np.clip(np.log(own / (1 - own)), -12, 12),
+            "logit_max_q": np.clip(np.log(top / (1 - top)), -12, 12),
+            "entropy": -np.where(q > 0, q * np.log(np.where(q > 0, q, 1)), 0).sum(1),
+            "depth": np.log(depth.numpy()),
+            "temperature": np.full(TOKENS, 0.7),
+        }
+    matrices = {"state_before": states.numpy(), "state_after": states.numpy(), "embedding": embeds.numpy()}
+    weights = {name: tensor.double().numpy() for name, tensor in tensors.items()}
+    given = [matrices[i["name"]] if i["name"] in matrices else numbers[i["name"]][:, None] for i in config["inputs"]]
+    assert [part.shape[1] for part in given] == [i["size"] for i in config["inputs"]]
+    x = np.concatenate(given, 1)
+    if "join.weight" in weights:
+        x = x @ weights["join.weight"].T + weights["join.bias"]
+    for i in range(config["num_blocks"]):
+        name = f"blocks.{0 if config['tied'] else i}.linear"
+        z = x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+        x = x + z / (1 + np.exp(-z))
+    z = x @ weights["out.weight"][0] + weights["out.bias"][0]
+    if "direct.weight" in weights:
+        z = z + np.concatenate([part for part in given if part.shape[1] == 1], 1) @ weights["direct.weight"][0]
+    z = z + math.log(config["w_rej"] / config["w_acc"])
+    if config["knots"]:
+        z = np.interp(z, *zip(*config["knots"], strict=True))
+    else:
+        z = config["calibration"][0] * z + config["calibration"][1]
+    return 1 / (1 + np.exp(-z))
+
+
+def named_inputs(states, embeds, known: Confidences) -> dict[str, torch.Tensor]:
+    numbers = {name: feature_value(name, known)[:, None] for name in ALL}
+    return {"state_before": states, "state_after": states, "embedding": embeds, **numbers}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_config_and_weights_say_all_that_is_computed(name):
+    head = a_head(CASES[name])
+    package = package_of(head)
+    states, embeds, laws, tokens, depth = draws()
+    known = confidences_of(laws, tokens, depth, torch.full((TOKENS,), 0.7))
+    numbers = head.feature_values(known) if head.config.features else None
+    ours = torch.sigmoid(head.calibrated(head(states, embeds if head.config.state == "before" else None, numbers)))
+    by_words = by_the_words(dict(package.config), dict(package.tensors), states, embeds, laws, tokens, depth)
+    # Float32 sums of some tens of terms, against float64.
+    assert ours.numpy() == pytest.approx(by_words, abs=1e-5)
+    reading = acceptance.read(package, TargetFacts({"hidden_size": HIDDEN}))
+    assert not reading.findings and set(reading.used) == set(package.tensors)
+    assert torch.allclose(acceptance.accept_prob(reading, named_inputs(states, embeds, known)), ours, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_head_comes_back_as_it_was(name):
+    head = a_head(CASES[name])
+    package = package_of(head)
+    parsed = acceptance.parse(package)
+    assert parsed.config == head.config
+    assert {key: value.tolist() for key, value in parsed.state.items()} == {
+        key: value.tolist() for key, value in head.named_parameters()
+    }
+    shapes = {key: tuple(value.shape) for key, value in package.tensors.items()}
+    assert detect(package.config, shapes) == "acceptance"
+
+
+def changed(package: Package, tensors: dict | None = None, **config) -> Package:
+    return dataclasses.replace(package, config={**package.config, **config}, tensors=tensors or package.tensors)
+
+
+def test_what_does_not_fit_is_found():
+    package = package_of(a_head(CASES["all"]))
+    tensors, inputs = dict(package.tensors), package.config["inputs"]
+    lacking = {name: value for name, value in tensors.items() if name != "direct.weight"}
+    broken = {
+        "direct.weight": changed(package, lacking),
+        "join.weight": changed(package, {**tensors, "join.weight": tensors["join.weight"][:, 1:]}),
+        "more.weight": changed(package, {**tensors, "more.weight": torch.zeros(1)}),
+        "inputs": changed(package, inputs=[inputs[1], inputs[0], *inputs[2:]]),
+        "format": changed(package, format_version=2),
+        "knots": Package({k: v for k, v in package.config.items() if k != "knots"}, tensors),
+    }
+    for where, directory in broken.items():
+        assert where in {finding.where for finding in acceptance.read(directory).errors}, where
+        with pytest.raises(InputError, match=f"head: found {where}: "):
+            acceptance.parse(directory)
+    unused = {finding.where for finding in acceptance.read(broken["format"]).errors} - {"format"}
+    assert unused == set(tensors)  # every tensor is used or told of
+    other = acceptance.read(package, TargetFacts({"hidden_size": 2 * HIDDEN}))
+    assert [finding.where for finding in other.errors] == ["hidden_size"]
+
+
+def test_specdec_pp_refuses_what_its_class_is_not_fed():
+    for name in ("late with numbers", "before", "all", "tree"):
+        head = a_head(CASES[name])
+        with pytest.raises(InputError, match=r"judges a (chain|tree) by .*export --format acceptance") as error:
+            specdec_pp.write(head.config, dict(head.named_parameters()))
+        assert "\n" not in str(error.value)
+
+
+def test_every_feature_is_put_into_words():
+    assert tuple(acceptance.FEATURES) == ALL
+    assert all(a is not b for a, b in itertools.combinations(acceptance.FEATURES.values(), 2))
+
+
+def test_its_command_checks_the_directory():
+    assert acceptance.serve("d", "there", 8) == "draftsmith check there --format acceptance --draft d"
+    assert acceptance.serve("t", "there", 8, eagle="e").endswith("--format acceptance --target t --eagle e")

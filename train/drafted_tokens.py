@@ -1,0 +1,171 @@
+"""What an acceptance head reads while it is trained: a frozen drafter's states of a batch's drafted tokens, made anew
+in every step rather than stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.datasets import AcceptanceTokens
+from draftsmith.data.rollout_dataset import RolloutTokens
+from draftsmith.modules import flops
+from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
+from draftsmith.modules.decoding.confidence import Confidences
+from draftsmith.modules.heads.acceptance import AcceptanceHeadConfig, feature_value
+from draftsmith.modules.heads.eagle import EagleHead
+from draftsmith.modules.heads.eagle_branches import EagleBranches
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import AcceptanceBatch
+from draftsmith.train.data_module import Part
+from draftsmith.train.telemetry import features_flops, llama_of
+
+
+@dataclass(frozen=True)
+class DraftedTokens:
+    """The N tokens of a batch that count.
+
+    batch: their inputs and labels, each [N] in the place of [B, T]. row: [N] int64, which row of the batch each is of.
+    log_q: [N] log-probability that the draft gave it, where that was asked for.
+    """
+
+    batch: AcceptanceBatch
+    row: Tensor
+    log_q: Tensor | None = None
+
+
+class Reader(Protocol):
+    """Gives a head its inputs. It holds frozen models, and none of them is a torch module's child.
+
+    weighted: tokens have weights.
+    """
+
+    weighted: bool
+
+    def read(self, data: Any, with_log_q: bool = False) -> DraftedTokens:
+        """Of a collated batch."""
+
+    def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
+        """Model FLOPs of `read`, and how many tokens it gives. lengths: of the part's rows."""
+
+
+class MixedText:
+    """Labels of mixed text (SpecDec++, section 3.3): the draft reads z, and its states are those after each token."""
+
+    weighted = False
+
+    def __init__(self, draft: CausalLM, greedy: bool):
+        """greedy: the labels are those of greedy decoding."""
+        self.draft, self.greedy = draft, greedy
+
+    def read(self, data: AcceptanceTokens, with_log_q: bool = False) -> DraftedTokens:
+        with torch.no_grad():
+            hidden = self.draft.features(data.z_ids)
+        mask = data.loss_mask
+        log_q = None
+        if with_log_q:
+            log_q = (self.draft_log_prob(hidden, data.z_ids) if self.greedy else data.log_q)[mask]
+        batch = AcceptanceBatch(hidden[mask], data.accept_prob[mask], mask[mask])
+        return DraftedTokens(batch, mask.nonzero()[:, 0], log_q)
+
+    def draft_log_prob(self, hidden: Tensor, z_ids: Tensor) -> Tensor:
+        """Log-probability [B, T] at temperature 1 that the draft gave z_t, 0 at t = 0. For greedy labels: there q is
+        one-hot, so that log q(y) is 0 for every drafted token and says nothing."""
+        result = torch.zeros(z_ids.shape, device=hidden.device)
+        for row in range(len(z_ids)):  # one row at a time: [T, V] is in memory, not [B, T, V]
+            log_prob = self.draft.lm_head(hidden[row, :-1]).float().log_softmax(-1)
+            result[row, 1:] = log_prob.gather(-1, z_ids[row, 1:, None])[:, 0]
+        return result
+
+    def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
+        return features_flops(self.draft, lengths), int(part.tokens)
+
+
+class RolloutDrafts:
+    """Labels of real rounds: the drafter reads each text once, and the labelled drafts that hang off it."""
+
+    weighted = True
+
+    def __init__(self, lm: CausalLM, head: AcceptanceHeadConfig, depth: int, eagle: EagleHead | None = None):
+        """lm: the draft model, or the model that `eagle` drafts for. depth: tokens of a draft."""
+        self.lm, self.head, self.eagle = lm, head, eagle
+        self.drafter: BranchDrafter = (
+            DraftModelBranches(lm, depth) if eagle is None else EagleBranches(eagle, lm, depth)
+        )
+
+    def read(self, data: RolloutTokens, with_log_q: bool = False) -> DraftedTokens:
+        """Of a head for trees the children are the tokens, and a child weighs as much as its place."""
+        tree, head = self.head.judges == "tree", self.head
+        mask, shape = data.loss_mask, data.loss_mask.shape
+        labelled = (data.child_ids, data.child_prob) if tree else (data.draft_ids, data.accept_prob)
+        known = data.child_confidences if tree else data.confidences
+
+        def chosen(values: Tensor) -> Tensor:
+            """[N, ..] of the tokens that count, from [drafts, K, ..] of all."""
+            values = values[mask]
+            return values.flatten(0, 1) if tree else values
+
+        def of_children(values: Tensor) -> Tensor:
+            """A place's value for each of its children."""
+            return values.unsqueeze(2).expand(*shape, labelled[0].shape[2], *values.shape[2:]) if tree else values
+
+        ids, accept_prob = (chosen(values) for values in labelled)
+        known = Confidences(*(chosen(getattr(known, part.name)) for part in dataclasses.fields(known)))
+        batch = AcceptanceBatch(
+            hidden=chosen(of_children(self.states(data))),
+            accept_prob=accept_prob,
+            loss_mask=torch.ones_like(accept_prob, dtype=torch.bool),
+            weight=chosen(of_children(data.weight)),
+            embeds=self.embeds(ids) if head.state == "before" else None,
+            features=torch.stack([feature_value(name, known) for name in head.features], -1) if head.features else None,
+        )
+        row = chosen(of_children(data.owner[:, None].expand(shape)))
+        return DraftedTokens(batch, row, known.log_q if with_log_q else None)
+
+    def states(self, data: RolloutTokens) -> Tensor:
+        """[drafts, K, H]: before each token, or after it."""
+        late, depth = self.head.state == "after", data.draft_ids.shape[1]
+        found, first = [], 0
+        for text, starts in zip(data.texts, data.starts, strict=True):
+            drafted = data.draft_ids[first : first + len(starts)]
+            first += len(starts)
+            self.drafter.open(text[: starts[-1]], self.target_features(text[: starts[-1]]))
+            # Only a head that judges by states after the tokens needs the last one to be read.
+            states = self.drafter.states(starts, drafted if late or depth == 1 else drafted[:, :-1])
+            found.append(states[:, 1:] if late else states[:, :depth])
+        # A copy, as tensors of inference mode are no inputs of a graph.
+        return torch.cat(found).to(data.draft_ids.device).clone()
+
+    def target_features(self, text: Sequence[int]) -> Tensor | None:
+        """[T, H]: what an EAGLE head reads of a text; None for a draft model."""
+        if self.eagle is None:
+            return None
+        with torch.no_grad():
+            return self.lm.features(torch.tensor([text], device=self.lm.device))[0]
+
+    def embeds(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.drafter.embed(ids).to(ids.device)
+
+    def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
+        data: RolloutTokens = part.data
+        judged = data.num_judged * (data.child_ids.shape[2] if self.head.judges == "tree" else 1)
+        return self._read_flops(data), judged
+
+    def _read_flops(self, data: RolloutTokens) -> float:
+        texts = [starts[-1] for starts in data.starts]
+        levels = data.draft_ids.shape[1] - (self.head.state == "before")
+        starts = [start for starts in data.starts for start in starts]
+        config = llama_of(self.lm)
+        if config is None:
+            return features_flops(self.lm, [*texts, len(starts) * levels])
+        if self.eagle is None:
+            return flops.rollouts_forward(config, texts, starts, levels)
+        head = self.eagle.config.llama
+        drafted = flops.rollouts_forward(head, texts, starts, levels)
+        fused = flops.fusion_forward(head, sum(texts) + len(starts) * levels)
+        return flops.layers_forward(config, texts) + fused + drafted
