@@ -164,7 +164,7 @@ def test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace(tiny, 
     assert judged == (rollouts.rank != tiny.trees.rank).any()
     if auto:
         sizes = {(step.draft_calls, step.num_drafted) for trace in decoded for step in trace.steps}
-        assert rules[0].pace == rules[1].pace and len(sizes) > 3
+        assert rules[0].pace == rules[1].pace and len(sizes) > 2
         # Rows that are read together or one by one differ in the last bits.
         assert rules[0].trust == pytest.approx(rules[1].trust, rel=1e-5)
 
