@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,11 @@ from draftsmith.modules.decoding.policies import JudgedStop
 def remember(runner: Any) -> Callable[[], None]:
     """What puts everything back that the runner's policies know now; a runner of policies that learn nothing is fine
     too."""
-    known = [(learner, dict(vars(learner))) for stop in policies_of(runner) for learner in stop.learners]
+    known = [(learner, copy.deepcopy(vars(learner))) for stop in policies_of(runner) for learner in stop.learners]
 
     def restore() -> None:
         for learner, numbers in known:
-            vars(learner).update(numbers)
+            vars(learner).update(copy.deepcopy(numbers))
 
     return restore
 

@@ -3,6 +3,7 @@ with the target call as the unit of time."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,12 +21,19 @@ from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.metrics import fit_platt
 
-Role = Literal["fixed", "free", "fitted", "head", "ceiling", "oracle"]
+Role = Literal["fixed", "free", "looking", "fitted", "head", "ceiling", "oracle"]
 Rule = Literal["k", "t", "entropy", "h", "cost", "oracle"]
 FIXED, EACH, SELF_VERIFY = "fixed K", "q(y) < t, token by token", "self-verify (HSDDW)"
 FITTED, ONLINE_Q, ONLINE_MAX_Q, KNOWN = "q(y) fitted on dev", "online, q(y)", "online, max q", "true p/q"
+ONLINE_REPEATS = "online, q(y) and repetitions"
 ORACLE = "oracle"
 RAW = ", raw"  # behind a head's name: its output as it is
+# Settings of the method `online`.
+ONLINE = {
+    ONLINE_Q: "by=q:repeats=off",
+    ONLINE_MAX_Q: "by=max_q:repeats=off",
+    ONLINE_REPEATS: "by=q:repeats=on",
+}
 PUBLISHED_H, PUBLISHED_MIN = 0.7, 2
 
 
@@ -62,8 +70,8 @@ class Policy:
             return f"self-verify:k={self.maximum}{by}"
         if self.rule == "t":
             return f"confidence:t={self.value:g}:{limits}"
-        if self.judge in (ONLINE_Q, ONLINE_MAX_Q):
-            return f"online:by={'q' if self.judge == ONLINE_Q else 'max_q'}:c={c:.3g}:{limits}"
+        if self.judge in ONLINE:
+            return f"online:{ONLINE[self.judge]}:c={c:.3g}:{limits}"
         if self.judge in (FITTED, KNOWN, ""):
             return None
         if self.rule == "cost":
@@ -78,7 +86,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class Family:
-    """Settings of which one is chosen on dev prompts. role: what it is in the comparison; `free` needs no training."""
+    """Settings of which one is chosen on dev prompts. role: what it is in the comparison. `free` and `looking`
+    need no training; the first goes by the draft's confidence alone, the second looks for repetitions of the text too.
+    """
 
     name: str
     role: Role
@@ -109,6 +119,7 @@ class Grid:
             Family(EACH, "free", tuple(Policy("t", t, maximum=most) for most in self.maxima for t in self.ts)),
             Family(SELF_VERIFY, "free", tuple(Policy("entropy", maximum=most) for most in self.maxima)),
             *(Family(f"{name}, cost rule", "free", cost(name)) for name in (ONLINE_Q, ONLINE_MAX_Q)),
+            Family(f"{ONLINE_REPEATS}, cost rule", "looking", cost(ONLINE_REPEATS)),
             Family(f"{FITTED}, threshold", "fitted", thresholds(FITTED)),
             Family(f"{FITTED}, cost rule", "fitted", cost(FITTED)),
         ]
@@ -142,10 +153,16 @@ def judges_of(
             known[name + suffix] = KnownJudge(replay.head_probs(rollouts.heads[name], head, calibrated), late)
     if rollouts.accept_along is not None:
         known[KNOWN] = KnownJudge(rollouts.accept_along, late=False)
-    made: dict[str, Callable[[], RowJudge]] = {name: lambda judge=judge: judge for name, judge in known.items()}
-    made[ONLINE_Q] = lambda: OnlineRows(rollouts, "q")
-    made[ONLINE_MAX_Q] = lambda: OnlineRows(rollouts, "max_q")
+    made: dict[str, Callable[[], RowJudge]] = {name: functools.partial(_same, judge) for name, judge in known.items()}
+    made[ONLINE_Q] = functools.partial(OnlineRows, rollouts, "q", repeats=False)
+    made[ONLINE_MAX_Q] = functools.partial(OnlineRows, rollouts, "max_q", repeats=False)
+    made[ONLINE_REPEATS] = functools.partial(OnlineRows, rollouts, "q", repeats=True)
     return made
+
+
+def _same(judge: KnownJudge) -> KnownJudge:
+    """It learns nothing: one will do for all."""
+    return judge
 
 
 def fitted_probs(rollouts: ChainRollouts, fit: ChainRollouts) -> Floats:
