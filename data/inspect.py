@@ -18,11 +18,11 @@ from draftsmith.data.prompts import check_not_negative
 from draftsmith.data.shards import Rows
 from draftsmith.modules.types import InputError
 
-KINDS = ("prompts", "responses", "acceptance", "features")
+KINDS = ("prompts", "responses", "acceptance", "rollouts", "features")
 PROMPT, COUNTED, REST = "dim", "bold green", "yellow"
 # Lowest acceptance probability of each colour.
 BANDS = ((0.8, "green"), (0.4, "yellow"), (0.0, "red"))
-LABELS_SHOWN = 24
+LABELS_SHOWN, DRAFTS_SHOWN = 24, 8
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class InspectConfig:
     """Which rows to show.
 
     Attributes:
-        artefact: Directory of prompts, responses, acceptance labels or features.
+        artefact: Directory of prompts, responses, acceptance labels, rollouts or features.
         row: Number of the first row to show.
         rows: How many rows to show; 0 shows the summary only.
         tokenizer: Model whose tokenizer turns ids into text; without it, the target that the artefact was made with.
@@ -85,12 +85,17 @@ def summary(directory: Path, manifest: Manifest, rows: Rows, tokenizer: Any) -> 
             table.add_row(name, text)
     table.add_row("bytes", f"{sum(entry.bytes for entry in manifest.files):,}, every hash right")
     if manifest.sampling is not None:
-        table.add_row("sampling", ", ".join(f"{name} {value:g}" for name, value in manifest.sampling.items()))
+        table.add_row("sampling", ", ".join(f"{name} {listed(value)}" for name, value in manifest.sampling.items()))
     for name, value in manifest.identity.items():
         text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
         table.add_row(name, str(text))
     table.add_row("made by", manifest.command)
     return table
+
+
+def listed(value: float | list[float]) -> str:
+    """A number, or several."""
+    return ", ".join(f"{one:g}" for one in value) if isinstance(value, list) else f"{value:g}"
 
 
 def round_trips(rows: Rows, tokenizer: Any) -> dict[str, str]:
@@ -134,6 +139,9 @@ def show_row(
     if manifest.kind == "acceptance":
         show_labels(console, row, tokenizer)
         return
+    if manifest.kind == "rollouts":
+        show_drafts(console, row, manifest.config["depth"], tokenizer)
+        return
     if manifest.kind == "prompts":
         ids = row.get("input_ids") or row["prompt_ids"]
         mask = row.get("loss_mask") or [False] * len(ids)
@@ -174,9 +182,7 @@ def show_labels(console: Console, row: dict[str, Any], tokenizer: Any) -> None:
     for token, prob in zip(answer_of(row), probs, strict=True):
         text.append(tokenizer.decode([token]), style=band(prob))
     console.print(text)
-    legend = Text("P of the drafted token: ")
-    for lowest, style in BANDS:
-        legend.append(f">= {lowest} ", style=style)
+    legend = bands()
     legend.append(f"mean {sum(probs) / len(probs):.3f}, mean overlap {sum(row['overlap']) / len(probs):.3f}")
     console.print(legend)
     table = Table("position", "target X", "draft Y", "P", "overlap", "log p(Y)", "log q(Y)")
@@ -185,6 +191,39 @@ def show_labels(console: Console, row: dict[str, Any], tokenizer: Any) -> None:
         numbers = (f"{row[name][j]:.3f}" for name in ("accept_prob", "overlap", "log_p", "log_q"))
         table.add_row(str(start + j), *(Text(repr(piece)) for piece in shown), *numbers, style=band(probs[j]))
     console.print(table)
+
+
+def show_drafts(console: Console, row: dict[str, Any], depth: int, tokenizer: Any) -> None:
+    """The text with the places where drafts begin; the first drafts beside what the target says there, each token by
+    how likely it is kept once it is judged; and how likely that is by depth, on the average."""
+    ids, starts = row["input_ids"], row["starts"]
+    console.print(masked_text(ids, [at in starts for at in range(len(ids))], tokenizer, marked=not console.is_terminal))
+    table = Table("start", "temperature", "target X", "draft Y", "P of each")
+    for number, start in list(enumerate(starts))[:DRAFTS_SHOWN]:
+        own = slice(number * depth, (number + 1) * depth)
+        probs, drafted = row["accept_prob"][own], Text()
+        for token, prob in zip(row["draft_ids"][own], probs, strict=True):
+            drafted.append(repr(tokenizer.decode([token]))[1:-1], style=band(prob))
+        said = Text(repr(tokenizer.decode(ids[start : start + depth]))[1:-1])
+        at = f"{row['temperature'][number]:g}"
+        table.add_row(str(start), at, said, drafted, " ".join(f"{prob:.2f}" for prob in probs))
+    console.print(table)
+    legend = bands()
+    legend.append("mean of those that are judged, by depth:")
+    for level in range(depth):
+        weights, probs = row["reached"][level::depth], row["accept_prob"][level::depth]
+        judged = sum(weights)
+        kept = sum(weight * prob for weight, prob in zip(weights, probs, strict=True))
+        legend.append(f" {kept / judged:.3f}" if judged else " -")
+    console.print(legend)
+
+
+def bands() -> Text:
+    """What the colours of acceptance probabilities mean."""
+    legend = Text("P of the drafted token: ")
+    for lowest, style in BANDS:
+        legend.append(f">= {lowest} ", style=style)
+    return legend
 
 
 def band(prob: float) -> str:

@@ -51,9 +51,19 @@ def _inputs(target: Any, ids: Tensor) -> tuple[EagleInputs, Tensor]:
     return inputs, target.embed(inputs.next_ids)
 
 
-def varied_acceptance_head(hidden_size: int, seed: int = 1, std: float = 0.3) -> AcceptanceHead:
+def varied_acceptance_head(hidden_size: int, seed: int = 1, std: float = 0.3, **settings: Any) -> AcceptanceHead:
     """Random, with outputs spread over (0, 1), so that drafts stop at different lengths."""
     torch.manual_seed(seed)
-    head = AcceptanceHead(AcceptanceHeadConfig(hidden_size, num_blocks=2)).requires_grad_(False)
+    head = AcceptanceHead(AcceptanceHeadConfig(hidden_size, num_blocks=2, **settings)).requires_grad_(False)
     torch.nn.init.normal_(head.out.weight, std=std)
+    return head
+
+
+def varied_tree_head(hidden_size: int) -> AcceptanceHead:
+    """Of the same kind, for the children of a tree's nodes: a noisy opinion of the EAGLE head's own confidence."""
+    head = varied_acceptance_head(
+        hidden_size, std=0.6, w_rej=1.0, state="before", judges="tree", features=("logit_q", "entropy", "depth")
+    )
+    assert head.direct is not None
+    head.direct.weight.copy_(torch.tensor([[0.5, -0.1, -0.2]]))
     return head

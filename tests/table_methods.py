@@ -10,7 +10,7 @@ from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafte
 from draftsmith.modules.decoding.drafters.lookahead import LookaheadDrafter
 from draftsmith.modules.decoding.drafters.pearl import PearlDrafter
 from draftsmith.modules.decoding.drafters.prompt_lookup import PromptLookupDrafter
-from draftsmith.modules.decoding.nodes import NodeRule, TreeTimes
+from draftsmith.modules.decoding.nodes import TreeRule, TreeTimes
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.tree import StaticTree
@@ -90,7 +90,7 @@ def method(name: str, target: TableLM, seed: int = 7):
         judge = random_acceptance_head(seed, **TREE_JUDGE) if "value=head" in name else None
 
         def tree_drafter():
-            rule = NodeRule(TREE_TIMES) if "nodes=auto" in name else None
+            rule = TreeRule(TREE_TIMES, "depth=auto" in name) if "nodes=auto" in name else None
             return EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY, judge=judge, rule=rule)
 
         return tree_drafter
@@ -122,7 +122,7 @@ EAGLE_TREES = {
     "eagle2:rerank=off": DynamicTree(nodes=5, depth=2, topk=2, rerank=False),
     "eagle2:value=head": DynamicTree(nodes=5, depth=2, topk=3),
     "eagle2:nodes=auto": DynamicTree(nodes=9, depth=2, topk=2),
-    "eagle2:nodes=auto:value=head": DynamicTree(nodes=9, depth=2, topk=2),
+    "eagle2:nodes=auto:depth=auto:value=head": DynamicTree(nodes=9, depth=2, topk=2),
 }
 FEATURES = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
 TREE_JUDGE = {"state": "before", "judges": "tree", "features": FEATURES}

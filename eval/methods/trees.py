@@ -17,6 +17,7 @@ from draftsmith.modules.types import InputError
 if TYPE_CHECKING:
     from draftsmith.modules.heads.acceptance import AcceptanceHead
 
+MOST_LEVELS = 10  # expansions of a tree of depth=auto
 MAX_NODES = 128  # what a session of the target has room for (`modules.decoding.loop.generate`)
 
 
@@ -68,21 +69,24 @@ class Eagle2(Method):
     """EAGLE-2's dynamic tree: the topk best nodes of a level are expanded depth times, the nodes best are verified.
 
     nodes: auto takes as many in every round as are worth their time on this machine, which is measured once.
+    depth: auto, with nodes=auto, expands as often in every round as is worth its time.
     value: what nodes are ranked by. on: the product of confidences along the path; off: a node's own confidence; head:
         the product of an acceptance head's probabilities.
     rerank: off keeps the expanded nodes, level by level.
     """
 
     nodes: int | Literal["auto"] = 60
-    depth: int = 6
+    depth: int | Literal["auto"] = 6
     topk: int = 10
     value: Literal["on", "off", "head"] = "on"
     rerank: bool = True
     uses = ("eagle",)
 
     def __post_init__(self) -> None:
-        for name in ("depth", "topk"):
-            at_least(name, getattr(self, name), 1)
+        for name, value in (("depth", self.most_depth), ("topk", self.topk)):
+            at_least(name, value, 1)
+        if self.depth == "auto" and self.nodes != "auto":
+            raise InputError("depth", f"auto with nodes={self.nodes}", "nodes=auto with it", "Give a depth.")
         if self.nodes == "auto":
             if self.value == "off" or not self.rerank:
                 found = "auto with value=off or rerank=off"
@@ -96,8 +100,13 @@ class Eagle2(Method):
     def num_candidates(self) -> int:
         """Nodes that a tree may be chosen from."""
         if self.rerank:
-            return num_candidates(self.topk, self.depth + 1)
-        return self.topk * (self.depth + 1)
+            return num_candidates(self.topk, self.most_depth + 1)
+        return self.topk * (self.most_depth + 1)
+
+    @property
+    def most_depth(self) -> int:
+        """`depth`, or what auto may take."""
+        return MOST_LEVELS if self.depth == "auto" else self.depth
 
     @property
     def most_nodes(self) -> int:
@@ -110,15 +119,15 @@ class Eagle2(Method):
 
     def build(self, models: Models) -> Drafter | None:
         from draftsmith.eval.tree_times import tree_times
-        from draftsmith.modules.decoding.nodes import NodeRule
+        from draftsmith.modules.decoding.nodes import TreeRule
         from draftsmith.modules.heads.eagle import EagleHead
         from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
 
         assert isinstance(models.eagle, EagleHead)
         at_most("topk", self.topk, models.target.info.vocab_size)
         judge = tree_judge(models) if self.value == "head" else None
-        rule = NodeRule(tree_times(models, self)) if self.nodes == "auto" else None
-        shape = DynamicTree(self.most_nodes, self.depth, self.topk, self.value != "off", self.rerank)
+        rule = TreeRule(tree_times(models, self), self.depth == "auto") if self.nodes == "auto" else None
+        shape = DynamicTree(self.most_nodes, self.most_depth, self.topk, self.value != "off", self.rerank)
         return EagleTreeDrafter(models.eagle, models.target, shape, models.capacity, judge=judge, rule=rule)
 
 

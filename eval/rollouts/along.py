@@ -1,4 +1,4 @@
-"""What the target thinks of drafts below their first rejection: one call reads all the branches of an answer."""
+"""What the target thinks of drafts below their first rejection: one call reads the branches of many rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
 
-MAX_NODES = 1200  # tokens of one call; more branches make more calls
+MAX_NODES = 300  # drafted tokens of one call: more of them look at more that is not theirs
 
 
 @dataclass

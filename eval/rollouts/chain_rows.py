@@ -10,9 +10,10 @@ from torch import Tensor
 
 from draftsmith.eval.rollouts.coupling import Reading, num_equal
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, Floats
-from draftsmith.modules.decoding.confidence import Confidences
+from draftsmith.modules.decoding.branches import Drafted
+from draftsmith.modules.decoding.confidence import Confidences, draft_law
 from draftsmith.modules.decoding.protocols import DraftView
-from draftsmith.modules.decoding.stop import draft_law
+from draftsmith.modules.decoding.repeats import repeat_scores
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.types import SamplingParams
 
@@ -68,11 +69,34 @@ class ChainRows:
             self._put(row, "accept_prob", (at_token / own[:judged]).clamp_max(1))
             self._put(row, "overlap", torch.minimum(p, laws[:judged]).sum(-1))
 
+    def add_all(self, drafted: Drafted, known: Mapping[str, Tensor], keep_states: bool) -> None:
+        """Every round at once. drafted: of one token more than is kept. known: `log_q` and so on, [S, K] float64,
+        `accept_prob` and `overlap` wherever the text says something of the token."""
+        tokens, text = drafted.tokens[:, : self._depth].cpu().numpy(), self._reading.text
+        self._token[:], self._was_read[:] = tokens, True
+        for row, own in enumerate(tokens.tolist()):
+            start = row + 1
+            accepted = num_equal(own, text.tokens[start:])
+            self._num_accepted[row] = min(accepted, self._length - start)
+            self._past_end[row] = accepted - self._num_accepted[row]
+        judged = np.minimum(self._num_accepted + self._past_end + 1, self._length - np.arange(1, self._length))
+        unknown = np.arange(self._depth) >= judged[:, None]
+        for name, values in known.items():
+            self._floats[name][:] = values.cpu().numpy()
+            if name in ("accept_prob", "overlap"):
+                self._floats[name][unknown] = np.nan
+        if keep_states:
+            self._before = list(drafted.hidden[:, :-1].flatten(0, 1))
+            self._after = list(drafted.hidden[:, 1:].flatten(0, 1))
+
     def _put(self, row: int, name: str, values: Tensor) -> None:
         self._floats[name][row, : len(values)] = values.double().cpu().numpy()
 
-    def rollouts(self, heads: Mapping[str, AcceptanceHead], embed: Embed) -> ChainRollouts:
+    def rollouts(self, prompt: Sequence[int], heads: Mapping[str, AcceptanceHead], embed: Embed) -> ChainRollouts:
         """embed: the drafter's token embeddings, for heads that read the state before a token."""
+        text = [*prompt, *self._reading.answer.tokens]
+        starts = list(range(len(prompt) + 1, len(text)))
+        self._floats["repeat"] = repeat_scores(text, starts, torch.from_numpy(self._token)).double().numpy()
         states = {
             "before": (self._token >= 0, torch.stack(self._before) if self._before else None),
             "after": (self._was_read, torch.stack(self._after) if self._after else None),
@@ -105,9 +129,10 @@ class ChainRows:
         features = None
         if config.features:
             depth = np.broadcast_to(np.arange(1, self._depth + 1), mask.shape)
-            log_q, log_max_q, entropy = (of_tokens(self._floats[key]) for key in ("log_q", "log_max_q", "entropy"))
-            place = of_tokens(depth).double()
-            features = head.feature_values(
-                Confidences(log_q, log_max_q, entropy, place, torch.full_like(place, self._temperature))
+            log_q, log_max_q, entropy, repeat = (
+                of_tokens(self._floats[key]) for key in ("log_q", "log_max_q", "entropy", "repeat")
             )
+            place = of_tokens(depth).double()
+            temperature = torch.full_like(place, self._temperature)
+            features = head.feature_values(Confidences(log_q, log_max_q, entropy, place, temperature, repeat))
         return head(hidden, embeds, features).double().cpu().numpy()

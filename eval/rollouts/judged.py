@@ -11,7 +11,6 @@ import torch
 from draftsmith.eval.rollouts.replay import accepted_of, first_rows, walk_rounds
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, Floats
 from draftsmith.modules.decoding.confidence import log_odds_of
-from draftsmith.modules.decoding.online_logistic import OnlineLogistic
 from draftsmith.modules.decoding.policies import ConfidenceName, Judge, JudgedStop, OnlineJudge, Rule
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.trace import DecodeTrace
@@ -47,15 +46,24 @@ class KnownJudge:
 class OnlineRows(OnlineJudge):
     """`OnlineJudge` on recorded confidences."""
 
-    def __init__(self, rollouts: ChainRollouts, confidence: ConfidenceName, model: OnlineLogistic | None = None):
-        super().__init__(confidence, model)
-        log_prob = rollouts.log_q if confidence == "q" else rollouts.log_max_q
-        self._features: list[list[float]] = log_odds_of(torch.from_numpy(log_prob)).tolist()
+    def __init__(self, rollouts: ChainRollouts, confidence: ConfidenceName = "q", repeats: bool = True):
+        super().__init__(confidence, repeats)
+        self._features: list[list[list[float]]] = online_features(rollouts, confidence, repeats).tolist()
         self.row = 0
 
     def prob(self, view: DraftView) -> float:
-        self._seen.append(self._features[self.row][view.num_drafted - 1])
+        self._seen.append(tuple(self._features[self.row][view.num_drafted - 1]))
         return self.model.prob(self._seen[-1])
+
+
+def online_features(rollouts: ChainRollouts, confidence: ConfidenceName, repeats: bool) -> Floats:
+    """[S, K, F]: what `OnlineJudge` learns from."""
+    log_prob = rollouts.log_q if confidence == "q" else rollouts.log_max_q
+    features = [log_odds_of(torch.from_numpy(log_prob)).numpy()]
+    if repeats:
+        assert rollouts.repeat is not None, "looked for when chains are recorded"
+        features.append(rollouts.repeat)
+    return np.stack(features, -1)
 
 
 def replay_judged(

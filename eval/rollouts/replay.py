@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Floats, Ints, TreeRollouts
-from draftsmith.modules.decoding.nodes import NodeRule
+from draftsmith.modules.decoding.nodes import TreeRule
 from draftsmith.modules.decoding.stop import RunningEntropy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.tree import num_candidates
@@ -103,9 +103,9 @@ def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
     return traces
 
 
-def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int, rule: NodeRule | None = None) -> list[DecodeTrace]:
-    """One trace an answer, of `DynamicTree(nodes, depth, topk)`. rule: takes as many of the nodes as it chooses, and
-    learns on from answer to answer."""
+def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int, rule: TreeRule | None = None) -> list[DecodeTrace]:
+    """One trace an answer, of `DynamicTree(nodes, depth, topk)`. rule: ends the draft where it chooses, takes as
+    many of the nodes as it chooses, and learns on from answer to answer."""
     assert 1 <= depth <= rollouts.depth and nodes >= 1
     most_levels = np.full(len(rollouts.start), depth + 1) if rollouts.levels is None else rollouts.levels
 
@@ -113,9 +113,13 @@ def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int, rule: NodeRule |
         levels = min(depth + 1, int(most_levels[row]), most)
         if levels < 1:
             return 0, 0, 0
+        if rule is not None:
+            assert rollouts.values is not None and rollouts.frontier is not None
+            grown = (n for n in range(1, levels) if not rule.deeper(rollouts.frontier[row, n - 1].tolist))
+            levels = next(grown, levels)
         taken = min(nodes, num_candidates(rollouts.topk, levels))
         if rule is not None:
-            assert rollouts.values is not None and rollouts.values.shape[2] >= taken
+            assert rollouts.values.shape[2] >= taken
             taken = rule.choose(rollouts.values[row, levels - 1, :taken].tolist())
         rank = rollouts.rank[row, levels - 1]
         outside = np.flatnonzero((rank < 0) | (rank >= taken))

@@ -49,6 +49,8 @@ class ChainRollouts:
     where the drafter has not read the token.
     accept_along [S, K]: min(1, p/q) of every drafted token where the target reads the draft itself, so below the first
     rejection too: what a policy that knew p and q would look at. None: not asked for, or greedy.
+    repeat [S, K]: how each token goes on with a repetition of prompt and answer (`decoding.repeats.Repeats.score`).
+    None: not looked for.
     past_end [S]: drafted tokens accepted after X's end token, where all before them were: what the target would have
     gone on with counts in a round's `num_accepted`, though it is never emitted. None: no answer was read on.
     Where the drafter's context ends, drafts are shorter: token is -1 there, and the floats are NaN.
@@ -67,6 +69,7 @@ class ChainRollouts:
     heads: Mapping[str, Floats] = field(default_factory=dict)
     past_end: Ints | None = None
     accept_along: Floats | None = None
+    repeat: Floats | None = None
 
     @property
     def depth(self) -> int:
@@ -94,7 +97,8 @@ class TreeRollouts:
     levels [S]: that the drafter's context allowed, D where None. place [S, D]: of the children of the node on X at
     level j the one on X, 0 for the most probable, -1 where it is not among the topk, or where `confidence` is NaN.
     values [S, D, M]: of trees of at most d+1 levels ([:, d]) the values of the best M candidates, best first, which are
-    logarithms of probabilities; -inf where there are fewer. None: not recorded.
+    logarithms of probabilities; -inf where there are fewer. frontier [S, D, topk]: the same of the nodes of level j
+    that are expanded, or would be next. None: not recorded.
     `rank` goes on past X's end token, with what the target would have gone on with, as a round's `num_accepted` does.
     """
 
@@ -108,6 +112,7 @@ class TreeRollouts:
     levels: Ints | None = None
     place: Ints | None = None
     values: Floats | None = None
+    frontier: Floats | None = None
 
     @property
     def depth(self) -> int:

@@ -37,7 +37,8 @@ class TreeRecorder:
         keep_values: int = 0,
     ):
         """answers: those of other recordings of the same prompts, if there are any. judge: a head whose probabilities
-        are the nodes' values. keep_values: `TreeRollouts.values` of the best so many candidates."""
+        are the nodes' values. keep_values: `TreeRollouts.values` of the best so many candidates, and `frontier`; 0
+        keeps neither."""
         assert isinstance(models.eagle, EagleHead) and topk <= models.target.info.vocab_size
         self._answers, self._how, self._topk = answers or Answers(models.target, how), how, topk
         self._keep_values = keep_values
@@ -57,12 +58,15 @@ class TreeRecorder:
         levels = np.zeros(rows, np.int64)
         confidence, on_text = np.full((rows, num_levels), np.nan), np.full((rows, num_levels), np.nan)
         values = np.full((rows, num_levels, self._keep_values), -np.inf)
+        frontier = np.full((rows, num_levels, self._topk), -np.inf)
         for start, tree in walk(self._drafter, reading, prompt.prompt_ids, how, num_levels, number):
             row = start - 1
             found = _on_text(tree, reading.text.tokens[start:])
             levels[row] = num_levels_of(len(tree.tokens), self._topk)
             rank[row, : levels[row]] = ranks(tree, found.path, self._topk, num_levels)[: levels[row]]
-            values[row, : levels[row]] = best_values(tree, self._topk, levels[row], self._keep_values)
+            if self._keep_values:
+                kept = best_values(tree, self._topk, levels[row], self._keep_values)
+                values[row, : levels[row]], frontier[row, : levels[row]] = kept
             within = min(len(found.places), length - start)
             place[row, :within] = found.places[:within]
             confidence[row, :within] = found.confidence[:within]
@@ -78,6 +82,7 @@ class TreeRecorder:
             levels=levels,
             place=place,
             values=values if self._keep_values else None,
+            frontier=frontier if self._keep_values else None,
         )
 
 
@@ -133,12 +138,17 @@ def ranks(tree: DraftTree, path: Sequence[int], topk: int, num_levels: int) -> I
     return found
 
 
-def best_values(tree: DraftTree, topk: int, num_levels: int, count: int) -> Floats:
-    """[num_levels, count]: the values of the best candidates of the first 1, 2, ... levels, best first; -inf where
-    there are fewer."""
+def best_values(tree: DraftTree, topk: int, num_levels: int, count: int) -> tuple[Floats, Floats]:
+    """[num_levels, count], [num_levels, topk]: `TreeRollouts.values` and `TreeRollouts.frontier` of one round."""
     values = np.array(tree.values)
-    found = np.full((num_levels, count), -np.inf)
+    found, frontier = np.full((num_levels, count), -np.inf), np.full((num_levels, topk), -np.inf)
     for level in range(num_levels):
-        best = -np.sort(-values[: num_candidates(topk, level + 1)])[:count]
+        up_to = num_candidates(topk, level + 1)
+        best = descending(values[:up_to])[:count]
         found[level, : len(best)] = best
-    return found
+        frontier[level] = descending(values[num_candidates(topk, level) : up_to])[:topk]
+    return found, frontier
+
+
+def descending(values: Floats) -> Floats:
+    return -np.sort(-values)

@@ -136,7 +136,7 @@ def run(config: PoliciesConfig) -> Path:
     ground = prepare(config, [DRAFTERS[name] for name in config.drafters], dev)
     shelves = {name: shelf_of(config, ground.models, name) for name in config.drafters}
     train = known_grams(training_texts(config), config.ngram)
-    own = {name: own_c(config, ground.models, name, dev) for name in config.drafters}
+    own = {name: own_c(config, ground.models, name) for name in config.drafters}
     found = []
     for scene in scenes(config, ground, dev, shelves):
         overlaps = [overlap(answer.tokens, train, config.ngram) for answer in scene.test.answers]

@@ -26,12 +26,12 @@ def recorded_chains(
     prompts: Sequence[BenchPrompt],
     how: Recording,
     heads: Mapping[str, AcceptanceHead],
-    along: bool = False,
+    together: bool = False,
     answers: Answers | None = None,
 ) -> ChainRollouts:
     """Chains of every prompt with the logits of all heads: those in `directory` are read, the others recorded there.
 
-    along, answers: as of `ChainRecorder`.
+    together: `along` and `side_by_side` of `ChainRecorder`. answers: of it too.
 
     Raises:
         InputError: the directory holds rollouts that were made otherwise.
@@ -42,12 +42,12 @@ def recorded_chains(
         "models": {flag: lm.info.identity for flag, lm in (("target", models.target), ("draft", models.draft)) if lm},
         "heads": {name: digest(head) for name, head in heads.items()},
     }
-    if along:
-        settings["along"] = True
+    if together:
+        settings["together"] = True
     if drafter == "eagle":
         assert models.eagle is not None
         settings["models"]["eagle"] = digest(models.eagle)
-    recorder = ChainRecorder(models, drafter, how, heads, answers, along)
+    recorder = ChainRecorder(models, drafter, how, heads, answers, along=together, side_by_side=together)
     with bar(f"rollouts, {directory.name}", len(prompts), "prompts") as advance:
         return recorded(directory, prompts, settings, recorder, advance)
 

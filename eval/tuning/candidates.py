@@ -88,7 +88,7 @@ class Recorded:
             return [alone(answer) for answer in self.answers]
         if isinstance(method, Eagle2):
             assert method.value == "on" and method.rerank and method.nodes != "auto"
-            return replay.replay_tree(self.trees[method.topk], method.nodes, method.depth)
+            return replay.replay_tree(self.trees[method.topk], method.nodes, method.most_depth)
         if isinstance(method, PromptLookup):
             lookups = self.lookups[method.ngram]
             return replay.replay(lookups, replay.fixed_k(lookups, method.k), calls_per_token=0)

@@ -30,13 +30,15 @@ class Confidence(NamedTuple):
 
 @dataclass(frozen=True)
 class Confidences:
-    """The same of many tokens, float32 [..]; their places in the round, from 1, and the temperatures of their laws."""
+    """The same of many tokens, float32 [..]; their places in the round, from 1; the temperatures of their laws; and,
+    where it was looked for, how they go on with repetitions of the text (`repeats.Repeats.score`)."""
 
     log_q: Tensor
     log_max_q: Tensor
     entropy: Tensor
     depth: Tensor
     temperature: Tensor
+    repeat: Tensor | None = None
 
 
 def draft_law(view: DraftView) -> Tensor:

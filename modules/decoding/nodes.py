@@ -1,9 +1,9 @@
-"""How many nodes of a draft tree the target is to score: as many as are worth their time."""
+"""How far a draft tree is to grow, and how many of its nodes the target is to score: as is worth the time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from draftsmith.modules.decoding.policies import RecentRatio
@@ -26,24 +26,35 @@ class TreeTimes:
         return self.first + (calls - 1) * self.step
 
 
-class NodeRule:
-    """The number of nodes that is worth most at the pace so far.
+class TreeRule:
+    """The number of nodes that is worth most at the pace so far, and the depth.
 
     A tree of the n candidates of highest value is expected to give 1 + sum of P_i tokens, P_i the probability that
     node i's whole path is accepted, and takes the time of drafting it and verify[n]. The n that maximises tokens -
     pace x time maximises tokens by time in the long run, when `pace` is that maximum (Dinkelbach 1967; see
     `policies.CostRule`). Drafting is paid for when n is chosen, so it counts in the pace only.
+
+    Another level is worth its time where the nodes to be expanded, one of which is on the target's path with the sum of
+    their P_i, would bring more tokens than the pace does: that sum x the share of accepted levels among the judged.
     """
 
-    def __init__(self, times: TreeTimes):
-        self._times = times
+    def __init__(self, times: TreeTimes, any_depth: bool = False):
+        """any_depth: drafting may end before the tree's depth."""
+        self._times, self._any_depth = times, any_depth
         # As if one round had been: a tree of one node, accepted half of the time.
         self._pace = RecentRatio(1.5, times.draft(1) + times.verify[1])
+        self._acceptance = RecentRatio(0.5, 1.0)
 
     @property
     def pace(self) -> float:
         """Tokens by time, so far."""
         return self._pace.value
+
+    def deeper(self, frontier: Callable[[], Sequence[float]]) -> bool:
+        """Whether to draft one more level. frontier: logarithms of P_i of the nodes that would be expanded."""
+        if not self._any_depth:
+            return True
+        return sum(map(math.exp, frontier())) * self._acceptance.value > self.pace * self._times.step
 
     def choose(self, values: Sequence[float]) -> int:
         """How many of the candidates to take, 1 or more. values: logarithms of P_i, best first."""
@@ -59,3 +70,4 @@ class NodeRule:
     def observe(self, num_nodes: int, draft_calls: int, num_accepted: int) -> None:
         """The verdict on a round's tree."""
         self._pace.add(num_accepted + 1, self._times.draft(draft_calls) + self._times.verify[num_nodes])
+        self._acceptance.add(num_accepted, min(num_accepted + 1, draft_calls))

@@ -23,9 +23,10 @@ from draftsmith.modules.decoding.confidence import (
 )
 from draftsmith.modules.decoding.policies import JudgedStop, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.decoding.repeats import RepeatScores
 
 State = Literal["after", "before"]
-Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature"]
+Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class AcceptanceHeadConfig:
         and the token's embedding: judged without another forward.
     features: numbers of the law that the token was drawn from, and of where it stands (`feature_values`).
     judges: `chain`, the drafted tokens of a chain; `tree`, the most probable children of a tree's node.
+    width: of the hidden layers, where there is more to read than a state; 0 is hidden_size.
     knots: isotonic calibration: (corrected logit, calibrated logit) in ascending order, with straight lines between
         them; it takes the place of `calibration`.
     """
@@ -55,7 +57,18 @@ class AcceptanceHeadConfig:
     state: State = "after"
     features: tuple[Feature, ...] = ()
     judges: Literal["chain", "tree"] = "chain"
+    width: int = 0
     knots: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def inner_size(self) -> int:
+        """Width of the hidden layers."""
+        return self.width or self.hidden_size
+
+    @property
+    def joins(self) -> bool:
+        """There is a layer that brings what is read to the width of the others."""
+        return self.input_size > self.hidden_size or self.inner_size != self.hidden_size
 
     @property
     def input_size(self) -> int:
@@ -79,20 +92,21 @@ class AcceptanceHead(nn.Module):
     """num_blocks residual blocks, then one logit, in float32.
 
     Published form: the input e_i [.., H] is the drafter's last hidden state once it has read drafted token y_i. Where
-    there is more to read (`AcceptanceHeadConfig`), a linear layer brings all of it to H first, and the features also
-    go straight to the logit: what the draft's own confidence says needs no hidden layer. Output: the raw logit [..] of
-    P^(y_i is accepted | its prefix was). Under w_rej != w_acc the raw output is not a probability; `calibrated` is.
+    there is more to read (`AcceptanceHeadConfig`), a linear layer brings all of it to one width first, and the features
+    also go straight to the logit: what the draft's own confidence says needs no hidden layer. Output: the raw logit
+    [..] of P^(y_i is accepted | its prefix was). Under w_rej != w_acc the raw output is not a probability; `calibrated` is.
     """
 
     def __init__(self, config: AcceptanceHeadConfig):
         super().__init__()
         self.config = config
-        self.join = nn.Linear(config.input_size, config.hidden_size) if config.input_size > config.hidden_size else None
-        first = ResidualBlock(config.hidden_size)
+        size = config.inner_size
+        self.join = nn.Linear(config.input_size, size) if config.joins else None
+        first = ResidualBlock(size)
         count = config.num_blocks
-        more = [first if config.tied else ResidualBlock(config.hidden_size) for _ in range(count - 1)]
+        more = [first if config.tied else ResidualBlock(size) for _ in range(count - 1)]
         self.blocks = nn.ModuleList([first, *more][:count])
-        self.out = nn.Linear(config.hidden_size, 1)
+        self.out = nn.Linear(size, 1)
         self.direct = nn.Linear(len(config.features), 1, bias=False) if config.features else None
 
     def forward(self, hidden: Tensor, embeds: Tensor | None = None, features: Tensor | None = None) -> Tensor:
@@ -127,7 +141,8 @@ class AcceptanceHead(nn.Module):
 
 def feature_value(name: Feature, known: Confidences) -> Tensor:
     """One of them, of tokens [..]: log q(y) from -MAX_LOGIT on; the log-odds of q(y) and of max q within MAX_LOGIT;
-    the law's entropy in nats; the logarithm of the place in the round, from 1; the temperature."""
+    the law's entropy in nats; the logarithm of the place in the round, from 1; the temperature; and how the token goes
+    on with a repetition of the text (`decoding.repeats.Repeats.score`)."""
     if name == "log_q":
         return known.log_q.clamp_min(-MAX_LOGIT)
     if name == "logit_q":
@@ -138,11 +153,14 @@ def feature_value(name: Feature, known: Confidences) -> Tensor:
         return known.entropy
     if name == "depth":
         return known.depth.log()
-    return known.temperature
+    if name == "temperature":
+        return known.temperature
+    assert known.repeat is not None, "looked for by whoever feeds this head"
+    return known.repeat
 
 
 def scalar_value(name: Feature, known: Confidence, view: DraftView) -> float:
-    """`feature_value` of the token shown."""
+    """`feature_value` of the token shown; `repeat` is not of the token alone."""
     if name == "log_q":
         return max(known.log_q, -MAX_LOGIT)
     if name == "logit_q":
@@ -151,7 +169,10 @@ def scalar_value(name: Feature, known: Confidence, view: DraftView) -> float:
         return log_odds(known.log_max_q)
     if name == "entropy":
         return known.entropy
-    return math.log(view.num_drafted) if name == "depth" else view.temperature
+    if name == "depth":
+        return math.log(view.num_drafted)
+    assert name == "temperature"
+    return view.temperature
 
 
 def interpolate(logit: Tensor, knots: tuple[tuple[float, float], ...]) -> Tensor:
@@ -180,6 +201,11 @@ class HeadJudge:
         self._knots = config.knots if calibrated else ()
         self._scale, self._shift = config.calibration if calibrated else (1.0, 0.0)
         self._before: list[float] = []  # a late judge's features, of the token that it is going to judge
+        self._repeats = RepeatScores() if "repeat" in config.features else None
+
+    def reset(self) -> None:
+        if self._repeats is not None:
+            self._repeats.reset()
 
     def start_round(self) -> None:
         self._before = []
@@ -196,7 +222,8 @@ class HeadJudge:
         if not self._names:
             return []
         known = confidence_of(view)
-        values = [scalar_value(name, known, view) for name in self._names]
+        repeat = self._repeats.score(view) if self._repeats is not None else 0.0
+        values = [repeat if name == "repeat" else scalar_value(name, known, view) for name in self._names]
         if self.late:
             values, self._before = self._before, values
         return values
@@ -239,13 +266,13 @@ class _OnCpu:
     LARGEST_TABLE = 2**24  # numbers, 64 MiB
 
     def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None):
-        size, count = head.config.hidden_size, len(head.config.features)
+        size, inner, count = head.config.hidden_size, head.config.inner_size, len(head.config.features)
         self._embed = embed if head.config.state == "before" else None
         linears: list = [block.linear for block in head.blocks]
         self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
         self._out = (head.out.weight.detach()[0], head.out.bias.item())
         self._direct: list[float] = head.direct.weight[0].tolist() if head.direct is not None else []
-        self._x, self._inner = torch.empty(size), torch.empty(size)
+        self._x, self._inner = torch.empty(inner), torch.empty(inner)
         self._joined: Tensor | None = None
         self._table: Tensor | None = None
         if head.join is not None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.decoding.confidence import confidences_of_children
-from draftsmith.modules.decoding.nodes import NodeRule
+from draftsmith.modules.decoding.nodes import TreeRule
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree, best_connected
@@ -60,10 +60,11 @@ class EagleTreeDrafter(EagleDrafter):
         capacity: int,
         static: bool | None = None,
         judge: AcceptanceHead | None = None,
-        rule: NodeRule | None = None,
+        rule: TreeRule | None = None,
     ):
         """static: levels in few shapes, for CUDA graphs; None takes them on CUDA only. judge: a head that judges trees,
-        whose probabilities are the nodes' values. rule: how many of a dynamic tree's `nodes` to take."""
+        whose probabilities are the nodes' values. rule: how far a dynamic tree is to grow,
+        and how many of its `nodes` to take."""
         super().__init__(head, target, FixedLength(1), capacity)
         assert judge is None or (judge.config.judges == "tree" and judge.config.state == "before")
         assert rule is None or (isinstance(shape, DynamicTree) and shape.value and shape.rerank)
@@ -179,6 +180,8 @@ class EagleTreeDrafter(EagleDrafter):
         frontier_tokens, values, kept = tokens[0][frontier], log_prob[0][frontier], [frontier]
         count = len(frontier)
         for depth in range(1, min(shape.depth, max_depth - 1) + 1):
+            if self._rule is not None and not self._rule.deeper(values.tolist):
+                break
             level = self._expand(level, frontier_tokens, above, depth)
             log_prob, tokens = self._children(level, depth + 1, shape.topk, params)
             grown = log_prob + values[:, None] if shape.value else log_prob

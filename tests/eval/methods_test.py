@@ -7,7 +7,10 @@ import dataclasses
 import pytest
 
 from draftsmith.eval.methods import METHODS, check_needs, parse_method, parse_methods
-from draftsmith.eval.methods.chains import EagleChain, FixedK, SpecDecPlusPlus
+from draftsmith.eval.methods.base import Models
+from draftsmith.eval.methods.chains import EagleChain, FixedK, HeadByCost, Online, SpecDecPlusPlus
+from draftsmith.eval.methods.trees import tree_judge
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
 
 
@@ -15,6 +18,11 @@ def test_methods_and_settings_are_read_in_order():
     named = parse_methods("ar, spec:k=3,specdec++:h=0.5:min=1:max=9:calibrated=on,eagle")
     assert [item.label for item in named] == ["ar", "spec:k=3", "specdec++:h=0.5:min=1:max=9:calibrated=on", "eagle"]
     assert [item.method for item in named[1:]] == [FixedK(3), SpecDecPlusPlus(0.5, 1, 9, True), EagleChain()]
+
+
+def test_a_cost_is_a_number_or_measured():
+    assert parse_method("online") == Online(c="auto", min=1, max=16, by="q", drafter="draft")
+    assert parse_method("cost:c=0.25:drafter=eagle") == HeadByCost(c=0.25, drafter="eagle")
 
 
 def test_specdecpp_defaults_are_the_papers():
@@ -41,10 +49,20 @@ def test_specdecpp_defaults_are_the_papers():
         ("self-verify:k=0", ["k: found 0"]),
         ("eagle2:nodes=200", ["nodes: found 200", "128 or less"]),
         ("eagle2:nodes=30:depth=1:topk=5:rerank=off", ["nodes: found 30", "10 or less"]),
+        ("eagle2:nodes=some", ["eagle2, nodes", "'some'", "an integer or auto"]),
+        ("eagle2:nodes=auto:value=off", ["nodes: found auto with value=off", "probabilities"]),
+        ("eagle2:nodes=auto:rerank=off", ["nodes: found auto with value=off or rerank=off"]),
+        ("eagle2:depth=auto", ["depth: found auto with nodes=60", "nodes=auto"]),
+        ("eagle2:value=maybe", ["'maybe'", "on, off, head"]),
         ("eagle-tree:tree=no-such-tree", ["'no-such-tree'", "eagle-1"]),
         ("hsddw:max=65", ["max: found 65", "64 or less"]),
         ("specdec++:min=5:max=4", ["max: found 4", "5 or more"]),
         ("specdec++:calibrated=maybe", ["'maybe'", "on or off"]),
+        ("online:c=little", ["online, c", "'little'", "a number or auto"]),
+        ("cost:c=0", ["c: found 0.0", "above 0, or auto"]),
+        ("cost:c=nan", ["c: found nan", "above 0, or auto"]),
+        ("online:by=entropy", ["'entropy'", "one of q, max_q"]),
+        ("online:min=3:max=2", ["max: found 2", "3 or more"]),
     ],
 )
 def test_a_wrong_method_is_told_with_what_is_allowed(text, expected):
@@ -70,8 +88,26 @@ def test_a_registered_method_is_a_frozen_dataclass_with_defaults(name):
     assert set(method.needs) <= {"draft", "mid", "eagle", "acceptance"}
 
 
+def test_a_trees_nodes_are_a_number_or_auto():
+    auto = parse_method("eagle2:nodes=auto:depth=2:topk=4:value=head")
+    assert (auto.nodes, auto.most_nodes, auto.needs) == ("auto", 4 + 2 * 16, ("eagle", "acceptance"))
+    assert parse_method("eagle2:nodes=auto").most_nodes == 128
+    assert parse_method("eagle2:nodes=auto:depth=auto:topk=2").most_nodes == 2 + 10 * 4
+    assert (parse_method("eagle2:nodes=7").most_nodes, parse_method("eagle2").needs) == (7, ("eagle",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [({"state": "before"}, "drafted tokens of a chain"), ({"judges": "tree"}, "reads the state after the token")],
+)
+def test_a_head_that_can_not_judge_a_trees_nodes_is_refused(settings, found):
+    models = Models(None, acceptance=AcceptanceHead(AcceptanceHeadConfig(4, **settings)))
+    with pytest.raises(InputError, match=f"acceptance, value=head: found a head that.*{found}.*--judges tree"):
+        tree_judge(models)
+
+
 def test_chains_and_nothing_else_can_be_batched():
     able = {name for name, method in METHODS.items() if method.batchable}
-    assert able == {"ar", "spec", "specdec++", "confidence", "self-verify", "eagle"}
+    assert able == {"ar", "spec", "specdec++", "cost", "online", "confidence", "self-verify", "eagle"}
     with pytest.raises(TypeError, match="one prompt at a time"):
         parse_method("eagle2").build_batch(None, 2)

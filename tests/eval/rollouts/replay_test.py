@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from greedy_world import near_copy
-from quick_heads import quick_eagle_head, varied_acceptance_head
+from quick_heads import quick_eagle_head, varied_acceptance_head, varied_tree_head
 from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models import load_lm
@@ -19,11 +19,14 @@ from draftsmith.eval.methods.base import Models
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.rollouts import replay
 from draftsmith.eval.rollouts.lookup import record_lookup
-from draftsmith.eval.rollouts.record import Answers, Recording, record_chains, record_trees
+from draftsmith.eval.rollouts.record import Answers, Recording, record_chains
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, TreeRollouts, of_answer
+from draftsmith.eval.rollouts.trees import TreeRecorder, record_trees
 from draftsmith.eval.tuning.candidates import HEAD, Recorded
 from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.nodes import TreeRule, TreeTimes
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
+from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -60,7 +63,10 @@ class World:
 
     def decoded(self, name: str) -> list[DecodeTrace]:
         """By the production loop."""
-        drafter, target = parse_method(name).build(self.models), self.models.target
+        return self.decoded_by(parse_method(name).build(self.models))
+
+    def decoded_by(self, drafter) -> list[DecodeTrace]:
+        target = self.models.target
         prompts = [prompt.prompt_ids for prompt in self.prompts]
         how = (GREEDY, self.new_tokens, TorchSource(0), self.eos_ids)
         return [generate(target, drafter, prompt, *how).trace for prompt in prompts]
@@ -71,11 +77,15 @@ class World:
         return recorded.traces(named)
 
 
+def tree_recording(new_tokens: int, eos_ids: tuple[int, ...]) -> Recording:
+    return Recording(GREEDY, TREE_DEPTH, new_tokens, 0, eos_ids)
+
+
 def make_world(models: Models, prompts: list[BenchPrompt], new_tokens: int, eos_ids: tuple[int, ...]) -> World:
     how = (GREEDY, DEPTH, new_tokens, 0, eos_ids)
     heads = {HEAD: models.acceptance}
     chains = {name: record_chains(models, name, prompts, *how, heads) for name in ("draft", "eagle")}
-    trees = record_trees(models, prompts, GREEDY, TOPK, TREE_DEPTH, new_tokens, 0, eos_ids)
+    trees = record_trees(TreeRecorder(models, TOPK, tree_recording(new_tokens, eos_ids)), prompts)
     recording = Recording(GREEDY, DEPTH, new_tokens, 0, eos_ids)
     lookups = record_lookup(Answers(models.target, recording), prompts, recording, NGRAM)
     return World(models, prompts, new_tokens, eos_ids, chains, trees, lookups)
@@ -132,6 +142,31 @@ def test_a_replay_is_the_decoders_trace(request, which, name):
         return
     # The drafts were right in part and wrong in part, or this would show little.
     assert 0 < totals.num_accepted < totals.num_draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("judged", "auto", "any_depth", "nodes"),
+    [(True, False, False, 7), (False, True, False, 30), (True, True, True, 30), (False, True, True, 30)],
+)
+def test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace(tiny, judged, auto, any_depth, nodes):
+    models, times = tiny.models, TreeTimes(1.0, 0.5, tuple(10 + 0.02 * n for n in range(31)))
+    judge = varied_tree_head(models.target.info.hidden_size) if judged else None
+    rules = [TreeRule(times, any_depth) for _ in range(2)] if auto else [None, None]
+    shape = DynamicTree(nodes, TREE_DEPTH, TOPK)
+    drafter = EagleTreeDrafter(models.eagle, models.target, shape, models.capacity, judge=judge, rule=rules[0])
+    recorder = TreeRecorder(
+        models, TOPK, tree_recording(tiny.new_tokens, tiny.eos_ids), judge=judge, keep_values=30 if auto else 0
+    )
+    rollouts, decoded = record_trees(recorder, tiny.prompts), tiny.decoded_by(drafter)
+    assert replay.replay_tree(rollouts, nodes, TREE_DEPTH, rules[1]) == decoded
+    totals = pool(decoded)
+    assert 0 < totals.num_accepted < totals.num_draft_tokens
+    assert judged == (rollouts.rank != tiny.trees.rank).any()
+    if auto:
+        sizes = {step.num_drafted for trace in decoded for step in trace.steps}
+        assert rules[0].pace == rules[1].pace and len(sizes) > 3
+        depths = {step.draft_calls for trace in decoded for step in trace.steps}
+        assert any_depth == (depths > {1, 4})
 
 
 def test_the_tiny_world_meets_the_ends_it_is_made_for(tiny):

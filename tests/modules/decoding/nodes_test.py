@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from draftsmith.modules.decoding.nodes import NodeRule, TreeTimes
+from draftsmith.modules.decoding.nodes import TreeRule, TreeTimes
 
 TIMES = TreeTimes(first=1.0, step=0.5, verify=tuple(10 + 0.5 * nodes for nodes in range(129)))
 
 
 def test_the_pace_is_that_of_the_rounds_so_far():
-    rule = NodeRule(TIMES)
+    rule = TreeRule(TIMES)
     assert rule.pace == pytest.approx(1.5 / (1.0 + 10.5))
     rule.observe(num_nodes=6, draft_calls=3, num_accepted=2)
     kept = 1 - 1 / 500
@@ -22,7 +22,7 @@ def test_the_pace_is_that_of_the_rounds_so_far():
 
 def test_nodes_are_kept_while_each_is_worth_its_time():
     # At half a unit a node and a pace of about 0.13 a node has to bring 0.065 tokens.
-    rule = NodeRule(TIMES)
+    rule = TreeRule(TIMES)
     assert rule.choose([math.log(p) for p in (0.9, 0.5, 0.08, 0.05, 0.04)]) == 3
     assert rule.choose([math.log(0.01)] * 5) == 1
     assert rule.choose([0.0] * 500) == 128
@@ -34,7 +34,7 @@ def test_of_all_numbers_the_best_is_taken_on_a_curve_with_steps(seed):
     verify = [10.0]
     for _ in range(40):
         verify.append(verify[-1] + draws.choice([0.0, 0.0, 0.1, 3.0]))
-    rule = NodeRule(TreeTimes(1.0, 1.0, tuple(verify)))
+    rule = TreeRule(TreeTimes(1.0, 1.0, tuple(verify)))
     values = sorted((math.log(draws.random()) for _ in range(30)), reverse=True)
     worth = [sum(map(math.exp, values[:n])) - rule.pace * verify[n] for n in range(1, 31)]
     assert worth[rule.choose(values) - 1] == pytest.approx(max(worth))
@@ -50,7 +50,7 @@ def test_in_the_long_run_it_is_as_fast_as_the_best_number_of_each_kind_of_round(
         return tokens / sum(times.draft(5) + times.verify[n] for n in nodes)
 
     best = max(speed(a, b) for a in range(1, 40) for b in range(1, 40))
-    rule = NodeRule(times)
+    rule = TreeRule(times)
     for _ in range(2000):
         for kind in kinds:
             count = rule.choose([math.log(p) for p in kind])
@@ -58,3 +58,16 @@ def test_in_the_long_run_it_is_as_fast_as_the_best_number_of_each_kind_of_round(
     chosen = [rule.choose([math.log(p) for p in kind]) for kind in kinds]
     assert speed(*chosen) == pytest.approx(best, rel=1e-3)
     assert chosen[0] > chosen[1]
+
+
+def test_another_level_is_drafted_where_it_is_expected_to_bring_more_than_the_pace():
+    fixed, free = TreeRule(TIMES), TreeRule(TIMES, any_depth=True)
+    for rule in (fixed, free):
+        rule.observe(num_nodes=5, draft_calls=4, num_accepted=2)  # two levels accepted, the third not
+    # Of about 4 levels that were judged about 2.5 were accepted.
+    kept = 1 - 1 / 500
+    enough = free.pace * TIMES.step * (kept + 3) / (0.5 * kept + 2)
+    for share, deeper in ((1.01, True), (0.99, False)):
+        frontier = [math.log(share * enough * part) for part in (0.7, 0.2, 0.1)]
+        assert free.deeper(lambda frontier=frontier: frontier) == deeper
+        assert fixed.deeper(lambda frontier=frontier: frontier)
