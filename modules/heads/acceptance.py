@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,7 +95,7 @@ class AcceptanceHead(nn.Module):
     Published form: the input e_i [.., H] is the drafter's last hidden state once it has read drafted token y_i. Where
     there is more to read (`AcceptanceHeadConfig`), a linear layer brings all of it to one width first, and the features
     also go straight to the logit: what the draft's own confidence says needs no hidden layer. Output: the raw logit
-    [..] of P^(y_i is accepted | its prefix was). Under w_rej != w_acc the raw output is not a probability; `calibrated` is.
+    [..] of P^(y_i is accepted | its prefix was). Under w_rej != w_acc that is not a probability; `calibrated` is.
     """
 
     def __init__(self, config: AcceptanceHeadConfig):
@@ -202,6 +203,12 @@ class HeadJudge:
         self._scale, self._shift = config.calibration if calibrated else (1.0, 0.0)
         self._before: list[float] = []  # a late judge's features, of the token that it is going to judge
         self._repeats = RepeatScores() if "repeat" in config.features else None
+
+    def beside(self) -> HeadJudge:
+        """One for another draft at the same time; it shares the head's weights and what was made of them."""
+        other = copy(self)
+        other._before, other._repeats = [], RepeatScores() if self._repeats is not None else None
+        return other
 
     def reset(self) -> None:
         if self._repeats is not None:
