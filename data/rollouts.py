@@ -90,8 +90,9 @@ def label_shard(
     """Labelled drafts of every response of a shard that has room for one."""
     rows, made = source.read(shard.start, shard.stop), []
     check_lengths(rows, shard.start, rollouts.context)
+    text = BranchedText(target, rollouts.depth)
     for offset, row in enumerate(rows):
-        labelled = label_response(target, drafter, row, shard.start + offset, rollouts)
+        labelled = label_response(target, text, drafter, row, shard.start + offset, rollouts)
         made += [labelled] if labelled else []
         advance(1)
     drafts = sum(len(row["starts"]) for row in made)
@@ -102,9 +103,12 @@ def label_shard(
 
 @torch.inference_mode()
 def label_response(
-    target: CausalLM, drafter: BranchDrafter, row: dict[str, Any], number: int, rollouts: Rollouts
+    target: CausalLM, text: BranchedText, drafter: BranchDrafter, row: dict[str, Any], number: int, rollouts: Rollouts
 ) -> dict[str, Any] | None:
-    """The artefact's row of one response, the source's `number`-th; None where no draft has room."""
+    """The artefact's row of one response, the source's `number`-th; None where no draft has room.
+
+    text: where the target reads it.
+    """
     ids, depth = row["input_ids"], rollouts.depth
     most = -(-len(ids) // rollouts.stride)
     uniforms = torch.from_numpy(row_uniforms("rollouts", rollouts.seed, number, 1 + most * depth))
@@ -114,7 +118,7 @@ def label_response(
     count = len(starts)
     # By the row's number too, so that short responses do not all take the first.
     params = [rollouts.sampling[(number + i) % len(rollouts.sampling)] for i in range(count)]
-    text = BranchedText(target, ids[: starts[-1]], depth)
+    text.open(ids[: starts[-1]])
     drafter.open(ids[: starts[-1]], text.features)
     own = uniforms[1 : 1 + count * depth].view(count, depth)
     drafted = drafter.draft(starts, depth, params, None if rollouts.greedy else own)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from draftsmith.data.heads import eagle_identity, head_config, load_head
+from draftsmith.data.heads import another_mode, eagle_identity, head_config, load_head
 from draftsmith.data.models import check_same_tokenizer, load_lm
 from draftsmith.eval.methods import check_needs
 from draftsmith.eval.methods.base import Models, Named
@@ -106,31 +106,7 @@ def load_draft(flag: str, paths: Mapping[str, str | None], target: CausalLM, lon
 
 
 def warn_about_sampling(directory: str, params: SamplingParams) -> None:
-    """Acceptance labels hold for the sampling settings they were made with; another mode makes the head mislead. A head
-    of several temperatures serves those between them too."""
-    made_with = head_config(directory).get("sampling")
-    if not made_with:
-        return
-    there = made_with["temperature"]
-    known = there if isinstance(there, list) else [there]
-    if params.greedy and max(known) == 0:
-        return
-    differing = []
-    if not min(known) <= params.temperature <= max(known):
-        differing.append(f"temperature {there} there, {params.temperature} here")
-    for key, ours in (("top_k", params.top_k), ("top_p", params.top_p)):
-        differing += [f"{key} {made_with.get(key)} there, {ours} here"] if made_with.get(key) != ours else []
-    if differing:
-        print(
-            f"draftsmith: warning: {directory} was trained on labels of another mode ({'; '.join(differing)}): it may "
-            f"stop at the wrong places. Make labels in the mode you decode in: {labels_command(params)}",
-            file=sys.stderr,
-        )
-
-
-def labels_command(params: SamplingParams) -> str:
-    """What makes the labels that decoding with these settings asks for."""
-    if params.greedy:
-        return "draftsmith data acceptance --labels rollout --mode greedy"
-    how = f"--temperature {params.temperature:g} --top-k {params.top_k} --top-p {params.top_p:g}"
-    return f"draftsmith data acceptance --labels rollout --mode sampling {how}"
+    """Acceptance labels hold for the sampling settings they were made with; another mode makes the head mislead."""
+    warning = another_mode(directory, params)
+    if warning is not None:
+        print(f"draftsmith: warning: {warning}", file=sys.stderr)

@@ -17,7 +17,7 @@ from draftsmith.modules.types import InputError
 if TYPE_CHECKING:
     from draftsmith.modules.heads.acceptance import AcceptanceHead
 
-MOST_LEVELS = 10  # expansions of a tree of depth=auto
+MOST_LEVELS = 8  # expansions of a tree of depth=auto
 MAX_NODES = 128  # what a session of the target has room for (`modules.decoding.loop.generate`)
 
 

@@ -94,7 +94,7 @@ class AcceptanceHead(nn.Module):
     Published form: the input e_i [.., H] is the drafter's last hidden state once it has read drafted token y_i. Where
     there is more to read (`AcceptanceHeadConfig`), a linear layer brings all of it to one width first, and the features
     also go straight to the logit: what the draft's own confidence says needs no hidden layer. Output: the raw logit
-    [..] of P^(y_i is accepted | its prefix was). Under w_rej != w_acc the raw output is no probability; `calibrated` is.
+    [..] of P^(y_i is accepted | its prefix was). With w_rej != w_acc it is no probability; `calibrated` is.
     """
 
     def __init__(self, config: AcceptanceHeadConfig):

@@ -62,6 +62,15 @@ def drafts_of(row):
         yield number, start, row["input_ids"][:start] + row["draft_ids"][number * DEPTH : (number + 1) * DEPTH]
 
 
+def repeated(text, before, token):
+    """Half the length of the longest suffix that stood in the text before, by whether `token` goes on as it did."""
+    for size in (8, 4, 2):
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == before[-size:]:
+                return size / 2 if text[end] == token else -size / 2
+    return 0.0
+
+
 def check_drafts(row, oracles, expected):
     """expected(p, q, token, number of the draft, depth from 0): a token's labels by name, from the logits [V] of what
     the target and the draft would say in its place."""
@@ -74,6 +83,7 @@ def check_drafts(row, oracles, expected):
                 shape = slice(at * CHILDREN, at * CHILDREN + CHILDREN) if name.startswith("child") else at
                 assert row[name][shape] == pytest.approx(value, **TOLERANCE), (name, number, depth)
             assert row["reached"][at] == pytest.approx(reach, **TOLERANCE)
+            assert row["repeat"][at] == repeated(ids[:start], ids[:place], ids[place])
             reach *= labels["accept_prob"]
 
 
@@ -183,7 +193,9 @@ def test_labels_give_the_law_of_how_many_tokens_the_decoder_accepts(params):
         drafter = DraftModelBranches(draft, 2)
         drafter.open(text)
         own = drafter.states(starts, drafts)[:, :-1].flatten(0, 1)
-        states = target_states(BranchedText(target, text, 2), starts, drafts).flatten(0, 1)
+        branched = BranchedText(target, 2)
+        branched.open(text)
+        states = target_states(branched, starts, drafts).flatten(0, 1)
         labels = label_drafts(states, own, drafts.flatten(), [params] * count, settings(sampling=(params,)))
         q, kept = labels["log_q"].exp().view(-1, 2), labels["accept_prob"].view(-1, 2)
         possible = q[:, 0] * q[:, 1] > 0
@@ -197,11 +209,12 @@ def test_labels_give_the_law_of_how_many_tokens_the_decoder_accepts(params):
 def test_drafts_follow_the_drafters_law():
     """Pearson's chi-square of 300 drafts of two tokens, each of another row's uniforms."""
     target, draft, rollouts = LogitTable(0), LogitTable(1), settings()
+    text, drafter = BranchedText(target, 2), DraftModelBranches(draft, 2)
     ids = [*PROMPT, 1, 3]
     seen: Counter[tuple[int, ...]] = Counter()
     for number in range(300):
         row = {"id": "a", "input_ids": ids, "prompt_length": len(PROMPT), "task": None}
-        made = label_response(target, DraftModelBranches(draft, 2), row, number, rollouts)
+        made = label_response(target, text, drafter, row, number, rollouts)
         assert made is not None and made["starts"] == [3]
         seen[tuple(made["draft_ids"].tolist())] += 1
     law = {}

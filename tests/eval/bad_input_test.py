@@ -57,6 +57,7 @@ WRONG = [
     ("specdec++:drafter=eagle", EAGLE, "--acceptance"),
     ("specdec++:drafter=eagle", {"acceptance": "for-eagle"}, "--eagle"),
     ("eagle2", DRAFT, "--eagle"),
+    ("eagle2:value=head", EAGLE, "--acceptance"),
     ("hsddw", DRAFT, "--mid"),
     ("pre-verify:drafter=eagle", {"mid": "draft"}, "--eagle"),
     ("pearl", {}, "--draft"),
@@ -87,6 +88,7 @@ WRONG = [
     ("specdec++", {"draft": "other", "acceptance": "acceptance"}, "trained for another model"),
     ("specdec++", {"draft": "narrow", "acceptance": "acceptance"}, "width 32, expected width 16"),
     ("specdec++", {"draft": "draft", "acceptance": "for-eagle"}, "trained for another model .*eagle"),
+    ("eagle2:value=head", {**EAGLE, "acceptance": "for-eagle"}, "acceptance, value=head: found a head that judges the"),
     # The head reads the EAGLE head's states: one for a draft model, for the target itself or for another EAGLE head
     # does not fit although all have its width.
     ("specdec++:drafter=eagle", {**EAGLE, "acceptance": "acceptance"}, "trained for another model"),

@@ -92,7 +92,7 @@ def test_a_trees_nodes_are_a_number_or_auto():
     auto = parse_method("eagle2:nodes=auto:depth=2:topk=4:value=head")
     assert (auto.nodes, auto.most_nodes, auto.needs) == ("auto", 4 + 2 * 16, ("eagle", "acceptance"))
     assert parse_method("eagle2:nodes=auto").most_nodes == 128
-    assert parse_method("eagle2:nodes=auto:depth=auto:topk=2").most_nodes == 2 + 10 * 4
+    assert parse_method("eagle2:nodes=auto:depth=auto:topk=2").most_nodes == 2 + 8 * 4
     assert (parse_method("eagle2:nodes=7").most_nodes, parse_method("eagle2").needs) == (7, ("eagle",))
 
 

@@ -20,6 +20,16 @@ def test_the_pace_is_that_of_the_rounds_so_far():
     assert rule.pace == pytest.approx((1.5 * kept + 3) / (11.5 * kept + (1 + 2 * 0.5) + (10 + 6 * 0.5)))
 
 
+def test_values_are_trusted_as_far_as_they_came_true():
+    rule = TreeRule(TIMES)
+    for _ in range(3000):  # half of what is promised, for long enough
+        rule.choose([0.0] * 128)
+        rule.observe(num_nodes=128, draft_calls=128, num_accepted=64)
+    assert rule.trust == pytest.approx(0.5, rel=0.01)
+    cost = rule.pace * 0.5
+    assert rule.choose([math.log(p) for p in (0.9, 2.1 * cost, 1.9 * cost)]) == 2
+
+
 def test_nodes_are_kept_while_each_is_worth_its_time():
     # At half a unit a node and a pace of about 0.13 a node has to bring 0.065 tokens.
     rule = TreeRule(TIMES)
@@ -63,10 +73,12 @@ def test_in_the_long_run_it_is_as_fast_as_the_best_number_of_each_kind_of_round(
 def test_another_level_is_drafted_where_it_is_expected_to_bring_more_than_the_pace():
     fixed, free = TreeRule(TIMES), TreeRule(TIMES, any_depth=True)
     for rule in (fixed, free):
-        rule.observe(num_nodes=5, draft_calls=4, num_accepted=2)  # two levels accepted, the third not
-    # Of about 4 levels that were judged about 2.5 were accepted.
+        chosen = rule.choose([math.log(p) for p in (1.0, 0.8, 0.4)])
+        rule.observe(chosen, draft_calls=4, num_accepted=2)  # two levels accepted, the third not
+    assert chosen == 3
     kept = 1 - 1 / 500
-    enough = free.pace * TIMES.step * (kept + 3) / (0.5 * kept + 2)
+    acceptance, trust = (0.5 * kept + 2) / (kept + 3), (3 * kept + 2) / (3 * kept + 2.2)
+    enough = free.pace * TIMES.step / acceptance / trust
     for share, deeper in ((1.01, True), (0.99, False)):
         frontier = [math.log(share * enough * part) for part in (0.7, 0.2, 0.1)]
         assert free.deeper(lambda frontier=frontier: frontier) == deeper
