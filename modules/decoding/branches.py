@@ -188,7 +188,7 @@ class SideBySide(ABC):
 
     @abstractmethod
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
-        """As `BranchDrafter` says."""
+        """As of `BranchDrafter`."""
 
     @abstractmethod
     def _before(self, starts: Tensor) -> Tensor:
