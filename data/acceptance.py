@@ -197,7 +197,7 @@ def run(config: AcceptanceConfig) -> Path:
         make = functools.partial(label_shard, target, draft, rows, params=sampling[0], config=config)
     else:
         drafter, context, drafter_identity = load_drafter(config, target, draft)
-        settings = rollouts_of(config, sampling, context)
+        settings = rollouts_of(config, sampling, context, target.info.vocab_size)
         fields = settings.fields
         make = functools.partial(rollouts.label_shard, target, drafter, rows, rollouts=settings)
     plan = Plan(
@@ -231,7 +231,9 @@ def load_drafter(
     return EagleBranches(head, target, config.depth), context, eagle_identity(config.eagle, target)
 
 
-def rollouts_of(config: AcceptanceConfig, sampling: tuple[SamplingParams, ...], context: int) -> rollouts.Rollouts:
+def rollouts_of(
+    config: AcceptanceConfig, sampling: tuple[SamplingParams, ...], context: int, vocab_size: int
+) -> rollouts.Rollouts:
     """How to draft and label.
 
     Raises:
@@ -239,6 +241,8 @@ def rollouts_of(config: AcceptanceConfig, sampling: tuple[SamplingParams, ...], 
     """
     if config.depth >= context:
         raise InputError("depth", config.depth, f"less than the context, {context}", "Draft fewer tokens.")
+    if config.children > vocab_size:
+        raise InputError("children", config.children, f"at most {vocab_size}, the vocabulary", "Label fewer.")
     return rollouts.Rollouts(
         depth=config.depth,
         stride=config.stride,

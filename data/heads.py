@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.data.manifest import file_sha256
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -121,6 +121,37 @@ def eagle_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
     states that it reads come from both."""
     weights = (Path(directory) / "model.safetensors").read_bytes()
     return {**owner.info.identity, "eagle": hashlib.sha256(weights).hexdigest()[:16]}
+
+
+def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
+    """A warning where an acceptance head is to judge drafts of another mode than its labels were made in, with the
+    command that makes labels of this one; None where it is the same, or none is recorded.
+
+    A head of several temperatures is one for all between them.
+    """
+    config = head_config(directory)
+    made = config.get("sampling")
+    if not made:
+        return None
+    temperature = made.get("temperature")
+    several = temperature if isinstance(temperature, list) else [temperature]
+    if params.greedy and several == [0]:
+        return None
+    within = None not in several and min(several) <= params.temperature <= max(several)
+    pairs = [] if within else [("temperature", temperature, params.temperature)]
+    pairs += [(name, made.get(name), getattr(params, name)) for name in ("top_k", "top_p")]
+    differing = [f"{name} {theirs} there, {own} here" for name, theirs, own in pairs if theirs != own]
+    if not differing:
+        return None
+    mode = "greedy" if params.greedy else f"sampling --temperature {params.temperature:g}"
+    kept = {"top-k": params.top_k, "top-p": params.top_p} if not params.greedy else {}
+    mode += "".join(f" --{name} {value:g}" for name, value in kept.items() if value != made.get(name.replace("-", "_")))
+    drafter = "--eagle EAGLE" if config.get("drafter") == "eagle" else "--draft DRAFT"
+    return (
+        f"{directory} was trained on labels of another mode ({'; '.join(differing)}): it may stop at the wrong places. "
+        f"Labels of this mode: draftsmith data acceptance --labels {config.get('labels', 'rollout')} --mode {mode} "
+        f"--responses RESPONSES --target TARGET {drafter} --output DIR"
+    )
 
 
 def load_head(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class RolloutTokens:
     log_q: Tensor  # [N, K] float32, as all below
     log_max_q: Tensor
     entropy: Tensor
+    repeat: Tensor
     log_p: Tensor
     accept_prob: Tensor
     overlap: Tensor
@@ -54,7 +55,7 @@ class RolloutTokens:
     @property
     def confidences(self) -> Confidences:
         """Of the drafted tokens, [N, K]."""
-        return self._confidences(self.log_q, self.log_max_q, self.entropy)
+        return replace(self._confidences(self.log_q, self.log_max_q, self.entropy), repeat=self.repeat)
 
     @property
     def child_confidences(self) -> Confidences:

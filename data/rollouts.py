@@ -21,12 +21,13 @@ from draftsmith.data.progress import Advance
 from draftsmith.data.shards import Rows, Shard, ShardContent
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
+from draftsmith.modules.decoding.repeats import repeat_scores
 from draftsmith.modules.sampling import row_probabilities, top_values
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
 # Of each drafted token, draft after draft: token i of the list is at depth i % K + 1 of draft i // K.
-LABELS = ("log_q", "log_max_q", "entropy", "log_p", "accept_prob", "overlap", "reached")
+LABELS = ("log_q", "log_max_q", "entropy", "repeat", "log_p", "accept_prob", "overlap", "reached")
 FIELDS = (
     Field("id", "string"),
     Field("input_ids", "list<int32>", ("T",)),
@@ -89,8 +90,9 @@ def label_shard(
     """Labelled drafts of every response of a shard that has room for one."""
     rows, made = source.read(shard.start, shard.stop), []
     check_lengths(rows, shard.start, rollouts.context)
+    text = BranchedText(target, rollouts.depth)
     for offset, row in enumerate(rows):
-        labelled = label_response(target, drafter, row, shard.start + offset, rollouts)
+        labelled = label_response(target, text, drafter, row, shard.start + offset, rollouts)
         made += [labelled] if labelled else []
         advance(1)
     drafts = sum(len(row["starts"]) for row in made)
@@ -101,9 +103,12 @@ def label_shard(
 
 @torch.inference_mode()
 def label_response(
-    target: CausalLM, drafter: BranchDrafter, row: dict[str, Any], number: int, rollouts: Rollouts
+    target: CausalLM, text: BranchedText, drafter: BranchDrafter, row: dict[str, Any], number: int, rollouts: Rollouts
 ) -> dict[str, Any] | None:
-    """The artefact's row of one response, the source's `number`-th; None where no draft has room."""
+    """The artefact's row of one response, the source's `number`-th; None where no draft has room.
+
+    text: where the target reads it.
+    """
     ids, depth = row["input_ids"], rollouts.depth
     most = -(-len(ids) // rollouts.stride)
     uniforms = torch.from_numpy(row_uniforms("rollouts", rollouts.seed, number, 1 + most * depth))
@@ -113,7 +118,7 @@ def label_response(
     count = len(starts)
     # By the row's number too, so that short responses do not all take the first.
     params = [rollouts.sampling[(number + i) % len(rollouts.sampling)] for i in range(count)]
-    text = BranchedText(target, ids[: starts[-1]], depth)
+    text.open(ids[: starts[-1]])
     drafter.open(ids[: starts[-1]], text.features)
     own = uniforms[1 : 1 + count * depth].view(count, depth)
     drafted = drafter.draft(starts, depth, params, None if rollouts.greedy else own)
@@ -125,6 +130,7 @@ def label_response(
         p_logits, q_logits = target.lm_head(states[piece]), drafter.lm_head(hidden[piece]).to(states.device)
         parts.append(label_drafts(p_logits, q_logits, tokens[piece].to(states.device), every[piece], rollouts))
     labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+    labels["repeat"] = repeat_scores(ids, starts, drafted.tokens.cpu()).flatten()
     labels["reached"] = reached(
         labels["accept_prob"].view(count, depth), drafted.tokens.cpu(), target.info.eos_ids
     ).flatten()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from draftsmith.data.template import RowError
 from draftsmith.eval.journal import Journal
+from draftsmith.eval.learned import remember
 from draftsmith.eval.measure import BenchPrompt, Failed, GroupRunner, Measured, answered, measure
 from draftsmith.eval.rows import BASELINE, Row, failed_row, measured_row
 from draftsmith.eval.tasks import Chat
@@ -49,8 +50,10 @@ class Asking:
             try:
                 for runners in self.runners.values():
                     for label, runner in runners.items():
+                        restore = remember(runner)
                         seeds = range(self.seed, self.seed + batch_size)
                         answered(label, runner, [prompt] * batch_size, self.max_new_tokens, seeds)
+                        restore()
                 return
             except Failed as failure:
                 last = failure

@@ -187,14 +187,14 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
     runners = make_runners(config, named, models, config.modes, eos_ids)
     asking = Asking(runners, chat, target.info.max_position, room, config.max_new_tokens, config.repeats, config.seed)
-    meta = meta_of(config, named, questions, models, eos_ids)
+    meta = meta_of(config, named, questions, models, eos_ids)  # after the runners, which may measure costs
     rows = measured_rows(config, asking, questions, decided_by(meta, questions))
     results = {"meta": meta, "methods": result_rows(config, rows, target), "failures": failures_of(rows)}
     if config.traces:
         own = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
-        engine = engine_runners(named, models, config.modes[0], eos_ids)
+        engine = engine_runners(named, models, config.modes, eos_ids)
         first = first_of_each_task(own, config.traces)
-        trace_again(config.output, first, engine, config.modes, config.max_new_tokens, asking.seeds)
+        trace_again(config.output, first, engine, config.max_new_tokens, asking.seeds)
         write_texts(config.output, config.target, first)
     publish_run(config, rows, results)
     if config.card:
@@ -250,6 +250,7 @@ def meta_of(
         heads={flag: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for flag, path in heads.items()},
         temperatures=config.all_temperatures,
         eos_ids=list(eos_ids),
+        step_costs=models.step_costs,
     )
 
 

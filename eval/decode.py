@@ -16,7 +16,7 @@ from rich.text import Text
 from draftsmith.data.models import load_lm
 from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import check_device, longest_sequence, model_paths
-from draftsmith.eval.load import LOADING, load_models
+from draftsmith.eval.load import LOADING, load_models, reads
 from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Named, at_least
@@ -27,6 +27,7 @@ from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.types import InputError, SamplingParams
 
 DRAFTED, OWN = "green", "yellow"
+Policy = Literal["auto", "fixed", "threshold", "cost", "online"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ class DecodeConfig:
     draft: draft model, for spec, specdec++, confidence and self-verify; M1 of three-model methods.
     mid: model between draft and target, for pre-verify, pre+self-verify and hsddw.
     eagle: EAGLE head directory, for eagle, eagle-tree and eagle2; with drafter=eagle in place of a draft model.
-    acceptance: acceptance head directory, for specdec++; trained for the draft.
-    method: name:setting=value, as in `draftsmith eval bench`; auto takes what the given models allow.
+    acceptance: acceptance head directory, for cost and specdec++; trained for the draft, or for the EAGLE head.
+    method: name:setting=value, as in `draftsmith eval bench`; auto drafts chains with what is given, by the policy.
+    policy: when a chain ends. fixed: after five tokens. threshold: by the acceptance head and h, as SpecDec++ does.
+        cost: by the head, when one more token is worth less than its time. online: the same without a head, from the
+        draft's own confidence and the verdicts so far. auto: cost where a head is given, else online.
     system: a system message that goes before the prompt.
     raw: read the prompt as it is, without the chat template.
     max_new_tokens: longest answer.
@@ -64,6 +68,7 @@ class DecodeConfig:
     eagle: str | None = None
     acceptance: str | None = None
     method: str = "auto"
+    policy: Policy = "auto"
     system: str | None = None
     raw: bool = False
     max_new_tokens: int = 256
@@ -127,17 +132,36 @@ def run(config: DecodeConfig) -> Generation:
 
 
 def choose_method(config: DecodeConfig) -> Named:
-    """The method asked for; `auto` is the best that the given models allow."""
-    text = config.method
-    if text == "auto":
-        has_draft, has_head = config.draft is not None, config.acceptance is not None
-        text = "eagle" if config.eagle else "specdec++" if has_draft and has_head else "spec" if has_draft else "ar"
+    """The method asked for; `auto` drafts chains with what the given models allow."""
+    if config.method != "auto" and config.policy != "auto":
+        found = f"{config.policy} with --method {config.method}"
+        raise InputError("policy", found, "one of the two", "Leave --policy out; a method says when its drafts end.")
+    text = chain_method(config) if config.method == "auto" else config.method
     named = parse_methods(text)
     if len(named) > 1:
         raise InputError("method", repr(text), "one method", "To compare several use `draftsmith eval bench`.")
     if isinstance(named[0].method, HFGenerate | HFAssisted):
         raise InputError("method", text, "a method of this engine", "Measure it with `draftsmith eval bench`.")
     return named[0]
+
+
+def chain_method(config: DecodeConfig) -> str:
+    """The chain of the EAGLE head or the draft model with the policy; `ar` where nothing drafts."""
+    if config.eagle is None and config.draft is None:
+        if config.policy != "auto":
+            found = f"{config.policy} with nothing that drafts"
+            raise InputError("policy", found, "--draft or --eagle", "Pass --draft DIR or --eagle HEAD.")
+        return "ar"
+    policy = config.policy
+    if policy == "auto":
+        policy = "online" if config.acceptance is None else "cost"
+    drafter = "draft" if config.eagle is None else "eagle"
+    if config.acceptance is not None and config.draft is not None and policy in ("threshold", "cost"):
+        drafter = reads(config.acceptance)
+    if policy == "fixed":
+        return "spec" if drafter == "draft" else "eagle"
+    name = "specdec++" if policy == "threshold" else policy
+    return name if drafter == "draft" else f"{name}:drafter=eagle"
 
 
 def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-from draftsmith.data.heads import eagle_identity, head_config, load_head
+from draftsmith.data.heads import another_mode, eagle_identity, head_config, load_head
 from draftsmith.data.models import check_same_tokenizer, load_lm
 from draftsmith.eval.methods import check_needs
 from draftsmith.eval.methods.base import Models, Named
@@ -76,8 +76,18 @@ def load_acceptance(
         raise InputError("methods", found, "one drafter for --acceptance", "Run them one after the other.")
     directory = str(paths["acceptance"])
     if readers == {"draft"}:
-        return load_head(directory, draft, kind="acceptance")
-    return load_head(directory, target, kind="acceptance", identity=eagle_identity(str(paths["eagle"]), target))
+        head = load_head(directory, draft, kind="acceptance")
+    else:
+        head = load_head(directory, target, kind="acceptance", identity=eagle_identity(str(paths["eagle"]), target))
+    if getattr(head.config, "judges", "chain") != "chain":
+        found = f"{directory}, which judges the nodes of a tree"
+        raise InputError("acceptance", found, "a head that judges chains", "Train one with --judges chain.")
+    return head
+
+
+def reads(directory: str) -> Literal["draft", "eagle"]:
+    """The drafter that an acceptance head was trained for."""
+    return "eagle" if "eagle" in (head_config(directory).get("target") or {}) else "draft"
 
 
 def load_draft(flag: str, paths: Mapping[str, str | None], target: CausalLM, longest: int, **how: Any) -> CausalLM:
@@ -97,15 +107,6 @@ def load_draft(flag: str, paths: Mapping[str, str | None], target: CausalLM, lon
 
 def warn_about_sampling(directory: str, params: SamplingParams) -> None:
     """Acceptance labels hold for the sampling settings they were made with; another mode makes the head mislead."""
-    made_with = head_config(directory).get("sampling")
-    ours = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
-    if not made_with or (params.greedy and made_with.get("temperature") == 0):
-        return
-    pairs = [(key, made_with.get(key), value) for key, value in ours.items()]
-    differing = [f"{key} {theirs} there, {own} here" for key, theirs, own in pairs if theirs != own]
-    if differing:
-        print(
-            f"draftsmith: warning: {directory} was trained on labels of another mode ({'; '.join(differing)}): it may "
-            "stop at the wrong places. Make labels in the mode you decode in.",
-            file=sys.stderr,
-        )
+    warning = another_mode(directory, params)
+    if warning is not None:
+        print(f"draftsmith: warning: {warning}", file=sys.stderr)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from draftsmith.eval.learned import remember
 from draftsmith.modules.decoding.batch import generate_batch
 from draftsmith.modules.decoding.chains import BatchDrafter
 from draftsmith.modules.decoding.loop import Generation, Round, generate
@@ -180,10 +181,13 @@ def measure(
         Failed: a method did not answer.
     """
     labels = list(runners)
+    # What one prompt teaches a method serves the next, not the same one again.
+    restore = {label: remember(runner) for label, runner in runners.items()}
     runs: dict[str, list[Run]] = {label: [] for label in labels}
     for repeat in range(repeats):
         turn = (number + repeat) % len(labels)
         for label in labels[turn:] + labels[:turn]:
+            restore[label]()
             runs[label].append(answered(label, runners[label], group, max_new_tokens, seeds))
     return {label: medians_of(number, group, runs[label]) for label in labels}
 

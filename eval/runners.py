@@ -48,18 +48,35 @@ def make_runners(
         elif in_batches(config, method, models):
             target = rows_lm("target", models.target)
             session = session or target.rows_session(config.batch_size, models.capacity)
-            drafter = method.build_batch(models, config.batch_size)
-            batched = BatchRunner(target, session, drafter, modes[0], eos_ids)
-            made = [dataclasses.replace(batched, params=params) for params in modes]
+            shared = None if method.learns else method.build_batch(models, config.batch_size)
+            made = []
+            for params in modes:
+                drafter = method.build_batch(models, config.batch_size) if method.learns else shared
+                made.append(BatchRunner(target, session, drafter, params, eos_ids))
         else:
             # On a GPU the graphs of a session are worth keeping.
             if fixed is None and models.target.device.type == "cuda":
                 fixed = models.target.session(models.capacity)
-            runner = EngineRunner(models.target, method.build(models), modes[0], eos_ids, session=fixed)
-            made = [OneByOne(dataclasses.replace(runner, params=params)) for params in modes]
+            made = [OneByOne(runner) for runner in one_by_one(method, models, modes, eos_ids, fixed)]
         for params, each in zip(modes, made, strict=True):
             runners[params.temperature][label] = each
     return runners
+
+
+def one_by_one(
+    method: Method,
+    models: Models,
+    modes: Sequence[SamplingParams],
+    eos_ids: tuple[int, ...],
+    session: Session | None = None,
+) -> list[EngineRunner]:
+    """A method of this engine, one prompt at a time: a runner for every way of sampling."""
+    runner = EngineRunner(models.target, method.build(models), modes[0], eos_ids, session=session)
+    others = [
+        dataclasses.replace(runner, params=params, drafter=method.build(models) if method.learns else runner.drafter)
+        for params in modes[1:]
+    ]
+    return [runner, *others]
 
 
 def in_batches(config: Any, method: Method, models: Models) -> bool:
@@ -71,11 +88,15 @@ def in_batches(config: Any, method: Method, models: Models) -> bool:
 
 
 def engine_runners(
-    named: Sequence[Named], models: Models, params: SamplingParams, eos_ids: tuple[int, ...]
-) -> dict[str, EngineRunner]:
-    """Label -> this engine's own methods, one prompt at a time, whose rounds can be traced."""
-    own = [item for item in named if not isinstance(item.method, HFGenerate | HFAssisted)]
-    return {item.label: EngineRunner(models.target, item.method.build(models), params, eos_ids) for item in own}
+    named: Sequence[Named], models: Models, modes: Sequence[SamplingParams], eos_ids: tuple[int, ...]
+) -> dict[float, dict[str, EngineRunner]]:
+    """Temperature -> label -> this engine's own methods, one prompt at a time, whose rounds can be traced."""
+    found: dict[float, dict[str, EngineRunner]] = {params.temperature: {} for params in modes}
+    for item in named:
+        if not isinstance(item.method, HFGenerate | HFAssisted):
+            for runner in one_by_one(item.method, models, modes, eos_ids):
+                found[runner.params.temperature][item.label] = runner
+    return found
 
 
 def first_of_each_task(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
@@ -91,23 +112,19 @@ def first_of_each_task(rows: Sequence[Mapping[str, Any]], count: int) -> list[Ma
 def trace_again(
     directory: Path,
     rows: Sequence[Mapping[str, Any]],
-    engine: Mapping[str, EngineRunner],
-    modes: Sequence[SamplingParams],
+    engine: Mapping[float, Mapping[str, EngineRunner]],
     max_new_tokens: int,
     seeds: Callable[[Sequence[BenchPrompt]], Sequence[int]],
 ) -> None:
     """One more run of every engine method on the prompts of these rows, off the clock: trace.jsonl, a line a round.
 
-    rows: of the baseline, with prompt_ids. engine: label -> runner, whose params are replaced. modes: the temperatures.
+    rows: of the baseline, with prompt_ids. engine: temperature -> label -> runner.
     """
     file = TraceFile(directory / TRACE)
-    by_temperature = {params.temperature: params for params in modes}
     for row in rows:
-        params = by_temperature[row["temperature"]]
         prompt = BenchPrompt(row["id"], list(row["prompt_ids"]), row["task"], turn=row["turn"], number=row["prompt"])
-        for label, runner in engine.items():
-            place = about(label, params.temperature, prompt)
-            traced = TracedRunner(place, dataclasses.replace(runner, params=params), file)
+        for label, runner in engine[row["temperature"]].items():
+            traced = TracedRunner(about(label, row["temperature"], prompt), runner, file)
             traced(prompt.prompt_ids, max_new_tokens, seeds([prompt])[0])
             file.flush()
 

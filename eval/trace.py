@@ -17,9 +17,11 @@ from torch import Tensor
 
 from draftsmith.eval.clocks import synchronised
 from draftsmith.eval.measure import BenchPrompt, EngineRunner
+from draftsmith.modules.decoding.confidence import draft_law
 from draftsmith.modules.decoding.loop import Generation, Round, generate
+from draftsmith.modules.decoding.policies import JudgedStop
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView, Verdict
-from draftsmith.modules.decoding.stop import draft_law, entropy
+from draftsmith.modules.decoding.stop import entropy
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.types import SamplingParams
 
@@ -94,7 +96,7 @@ class _Rounds:
     def __call__(self, done: Round) -> None:
         target_s = self._target.take()
         draft_s = self._drafter.take() if self._drafter is not None else 0.0
-        views = self._stop.take() if self._stop is not None else []
+        views, judged = self._stop.take() if self._stop is not None else ([], [])
         base, number, params = self._base, self._number, self._params
         self._number += 1
         # On CUDA scores are good until the next call only.
@@ -124,23 +126,22 @@ class _Rounds:
                 found["q"] = [float(law[token]) for law, token in zip(tree.draft_prob, tree.tokens, strict=True)]
             if tree.values is not None:
                 found["value"] = list(tree.values)
-            return found | self._looked_at(views, tree.draft_prob)
+            return found | _looked_at(views, judged, tree.draft_prob)
 
         self._file.add(line)
 
-    def _looked_at(self, views: Sequence[DraftView], laws: Tensor | None) -> dict[str, Any]:
-        """What the stop policy could see of each drafted token, and what its head said."""
-        if not views:
-            return {}
-        own = [draft_law(view) for view in views]
-        found: dict[str, Any] = {"entropy": [entropy(law) for law in own]}
-        if laws is None:
-            found["q"] = [float(law[view.token]) for law, view in zip(own, views, strict=True)]
-        judge = getattr(self._stop.policy, "accept_prob", None)
-        if judge is not None:
-            # The head reads a token one forward after it was drafted: the last one it never reads.
-            found["head"] = [judge(view.hidden) for view in views[1:]]
-        return found
+
+def _looked_at(views: Sequence[DraftView], judged: Sequence[float], laws: Tensor | None) -> dict[str, Any]:
+    """What the stop policy could see of each drafted token. judged: what it said of the first of them."""
+    if not views:
+        return {}
+    own = [draft_law(view) for view in views]
+    found: dict[str, Any] = {"entropy": [entropy(law) for law in own]}
+    if laws is None:
+        found["q"] = [float(law[view.token]) for law, view in zip(own, views, strict=True)]
+    if judged:
+        found["head"] = list(judged)
+    return found
 
 
 def accept_probs(
@@ -250,9 +251,13 @@ class _WatchedStop:
     def restore(self) -> None:
         self._drafter.stop = self.policy
 
-    def take(self) -> list[DraftView]:
+    def take(self) -> tuple[list[DraftView], list[float]]:
+        """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a judge's
+        word: a late one says nothing of a round's last token, and 1 before it has one to judge."""
         views, self._views = self._views, []
-        return views
+        if not views or not isinstance(self.policy, JudgedStop):
+            return views, []
+        return views, self.policy.probs[int(self.policy.judge.late) :]
 
 
 def _watch_stop(drafter: Any) -> _WatchedStop | None:

@@ -63,6 +63,7 @@ COMMANDS: dict[str, Command] = {
     "eval calibration": Command(
         "eval.studies.calibration", "CalibrationConfig", "Are acceptance probabilities right, and better than q?"
     ),
+    "eval policies": Command("eval.studies.policies", "PoliciesConfig", "Acceptance heads against every stop policy"),
     "eval generation": Command(
         "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
     ),
@@ -89,7 +90,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Run data and train commands on many devices": ("launch torchrun", "launch slurm", "launch deepspeed"),
     "Use heads elsewhere, and others' here": ("export", "check", "import"),
     "Measure": ("eval bench", "eval compare", "eval tune", "eval report", "eval lossless"),
-    "The papers' experiments": ("eval specdecpp", "eval eagle2", "eval hsddw", "eval calibration"),
+    "The papers' experiments": ("eval specdecpp", "eval eagle2", "eval hsddw", "eval calibration", "eval policies"),
     "Measure Draftsmith itself": ("eval generation", "eval latency", "eval tune-check", "train throughput",
                                   "plan check"),
     "The shipped models": ("embedded build",),

@@ -27,6 +27,12 @@ class JudgeShape(Protocol):
     def input_size(self) -> int: ...
 
     @property
+    def inner_size(self) -> int: ...
+
+    @property
+    def joins(self) -> bool: ...
+
+    @property
     def features(self) -> Sequence[str]: ...
 
 
@@ -98,8 +104,8 @@ def eagle_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
 
 def acceptance_forward(head: JudgeShape, rows: int) -> float:
     """An acceptance head; tied blocks compute as much as others."""
-    size = head.hidden_size
-    read = linear(head.input_size, size, rows) if head.input_size > size else 0.0
+    size = head.inner_size
+    read = linear(head.input_size, size, rows) if head.joins else 0.0
     return read + head.num_blocks * linear(size, size, rows) + linear(size, 1, rows) + _direct(head, rows)
 
 
@@ -122,8 +128,8 @@ def eagle_training(config: LlamaConfig, lengths: Sequence[int], loss_tokens: int
 
 def acceptance_training(head: JudgeShape, rows: int) -> float:
     """Forward and backward of an acceptance head over `rows` tokens whose inputs are there."""
-    wide = head.num_blocks or head.input_size > head.hidden_size
-    first = linear(head.input_size, head.hidden_size if wide else 1, rows) + _direct(head, rows)
+    wide = head.num_blocks or head.joins
+    first = linear(head.input_size, head.inner_size if wide else 1, rows) + _direct(head, rows)
     return TRAINED * acceptance_forward(head, rows) - (TRAINED - TRAINED_FIRST) * first
 
 

@@ -11,10 +11,11 @@ from draftsmith.modules.decoding.drafters.lookahead import LookaheadDrafter
 from draftsmith.modules.decoding.drafters.pearl import PearlDrafter
 from draftsmith.modules.decoding.drafters.prompt_lookup import PromptLookupDrafter
 from draftsmith.modules.decoding.nodes import TreeRule, TreeTimes
+from draftsmith.modules.decoding.policies import CostRule, JudgedStop, OnlineJudge
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, HeadJudge, SpecDecPP
 from draftsmith.modules.heads.eagle import EagleConfig, EagleDrafter, EagleHead
 from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.layers import LlamaConfig
@@ -63,8 +64,18 @@ class TableTrees:
         self._seen += outcome.emitted
 
 
-def stop_policy(name: str, seed: int):
-    """The policy that a method's name begins with, with settings that let drafts end at several lengths."""
+def stop_policy(name: str, seed: int, reader: TableLM):
+    """The policy that a method's name begins with, with settings that let drafts end at several lengths. reader: the
+    model whose embeddings the drafter uses."""
+    if name.startswith(("cost", "online")):
+        early = name.startswith("cost:early")
+        by = "max_q" if "max_q" in name else "q"
+        head = random_acceptance_head(seed, **(EARLY if early else {}))
+        judge = HeadJudge(head, reader.embed) if "cost" in name else OnlineJudge(by)
+        # Such heads say little that is right, and such drafts are seldom accepted: drafting has to be cheap.
+        return JudgedStop(judge, CostRule(0.15 if early else 0.1), min_drafted=1, max_drafted=3)
+    if name.startswith("specdec++early"):
+        return SpecDecPP(random_acceptance_head(seed, **EARLY), 0.6, 1, 3, calibrated=True, embed=reader.embed)
     if name.startswith("specdec++"):
         head = random_acceptance_head(seed)
         return SpecDecPP(head, h=0.6, min_drafted=1, max_drafted=3, calibrated="calibrated" in name)
@@ -80,11 +91,11 @@ def method(name: str, target: TableLM, seed: int = 7):
         return lambda: None
     if name.startswith("spec:k="):
         return lambda: DraftModelDrafter(draft, FixedLength(int(name[-1])), CAPACITY)
-    if name.startswith(("specdec++", "confidence", "self-verify", "eagle:k=")):
+    if name.startswith(("specdec++", "cost", "online", "confidence", "self-verify", "eagle:k=")):
         if name.endswith("eagle") or name.startswith("eagle"):
             head = random_eagle_head(seed)
-            return lambda: EagleDrafter(head, target, stop_policy(name, seed), CAPACITY)
-        return lambda: DraftModelDrafter(draft, stop_policy(name, seed), CAPACITY)
+            return lambda: EagleDrafter(head, target, stop_policy(name, seed, target), CAPACITY)
+        return lambda: DraftModelDrafter(draft, stop_policy(name, seed, draft), CAPACITY)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
         judge = random_acceptance_head(seed, **TREE_JUDGE) if "value=head" in name else None
@@ -125,10 +136,13 @@ EAGLE_TREES = {
     "eagle2:nodes=auto:depth=auto:value=head": DynamicTree(nodes=9, depth=2, topk=2),
 }
 FEATURES = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
-TREE_JUDGE = {"state": "before", "judges": "tree", "features": FEATURES}
+EARLY = {"state": "before", "features": FEATURES}
+TREE_JUDGE = {**EARLY, "judges": "tree"}
 # A node costs enough for few to be taken at a good pace, and many at a bad one.
 TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",
+           "specdec++early", "cost", "cost:early", "online", "online:max_q",
+           "specdec++early:eagle", "cost:eagle", "cost:early:eagle", "online:eagle",
            "eagle:k=2", "specdec++:eagle", "specdec++calibrated:eagle", "confidence:eagle", "self-verify:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "pre-verify:eagle", "pre+self-verify:eagle",
            "hsddw:eagle", "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip

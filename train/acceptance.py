@@ -33,6 +33,7 @@ MIXED: dict[str, Any] = {
     "state": "after",
     "features": (),
     "judges": "chain",
+    "width": 0,
     "w_rej": 6.0,
     "mix": 0.15,
 }
@@ -40,12 +41,14 @@ ROLLOUTS: dict[str, Any] = {
     "num_blocks": 1,
     "tied": False,
     "state": "before",
-    "features": ("log_q", "logit_max_q", "entropy", "depth"),
+    "features": ("log_q", "logit_max_q", "entropy", "depth", "repeat"),
     "judges": "chain",
     "w_rej": 1.0,
 }
+# The width that such a head has where nothing is said: this part of the drafter's. As good, and judged faster.
+NARROWER = 4
 # Of these, what a head to go on from brings along.
-SHAPE = ("num_blocks", "tied", "state", "features", "judges")
+SHAPE = ("num_blocks", "tied", "state", "features", "judges", "width")
 Labels = Literal["acceptance", "rollouts"]
 
 
@@ -66,8 +69,10 @@ class TrainAcceptanceConfig(TrainConfig):
         tied: Apply one block num_blocks times, as the paper's published code does. Default: off, or as in init.
         state: What the head reads of the drafter: after, its hidden state once it has read the token (SpecDec++); or
             before, the state that predicted it, and the token's embedding. Default: after, for rollouts before.
-        features: Numbers of the draft's law that it reads too, [] for none. Default: none, for rollouts log_q,
-            logit_max_q, entropy and depth, and temperature where labels have several.
+        features: Numbers of the draft's law that it reads too, and how the token goes on with a repetition of the text;
+            [] for none. Default: none, for rollouts log_q, logit_max_q, entropy, depth and repeat (not for a tree), and
+            temperature where labels have several.
+        width: Of the hidden layers, 0 for that of the drafter. Default: 0, for rollouts a quarter of the drafter's.
         judges: Drafted tokens of a chain, or the most probable children at each place of a tree (labels with
             --children). Default: chain.
         w_acc: Loss weight of accepted tokens.
@@ -85,6 +90,7 @@ class TrainAcceptanceConfig(TrainConfig):
     tied: bool | None = None
     state: State | None = None
     features: tuple[Feature, ...] | None = None
+    width: int | None = None
     judges: Literal["chain", "tree"] | None = None
     w_acc: float = 1.0
     w_rej: float | None = None
@@ -99,6 +105,8 @@ class TrainAcceptanceConfig(TrainConfig):
             raise InputError("mix", self.mix, "a probability below 1", "With 1 no drafted token would be left.")
         if self.num_blocks is not None and self.num_blocks < 0:
             raise InputError("num_blocks", self.num_blocks, "0 (a linear head) or more", "Change it.")
+        if self.width is not None and self.width < 0:
+            raise InputError("width", self.width, "0 (the drafter's) or more", "Change it.")
         if self.features is not None and len(set(self.features)) != len(self.features):
             raise InputError("features", ", ".join(self.features), "each once", "Leave one out.")
 
@@ -161,6 +169,8 @@ def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
         expected = "0: the drafts of a response follow all of it"
         raise InputError("max_length", config.max_length, expected, "Leave it out, or label shorter responses.")
     defaults = dict(ROLLOUTS if labels == "rollouts" else MIXED)
+    if config.judges == "tree":
+        defaults["features"] = tuple(name for name in defaults["features"] if name != "repeat")
     if labels == "rollouts" and manifest is not None and isinstance(temperature_of(manifest), list):
         defaults["features"] = (*defaults["features"], "temperature")
     if config.init is not None:
@@ -277,6 +287,8 @@ def acceptance_settings(config: TrainAcceptanceConfig, hidden_size: int) -> Acce
     """
     config = filled(config)
     shape = {name: getattr(config, name) for name in SHAPE}
+    if shape["width"] is None:
+        shape["width"] = max(hidden_size // NARROWER, 1)
     if config.init is not None:
         settings = starting_settings(config.init, "acceptance", hidden_size)
         differing = [name for name in SHAPE if shape[name] != getattr(settings, name)]

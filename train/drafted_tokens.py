@@ -114,7 +114,8 @@ class RolloutDrafts:
             return values.unsqueeze(2).expand(*shape, labelled[0].shape[2], *values.shape[2:]) if tree else values
 
         ids, accept_prob = (chosen(values) for values in labelled)
-        known = Confidences(*(chosen(getattr(known, part.name)) for part in dataclasses.fields(known)))
+        numbers = {part.name: getattr(known, part.name) for part in dataclasses.fields(known)}
+        known = Confidences(**{name: chosen(values) for name, values in numbers.items() if values is not None})
         batch = AcceptanceBatch(
             hidden=chosen(of_children(self.states(data))),
             accept_prob=accept_prob,

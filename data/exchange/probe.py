@@ -100,6 +100,8 @@ def judged_tokens(probes: Sequence[Probe], lm: CausalLM, eagle: Any | None = Non
     depth = torch.arange(len(ids), device=lm.device) % DEPTHS + 1
     laws = lm.lm_head(before).float().softmax(-1)
     known = confidences_of(laws, ids, depth, torch.ones_like(depth))
+    # What the texts repeat does not matter: any numbers will do that a head may meet.
+    known = dataclasses.replace(known, repeat=(ids % 5 - 2).float())
     known = Confidences(*(getattr(known, field.name).cpu() for field in dataclasses.fields(known)))
     return Judged(*(states.float().cpu() for states in (before, after, embeds)), known)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from draftsmith.eval.methods.base import Method, Named
 from draftsmith.eval.methods.chains import (
@@ -17,6 +17,8 @@ from draftsmith.eval.methods.chains import (
     ConfidenceStop,
     EagleChain,
     FixedK,
+    HeadByCost,
+    Online,
     SelfVerification,
     SpecDecPlusPlus,
 )
@@ -31,6 +33,8 @@ METHODS: dict[str, type[Method]] = {
     "ar": Autoregressive,
     "spec": FixedK,
     "specdec++": SpecDecPlusPlus,
+    "cost": HeadByCost,
+    "online": Online,
     "confidence": ConfidenceStop,
     "self-verify": SelfVerification,
     "eagle": EagleChain,
@@ -83,26 +87,27 @@ def parse_method(label: str) -> Method:
     return method_class(**values)
 
 
-def convert(field: str, text: str, kind: Any, more: str = "") -> Any:
-    """The text of a setting as its type. more: what else it may be."""
+def convert(field: str, text: str, kind: Any) -> Any:
+    """The text of a setting as its type."""
     if kind is bool:
         if text.lower() not in SWITCH:
             raise InputError(field, repr(text), "on or off", "Correct it.")
         return SWITCH[text.lower()]
-    if get_origin(kind) in (Union, UnionType):  # a number, or a word in its place
-        number, words = get_args(kind)
-        if text in get_args(words):
-            return text
-        return convert(field, text, number, f" or {', '.join(get_args(words))}")
-    if get_origin(kind) is not None:  # Literal
+    if get_origin(kind) is Literal:
         if text not in get_args(kind):
             raise InputError(field, repr(text), f"one of {', '.join(get_args(kind))}", "Choose one of these.")
+        return text
+    allowed: tuple[str, ...] = ()
+    if get_origin(kind) in (Union, UnionType):  # a number, or a word
+        kind, words = get_args(kind)
+        allowed = get_args(words)
+    if text in allowed:
         return text
     try:
         return kind(text)
     except ValueError as error:
-        words = {int: "an integer", float: "a number"}
-        raise InputError(field, repr(text), words.get(kind, kind.__name__) + more, "Correct it.") from error
+        names = {int: "an integer", float: "a number"}
+        raise InputError(field, repr(text), " or ".join([names[kind], *allowed]), "Correct it.") from error
 
 
 def check_needs(named: Named, given: Mapping[str, str | None]) -> None:

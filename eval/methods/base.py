@@ -23,6 +23,7 @@ class Models:
     paths: flag (`target`, `draft`, ...) -> what the user passed, for methods that load models in their own way.
     capacity: most tokens that a sequence of this run can hold, drafts included.
     measured: what was measured of these models in this run, by name, so that it is measured once (`eval.tree_times`).
+    step_costs: what `step_cost` has measured in this run.
     """
 
     target: CausalLM
@@ -33,6 +34,7 @@ class Models:
     paths: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     capacity: int = 0
     measured: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    step_costs: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,14 @@ class Method:
 
     uses: flags of the models that it needs whatever its settings.
     eagle_for: flag of the model whose features its EAGLE head reads, where it uses one.
+    learns: from the verdicts, while it decodes; a drafter of its own for every way of sampling keeps that apart.
     batchable: several prompts can be decoded together (`build_batch`).
     """
 
     batchable: ClassVar[bool] = False
     uses: ClassVar[tuple[str, ...]] = ()
     eagle_for: ClassVar[str] = "target"
+    learns: ClassVar[bool] = False
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ from typing import Literal
 
 from draftsmith.eval.methods.base import Method, Models, at_least, between, rows_lm
 from draftsmith.modules.decoding.chains import BatchDrafter
+from draftsmith.modules.decoding.policies import ConfidenceName, Judge, JudgedStop, Rule
 from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
+from draftsmith.modules.types import InputError
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,49 @@ class StopRule(Chain, ABC):
 
 
 @dataclass(frozen=True)
-class SpecDecPlusPlus(StopRule):
+class Judged(StopRule, ABC):
+    """A chain that ends by the probabilities that its tokens are accepted: one judge and one rule, whatever is drafted.
+
+    Rows that are decoded together have a policy each, of one rule and of one model of what is learned.
+    """
+
+    @property
+    @abstractmethod
+    def limits(self) -> tuple[int, int]:
+        """Fewest and most drafted tokens of a round."""
+
+    @abstractmethod
+    def judges(self, models: Models, count: int) -> Sequence[Judge]:
+        """One for each row."""
+
+    @abstractmethod
+    def rule(self, models: Models, batch: int | None) -> Rule:
+        """batch: rows that are decoded together; None of the loop for one."""
+
+    def policies(self, models: Models, batch: int | None) -> list[JudgedStop]:
+        """One for each row, or one."""
+        rule = self.rule(models, batch)
+        return [JudgedStop(judge, rule, *self.limits) for judge in self.judges(models, batch or 1)]
+
+    def policy(self, models: Models) -> StopPolicy:
+        return self.policies(models, None)[0]
+
+    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
+        return build_chains(models, self.drafter, self.policies(models, batch))
+
+
+def head_judges(models: Models, drafter: str, calibrated: bool, count: int) -> list[Judge]:
+    """By the acceptance head of this drafter."""
+    from draftsmith.modules.heads.acceptance import AcceptanceHead, HeadJudge
+
+    assert isinstance(models.acceptance, AcceptanceHead)
+    reader = models.target if drafter == "eagle" else models.draft
+    assert reader is not None
+    return [HeadJudge(models.acceptance, reader.embed, calibrated) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class SpecDecPlusPlus(Judged):
     """SpecDec++: stopped by the acceptance head once 1 - (product of its outputs) > h.
 
     calibrated: off applies h to the head's raw output, as the paper does; on to its calibrated probability.
@@ -127,14 +171,81 @@ class SpecDecPlusPlus(StopRule):
         at_least("max", self.max, self.min)
 
     @property
+    def limits(self) -> tuple[int, int]:
+        return self.min, self.max
+
+    @property
     def needs(self) -> tuple[str, ...]:
         return (self.drafter, "acceptance")
 
-    def policy(self, models: Models) -> StopPolicy:
-        from draftsmith.modules.heads.acceptance import AcceptanceHead, SpecDecPP
+    def judges(self, models: Models, count: int) -> Sequence[Judge]:
+        return head_judges(models, self.drafter, self.calibrated, count)
 
-        assert isinstance(models.acceptance, AcceptanceHead)
-        return SpecDecPP(models.acceptance, self.h, self.min, self.max, calibrated=self.calibrated)
+    def rule(self, models: Models, batch: int | None) -> Rule:
+        from draftsmith.modules.decoding.policies import ThresholdRule
+
+        return ThresholdRule(self.h)
+
+
+@dataclass(frozen=True)
+class CostAware(Judged, ABC):
+    """Stopped once one more token is worth less than its time, without a threshold (`policies.CostRule`).
+
+    c: time of one more drafted token, and of verifying it, by the time of a round without a draft; auto measures it on
+        this machine, once a run.
+    """
+
+    learns = True
+    c: float | Literal["auto"] = "auto"
+    min: int = 1
+    max: int = 16
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.c, str) and not self.c > 0:
+            raise InputError("c", self.c, "a number above 0, or auto", "Correct it.")
+        at_least("min", self.min, 1)
+        at_least("max", self.max, self.min)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.min, self.max
+
+    def rule(self, models: Models, batch: int | None) -> Rule:
+        from draftsmith.eval.step_cost import step_cost
+        from draftsmith.modules.decoding.policies import CostRule
+
+        return CostRule(step_cost(models, self.drafter, batch) if isinstance(self.c, str) else self.c)
+
+
+@dataclass(frozen=True)
+class HeadByCost(CostAware):
+    """The acceptance head's calibrated probabilities, and the cost of drafting on: no threshold to choose."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.drafter, "acceptance")
+
+    def judges(self, models: Models, count: int) -> Sequence[Judge]:
+        return head_judges(models, self.drafter, True, count)
+
+
+@dataclass(frozen=True)
+class Online(CostAware):
+    """The same without a head: a logistic of the draft's own confidence, which learns from every verdict.
+
+    by: q, the probability of the drafted token; max_q, of the most probable one. repeats: whether the token goes on
+        with a repetition of the text counts too.
+    """
+
+    by: ConfidenceName = "q"
+    repeats: bool = True
+
+    def judges(self, models: Models, count: int) -> Sequence[Judge]:
+        from draftsmith.modules.decoding.online_logistic import OnlineLogistic
+        from draftsmith.modules.decoding.policies import OnlineJudge
+
+        model = OnlineLogistic(1 + self.repeats)
+        return [OnlineJudge(self.by, self.repeats, model) for _ in range(count)]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ TITLES = {
     "eagle2": "EAGLE-2: draft trees",
     "hsddw": "HSDDW: entropy and draft windows",
     "calibration": "Calibration of acceptance",
+    "policies": "Stop policies: what an acceptance head is worth",
     "tune": "Tuning for this machine",
 }
 MAX_FAILURES = 6  # that are told one by one

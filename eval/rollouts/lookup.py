@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from draftsmith.eval.measure import BenchPrompt
-from draftsmith.eval.rollouts.record import Answers, Recording, num_equal, walk
+from draftsmith.eval.rollouts.coupling import num_equal
+from draftsmith.eval.rollouts.record import Answers, Recording, walk
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, joined
 from draftsmith.modules.decoding.drafters.prompt_lookup import PromptLookupDrafter
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.chains import build_chain
-from draftsmith.eval.rollouts.coupling import CoupledSource, Text
-from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Floats, joined
+from draftsmith.eval.rollouts.along import accept_along
+from draftsmith.eval.rollouts.chain_rows import ChainRows
+from draftsmith.eval.rollouts.coupling import CoupledDraws, CoupledSource, Reading, Text
+from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, joined
+from draftsmith.modules.decoding.branches import DraftModelBranches, SideBySide
 from draftsmith.modules.decoding.loop import Generation, generate, room_for
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Outcome
-from draftsmith.modules.decoding.stop import FixedLength, draft_law
+from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.heads.acceptance import AcceptanceHead
+from draftsmith.modules.heads.eagle import EagleHead
+from draftsmith.modules.heads.eagle_branches import EagleBranches
 from draftsmith.modules.sampling import TorchSource, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -57,21 +60,6 @@ def record_chains(
     how = Recording(params, depth, max_new_tokens, seed, tuple(eos_ids))
     recorder = ChainRecorder(models, drafter, how, heads or {})
     return joined([recorder(prompt, number) for number, prompt in enumerate(prompts)])
-
-
-@dataclass(frozen=True)
-class Reading:
-    """An answer of n tokens as the target read it.
-
-    text: the answer, and what the target would have gone on with after its end token.
-    features [P + n, H]: of the prompt's P tokens and of the answer's, after the final norm. logits [n, V]: row i
-    predicts answer token i.
-    """
-
-    answer: Answer
-    text: Text
-    features: Tensor
-    logits: Tensor
 
 
 class Answers:
@@ -156,91 +144,68 @@ class ChainRecorder:
         how: Recording,
         heads: Mapping[str, AcceptanceHead],
         answers: Answers | None = None,
+        along: bool = False,
+        side_by_side: bool = False,
     ):
-        """answers: those of other recordings of the same prompts, if there are any."""
+        """answers: those of other recordings of the same prompts, if there are any. along: sampling, ask the target
+        of drafted tokens below the first rejection too, which takes a call or two an answer. side_by_side: draft from
+        all places of an answer together, ten times as fast; logits then differ in the last bits from those of the
+        decoder's own drafter, and greedy drafts where two tokens are that close."""
         self._answers, self._how, self._heads = answers or Answers(models.target, how), how, heads
-        # One token more than is kept: a head judges a token once the forward behind it has read it.
+        self._name: DrafterName = drafter
+        # One token more than is kept: a head of state `after` judges a token once the forward behind it has read it.
         self._keep = _Keep(how.depth + 1)
         self._drafter = build_chain(models, drafter, self._keep)
+        self._models, self._side_by_side = models, side_by_side
+        self._target, self._along = models.target, along and not how.params.greedy
+        embedder = models.target if drafter == "eagle" else models.draft
+        assert embedder is not None
+        self._embed = embedder.embed
 
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:
         """number: of the answer, which seeds it."""
         how = self._how
         reading = self._answers.read(prompt, number, how.depth)
-        rows = _ChainRows(reading, how.depth)
-        for start, _ in walk(self._drafter, reading, prompt.prompt_ids, how, how.depth + 1, number):
-            rows.add(start, self._keep.take(), keep_hidden=bool(self._heads))
-        return rows.rollouts(self._heads)
-
-
-class _ChainRows:
-    """The arrays of one answer, filled round by round."""
-
-    def __init__(self, reading: Reading, depth: int):
-        self._reading, self._depth = reading, depth
-        self._rounds, self._length = len(reading.answer.tokens) - 1, len(reading.answer.tokens)
-        shape = (self._rounds, depth)
-        self._token = np.full(shape, -1, np.int64)
-        self._num_accepted, self._past_end = np.zeros(self._rounds, np.int64), np.zeros(self._rounds, np.int64)
-        names = ("log_q", "log_max_q", "entropy", "accept_prob", "overlap")
-        self._floats = {name: np.full(shape, np.nan) for name in names}
-        self._was_read = np.zeros(shape, bool)
-        self._hidden: list[Tensor] = []
-
-    def add(self, start: int, views: Sequence[DraftView], keep_hidden: bool) -> None:
-        """The round that begins before answer token `start`. The view of a token has read the one before it."""
-        row, text = start - 1, self._reading.text
-        self._was_read[row, : max(len(views) - 1, 0)] = True
-        if keep_hidden:
-            self._hidden += [view.hidden for view in views[1:]]
-        views = views[: self._depth]
-        if not views:
-            return
-        tokens = [view.token for view in views]
-        self._token[row, : len(tokens)] = tokens
-        accepted = num_equal(tokens, text.tokens[start:])
-        self._num_accepted[row] = min(accepted, self._length - start)
-        self._past_end[row] = accepted - self._num_accepted[row]
-        laws = torch.stack([draft_law(view) for view in views])
-        own = laws[torch.arange(len(tokens)), tokens].double()
-        self._put(row, "log_q", own.log())
-        self._put(row, "log_max_q", laws.amax(-1).double().log())
-        self._put(row, "entropy", -torch.xlogy(laws, laws).sum(-1))
-        # Down to and with the first rejected token, within the answer.
-        judged = min(accepted + 1, len(tokens), self._length - start)
-        if text.laws is None:
-            same = torch.arange(judged) < accepted
-            self._put(row, "accept_prob", same)
-            self._put(row, "overlap", same)
+        rows = ChainRows(reading, how.depth, how.params)
+        if self._side_by_side and self._fits(prompt, reading):
+            self._draft_together(prompt, number, reading, rows)
         else:
-            p = text.laws[start : start + judged]
-            at_token = p[torch.arange(judged), tokens[:judged]].double()
-            self._put(row, "accept_prob", (at_token / own[:judged]).clamp_max(1))
-            self._put(row, "overlap", torch.minimum(p, laws[:judged]).sum(-1))
+            for start, _ in walk(self._drafter, reading, prompt.prompt_ids, how, how.depth + 1, number):
+                rows.add(start, self._keep.take(), keep_states=bool(self._heads))
+        found = rows.rollouts(prompt.prompt_ids, self._heads, self._embed)
+        if not self._along:
+            return found
+        return replace(found, accept_along=accept_along(self._target, prompt.prompt_ids, reading, how.params, found))
 
-    def _put(self, row: int, name: str, values: Tensor) -> None:
-        self._floats[name][row, : len(values)] = values.double().cpu().numpy()
+    def _fits(self, prompt: BenchPrompt, reading: Reading) -> bool:
+        """No draft meets the end of the drafter's context; and there is one."""
+        models, count = self._models, len(reading.answer.tokens)
+        limits = [models.target.info.max_position]
+        if self._name == "draft":
+            assert models.draft is not None
+            limits.append(models.draft.info.max_position)
+        else:
+            assert isinstance(models.eagle, EagleHead)
+            limits.append(models.eagle.config.llama.max_position)
+        return count > 1 and len(prompt.prompt_ids) + count + self._how.depth + 1 <= min(limits)
 
-    def rollouts(self, heads: Mapping[str, AcceptanceHead]) -> ChainRollouts:
-        logits: dict[str, Floats] = {}
-        for label, head in heads.items():
-            logits[label] = np.full(self._token.shape, np.nan)
-            if self._hidden:
-                logits[label][self._was_read] = head(torch.stack(self._hidden)).double().cpu().numpy()
-        return ChainRollouts(
-            answers=[self._reading.answer],
-            answer=np.zeros(self._rounds, np.int64),
-            start=np.arange(1, self._length),
-            token=self._token,
-            num_accepted=self._num_accepted,
-            **self._floats,
-            heads=logits,
-            past_end=self._past_end,
-        )
+    def _draft_together(self, prompt: BenchPrompt, number: int, reading: Reading, rows: ChainRows) -> None:
+        depth, first = self._how.depth + 1, len(prompt.prompt_ids)
+        answer = reading.answer.tokens
+        branches = branch_drafter(self._models, self._name, depth)
+        # The last token is not needed: no round begins behind it.
+        branches.open([*prompt.prompt_ids, *answer[:-1]], reading.features[: first + len(answer) - 1])
+        draws = CoupledDraws(reading, depth, self._how.params, seed_of(self._how.seed, number, depth))
+        drafted = branches.grow([first + start for start in range(1, len(answer))], depth, draws)
+        known = {name: values[:, :-1] for name, values in draws.known.items()}
+        rows.add_all(drafted, known, keep_states=bool(self._heads))
 
 
-def num_equal(drafted: Sequence[int], text: Sequence[int]) -> int:
-    """Leading tokens that are the same. A coupled draft differs from the text exactly where it is rejected."""
-    pairs = enumerate(zip(drafted, text, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(drafted), len(text)))
+def branch_drafter(models: Models, drafter: DrafterName, depth: int) -> SideBySide:
+    """Drafts of at most `depth` tokens from many places of a text."""
+    if drafter == "eagle":
+        assert isinstance(models.eagle, EagleHead)
+        return EagleBranches(models.eagle, models.target, depth)
+    assert models.draft is not None
+    return DraftModelBranches(models.draft, depth)

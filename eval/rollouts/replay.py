@@ -71,20 +71,20 @@ def oracle(rollouts: ChainRollouts) -> Ints:
 def replay(rollouts: ChainRollouts, lengths: Ints, calls_per_token: int = 1) -> list[DecodeTrace]:
     """One trace an answer. lengths [S]: tokens that the policy drafts in a round that begins there, 0 or more.
     calls_per_token: forwards of the drafter, 0 for a lookup."""
-    available, accepted = np.minimum(rollouts.available(), lengths), _accepted(rollouts)
+    available, accepted = np.minimum(rollouts.available(), lengths), accepted_of(rollouts)
 
     def play(row: int, most: int) -> tuple[int, int, int]:
         drafted = min(int(available[row]), most)
         return drafted, min(drafted, int(accepted[row])), drafted * calls_per_token
 
-    return [_walk(answer, first, play) for answer, first in _first_rows(rollouts)]
+    return [walk_rounds(answer, first, play) for answer, first in first_rows(rollouts)]
 
 
 def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
     """One trace an answer, of HSDDW's self-verification: stop at the first token whose law has more entropy than the
     running mean at rejected tokens, which is 0 before the first rejection; at most k."""
     assert 1 <= k <= rollouts.depth
-    available, accepted = np.minimum(rollouts.available(), k), _accepted(rollouts)
+    available, accepted = np.minimum(rollouts.available(), k), accepted_of(rollouts)
     policy = RunningEntropy()
 
     def play(row: int, most: int) -> tuple[int, int, int]:
@@ -97,9 +97,9 @@ def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
         return drafted, kept, drafted
 
     traces = []
-    for answer, first in _first_rows(rollouts):
+    for answer, first in first_rows(rollouts):
         policy.reset()
-        traces.append(_walk(answer, first, play))
+        traces.append(walk_rounds(answer, first, play))
     return traces
 
 
@@ -129,22 +129,22 @@ def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int, rule: TreeRule |
             rule.observe(taken, levels, accepted)
         return taken, accepted, levels
 
-    return [_walk(answer, first, play) for answer, first in _first_rows(rollouts)]
+    return [walk_rounds(answer, first, play) for answer, first in first_rows(rollouts)]
 
 
-def _accepted(rollouts: ChainRollouts) -> Ints:
+def accepted_of(rollouts: ChainRollouts) -> Ints:
     """[S]: of a draft of K tokens, those after the answer's end token too."""
     return rollouts.num_accepted if rollouts.past_end is None else rollouts.num_accepted + rollouts.past_end
 
 
-def _first_rows(rollouts: ChainRollouts | TreeRollouts) -> list[tuple[Answer, int]]:
+def first_rows(rollouts: ChainRollouts | TreeRollouts) -> list[tuple[Answer, int]]:
     """Every answer with the row of the round that begins before its token 1."""
     counts = np.bincount(rollouts.answer, minlength=len(rollouts.answers))
     first = np.concatenate([[0], counts.cumsum()[:-1]])
     return list(zip(rollouts.answers, first.tolist(), strict=True))
 
 
-def _walk(answer: Answer, first: int, play: PlayRound) -> DecodeTrace:
+def walk_rounds(answer: Answer, first: int, play: PlayRound) -> DecodeTrace:
     """The rounds of one answer, as `generate` cuts them."""
     trace, emitted, length = DecodeTrace(prefill_emitted=1), 1, len(answer.tokens)
     while emitted < length:

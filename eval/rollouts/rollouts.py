@@ -45,7 +45,12 @@ class ChainRollouts:
     what is left of X. log_q, log_max_q, entropy [S, K]: of the law that token was drawn from (greedy: the draft's
     softmax), log q of the token itself, nats. accept_prob, overlap [S, K]: min(1, p/q) of the token (greedy: 1 or 0)
     and sum_v min(p, q) (greedy: the same), down to and with the first rejected token; NaN below it and beyond X's end.
-    heads: label -> raw logits [S, K] of an acceptance head for each token, once the drafter has read it.
+    heads: label -> raw logits [S, K] of an acceptance head for each token; of one that reads the state after it, NaN
+    where the drafter has not read the token.
+    accept_along [S, K]: min(1, p/q) of every drafted token where the target reads the draft itself, so below the first
+    rejection too: what a policy that knew p and q would look at. None: not asked for, or greedy.
+    repeat [S, K]: how each token goes on with a repetition of prompt and answer (`decoding.repeats.Repeats.score`).
+    None: not looked for.
     past_end [S]: drafted tokens accepted after X's end token, where all before them were: what the target would have
     gone on with counts in a round's `num_accepted`, though it is never emitted. None: no answer was read on.
     Where the drafter's context ends, drafts are shorter: token is -1 there, and the floats are NaN.
@@ -63,6 +68,8 @@ class ChainRollouts:
     overlap: Floats
     heads: Mapping[str, Floats] = field(default_factory=dict)
     past_end: Ints | None = None
+    accept_along: Floats | None = None
+    repeat: Floats | None = None
 
     @property
     def depth(self) -> int:

@@ -106,8 +106,10 @@ def reduced(config: Any, most: Mapping[str, int], instead: Mapping[str, Any]) ->
     return dataclasses.replace(config, **lowered, **instead)
 
 
-def prepare(config: StudyConfig, methods: Sequence[str]) -> Ground:
+def prepare(config: StudyConfig, methods: Sequence[str], further: Sequence[BenchPrompt] = ()) -> Ground:
     """Check the settings, load the models that the methods need, and read the prompts.
+
+    further: other prompts that are to be answered.
 
     Raises:
         InputError: whatever the user named wrong.
@@ -124,7 +126,7 @@ def prepare(config: StudyConfig, methods: Sequence[str]) -> Ground:
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
     how = {name: getattr(config, name) for name in LOADING}
     target = load_lm(config.target, **how)
-    longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
+    longest = longest_sequence([*prompts, *further], config.max_new_tokens, target.info.max_position)
     models = load_models(named, model_paths(config), longest, params, target, **how)
     return Ground(models, prompts, tuple(target.info.eos_ids))
 
@@ -156,24 +158,29 @@ def decode(
 
 
 def measured(
-    config: StudyConfig, methods: Sequence[str], params: SamplingParams, name: str = "bench"
+    config: StudyConfig, methods: Sequence[str], params: SamplingParams, name: str = "bench", **instead: Any
 ) -> dict[str, dict[str, Any]]:
     """Label -> row of a bench at one temperature, in a directory of its own below the study's.
 
-    All methods are in one run: that is what interleaves them. What an earlier start of the same study has measured to
-    its end is not measured again, until the study is complete.
+    instead: settings of the bench that are not the study's. All methods are in one run: that is what interleaves them.
+    What an earlier start of the same study has measured to its end is not measured again, until the study is complete.
     """
     shared = {field.name for field in dataclasses.fields(BenchConfig)} & {f.name for f in dataclasses.fields(config)}
-    settings = {name: getattr(config, name) for name in shared - {"output", "temperatures"}}
+    settings = {name: getattr(config, name) for name in shared - {"output", "temperatures"}} | instead
     to_measure = BenchConfig(
         **settings,
         methods=",".join(methods),
         turns="last",  # as `read_prompts` reads them
         temperature=params.temperature,
-        output=config.output / f"{name}-t{params.temperature:g}",
+        output=bench_directory(config, params, name),
     )
     results = measured_before(config, to_measure) or bench(to_measure)
     return {row["method"]: row for row in results["methods"]}
+
+
+def bench_directory(config: StudyConfig, params: SamplingParams, name: str = "bench") -> Path:
+    """Where `measured` keeps a run."""
+    return config.output / f"{name}-t{params.temperature:g}"
 
 
 def measured_before(study: StudyConfig, config: BenchConfig) -> dict[str, Any] | None:

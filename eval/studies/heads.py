@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from draftsmith.data.heads import load_head
@@ -27,11 +28,13 @@ def head_directories(root: Path) -> dict[str, Path]:
     return found
 
 
-def load_heads(directories: dict[str, Path], draft: CausalLM) -> dict[str, AcceptanceHead]:
-    """Name -> head, each of which must have been trained for this draft."""
+def load_heads(
+    directories: Mapping[str, Path], draft: CausalLM, identity: Mapping[str, str] | None = None
+) -> dict[str, AcceptanceHead]:
+    """Name -> head, each of which must have been trained for this draft; arguments as of `load_head`."""
     loaded = {}
     for name, directory in directories.items():
-        head = load_head(directory, draft, kind="acceptance")
+        head = load_head(directory, draft, kind="acceptance", identity=identity)
         assert isinstance(head, AcceptanceHead)
         loaded[name] = head
     return loaded

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftsmith.modules.decoding.confidence import draft_law
 from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import Drafter, DraftView, StopPolicy
-from draftsmith.modules.decoding.stop import draft_law, entropy
+from draftsmith.modules.decoding.stop import entropy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
 

@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftsmith.eval.rollouts.judged import online_features
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, Floats
 from draftsmith.modules.decoding.confidence import log_odds_of
 from draftsmith.modules.decoding.online_logistic import OnlineLogistic
+from draftsmith.modules.decoding.policies import ConfidenceName
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.metrics import fit_platt
 
@@ -82,15 +84,16 @@ def judge(rollouts: ChainRollouts) -> Judged:
     )
 
 
-def online_probs(rollouts: ChainRollouts) -> Floats:
-    """[S, K]: P(accepted) by the online fit on logit(max q) as it goes through the answers one after the other.
+def online_probs(rollouts: ChainRollouts, confidence: ConfidenceName = "max_q", repeats: bool = False) -> Floats:
+    """[S, K]: P(accepted) by the online fit on the log-odds of max q, or of q(y), and on repetitions of the text, as it
+    goes through the answers one after the other.
 
     It learns from the rounds that decoding with drafts of K tokens would run, once they are verified, and says its
     opinion at every other position in passing.
     """
-    model, features = OnlineLogistic(), log_odds_of(torch.from_numpy(rollouts.log_max_q)).numpy()
+    model, features = OnlineLogistic(1 + repeats), online_features(rollouts, confidence, repeats)
     labelled = rollouts.judged()
-    probs = np.full(features.shape, np.nan)
+    probs = np.full(labelled.shape, np.nan)
     answer, next_start = -1, 1
     for row in range(len(features)):
         probs[row] = [model.prob(x) for x in features[row]]

@@ -6,11 +6,14 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from draftsmith.data.progress import bar
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import Models
-from draftsmith.eval.rollouts.record import ChainRecorder, DrafterName, Recording
+from draftsmith.eval.rollouts.record import Answers, ChainRecorder, DrafterName, Recording
 from draftsmith.eval.rollouts.rollouts import ChainRollouts
 from draftsmith.eval.rollouts.store import recorded
 from draftsmith.modules.heads.acceptance import AcceptanceHead
@@ -23,24 +26,33 @@ def recorded_chains(
     prompts: Sequence[BenchPrompt],
     how: Recording,
     heads: Mapping[str, AcceptanceHead],
+    together: bool = False,
+    answers: Answers | None = None,
 ) -> ChainRollouts:
     """Chains of every prompt with the logits of all heads: those in `directory` are read, the others recorded there.
+
+    together: `along` and `side_by_side` of `ChainRecorder`. answers: of it too.
 
     Raises:
         InputError: the directory holds rollouts that were made otherwise.
     """
-    settings = {
+    settings: dict[str, Any] = {
         **dataclasses.asdict(how),
         "drafter": drafter,
         "models": {flag: lm.info.identity for flag, lm in (("target", models.target), ("draft", models.draft)) if lm},
-        "heads": {name: _digest(head) for name, head in heads.items()},
+        "heads": {name: digest(head) for name, head in heads.items()},
     }
-    recorder = ChainRecorder(models, drafter, how, heads)
+    if together:
+        settings["together"] = True
+    if drafter == "eagle":
+        assert models.eagle is not None
+        settings["models"]["eagle"] = digest(models.eagle)
+    recorder = ChainRecorder(models, drafter, how, heads, answers, along=together, side_by_side=together)
     with bar(f"rollouts, {directory.name}", len(prompts), "prompts") as advance:
         return recorded(directory, prompts, settings, recorder, advance)
 
 
-def _digest(head: AcceptanceHead) -> str:
+def digest(head: nn.Module) -> str:
     """Of a head's weights."""
     values = hashlib.sha256()
     for tensor in head.parameters():

@@ -8,7 +8,8 @@ s tokens of the text.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,9 @@ from draftsmith.modules.types import SamplingParams
 # A draft's tokens are computed against the slots of its whole group and masked there: more of them waste arithmetic,
 # fewer waste calls.
 GROUP_TOKENS = 512
+
+# Tokens [s] of the drafts in a slice of the starts, at this place of theirs (from 0), by their logits [s, V].
+Draw = Callable[[slice, int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,35 @@ class BranchDrafter(Protocol):
         """Logits [.., V] of its states."""
 
 
-class BranchedText:
-    """A text that a language model has read, and branches that it reads off it."""
+@contextmanager
+def as_decoding(device: torch.device) -> Iterator[None]:
+    """Models compute as they decode, whatever a training around this does with its own weights."""
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        yield
 
-    def __init__(self, lm: CausalLM, tokens: Sequence[int], depth: int):
+
+class BranchedText:
+    """A text that a language model reads, and branches that it reads off it; one text after another."""
+
+    def __init__(self, lm: CausalLM, depth: int):
         """depth: most tokens of a branch."""
-        self._device, self._length, self.group = lm.device, len(tokens), group_of(depth)
-        self._session: Session = lm.session(len(tokens) + self.group * depth)
-        # The session's next call may write over what this one gave.
-        self._features = self._session.extend(tokens).features.clone()
+        self._lm, self._device, self.group = lm, lm.device, group_of(depth)
+        self._room, self._capacity, self._length = self.group * depth, 0, 0
+        self._session: Session | None = None
+        self._features = torch.empty(0)
+
+    def open(self, tokens: Sequence[int]) -> None:
+        """Read a text of T tokens in the place of the last one."""
+        needed = len(tokens) + self._room
+        if self._session is None or needed > self._capacity:
+            # Wide enough for most of what follows: a session may hold graphs that are worth keeping.
+            self._capacity = 1 << (needed - 1).bit_length()
+            self._session = self._lm.session(self._capacity)
+        self._session.keep(0)
+        with as_decoding(self._device):
+            # A copy, as the session's next call may write over what this one gave.
+            self._features = self._session.extend(tokens).features.clone()
+        self._length = len(tokens)
 
     @property
     def features(self) -> Tensor:
@@ -82,17 +106,18 @@ class BranchedText:
         """[S, H]: the states that predict the first tokens of branches."""
         return self._features[starts.to(self._device) - 1]
 
-    @torch.inference_mode()
     def read(self, starts: Sequence[int], branches: Tensor) -> Tensor:
         """[S, n, H]: the states after the tokens of branches [S, n]; nothing of them is kept."""
         read = []
         for piece in pieces(len(starts), self.group):
-            read.append(self.level(torch.tensor(starts[piece]), 0, branches[piece]))
-            self.drop()
+            with as_decoding(self._device):
+                read.append(self.level(torch.tensor(starts[piece]), 0, branches[piece]))
+                self.drop()
         return torch.cat(read)
 
     def level(self, starts: Tensor, first: int, tokens: Tensor) -> Tensor:
         """[S, n, H]: the states after tokens [S, n] of branches whose `first` tokens before them have been read."""
+        assert self._session is not None, "open a text first"
         count, levels = tokens.shape
         positions, visible = branch_mask(starts, self._length, first, levels)
         flat = tokens.T.reshape(-1).to(self._device)
@@ -101,6 +126,7 @@ class BranchedText:
 
     def drop(self) -> None:
         """Forget the branches that `level` has read."""
+        assert self._session is not None, "open a text first"
         self._session.keep(self._length)
 
 
@@ -113,7 +139,9 @@ def target_states(text: BranchedText, starts: Sequence[int], drafted: Tensor) ->
 
 def target_logits(lm: CausalLM, tokens: Sequence[int], starts: Sequence[int], drafted: Tensor) -> Tensor:
     """[S, K, V]: the logits of a model for every token of drafts [S, K] that hang off a text."""
-    return lm.lm_head(target_states(BranchedText(lm, tokens, drafted.shape[1]), starts, drafted))
+    text = BranchedText(lm, drafted.shape[1])
+    text.open(tokens)
+    return lm.lm_head(target_states(text, starts, drafted))
 
 
 def group_of(depth: int) -> int:
@@ -154,9 +182,9 @@ def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniforms: Tens
 class SideBySide(ABC):
     """The loop of a `BranchDrafter`: a group of drafts grows by one token of each at a time."""
 
-    def __init__(self, depth: int):
+    def __init__(self, depth: int, device: torch.device):
         """depth: most tokens of a draft."""
-        self._depth, self._group = depth, group_of(depth)
+        self.device, self._depth, self._group = device, depth, group_of(depth)
 
     @abstractmethod
     def _before(self, starts: Tensor) -> Tensor:
@@ -174,21 +202,27 @@ class SideBySide(ABC):
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits [.., V] of the drafter's states."""
 
-    @torch.inference_mode()
     def draft(
         self, starts: Sequence[int], depth: int, params: Sequence[SamplingParams], uniforms: Tensor | None = None
     ) -> Drafted:
+        def draw(piece: slice, level: int, logits: Tensor) -> Tensor:
+            return draw_tokens(logits, params[piece], None if uniforms is None else uniforms[piece, level])
+
+        return self.grow(starts, depth, draw)
+
+    def grow(self, starts: Sequence[int], depth: int, draw: Draw) -> Drafted:
+        """`draft` with tokens that the caller draws."""
         assert 0 < depth <= self._depth
         drafts, states = [], []
         for piece in pieces(len(starts), self._group):
             own = torch.tensor(starts[piece])
-            hidden, tokens = [self._before(own)], []
-            for level in range(depth):
-                if level:
-                    hidden.append(self._step(own, level - 1, tokens[-1], hidden[-1]))
-                drawn = None if uniforms is None else uniforms[piece, level]
-                tokens.append(draw_tokens(self.lm_head(hidden[-1]), params[piece], drawn))
-            self._drop()
+            with as_decoding(self.device):
+                hidden, tokens = [self._before(own)], []
+                for level in range(depth):
+                    if level:
+                        hidden.append(self._step(own, level - 1, tokens[-1], hidden[-1]))
+                    tokens.append(draw(piece, level, self.lm_head(hidden[-1])))
+                self._drop()
             drafts.append(torch.stack(tokens, 1))
             states.append(torch.stack(hidden, 1))
         return Drafted(torch.cat(drafts), torch.cat(states))
@@ -197,7 +231,7 @@ class SideBySide(ABC):
         found = []
         for piece in pieces(len(starts), self._group):
             own = torch.tensor(starts[piece])
-            with torch.inference_mode():
+            with as_decoding(self.device):
                 hidden = [self._before(own)]
                 for level, tokens in enumerate(drafted[piece].unbind(1)):
                     hidden.append(self._step(own, level, tokens, hidden[-1]))
@@ -213,17 +247,12 @@ class DraftModelBranches(SideBySide):
     min_start = 1
 
     def __init__(self, lm: CausalLM, depth: int):
-        super().__init__(depth)
-        self._lm = lm
-        self._text: BranchedText | None = None
-
-    @property
-    def text(self) -> BranchedText:
-        assert self._text is not None, "open a text first"
-        return self._text
+        """depth: most tokens of a draft."""
+        super().__init__(depth, lm.device)
+        self._lm, self.text = lm, BranchedText(lm, depth)
 
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
-        self._text = BranchedText(self._lm, tokens, self._depth)
+        self.text.open(tokens)
 
     def states(self, starts: Sequence[int], drafted: Tensor) -> Tensor:
         # Unlike a drafter that reads its own states, a language model reads whole branches at once.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ def draft_chain(
     max_drafted: int,
     params: SamplingParams,
     source: Source,
+    context: Sequence[int] = (),
 ) -> DraftTree:
     """Draft until `stop` says so, at most `max_drafted` tokens.
 
     logits [V], states [T, H]: of the forward that read the last emitted token, whose hidden state is the last one.
     step(token): read one drafted token; the logits [V] of what follows, and the hidden state [1, H].
+    context: what the policy may look at, all tokens before the draft.
     The token that `stop` was shown last stays in the draft: it is paid for, and dropping it would bias the output.
     """
     tokens: list[int] = []
@@ -39,7 +41,7 @@ def draft_chain(
             token = source.draw(law)
             laws.append(law)
         tokens.append(token)
-        view = DraftView(len(tokens), token, states, logits, law, params.temperature)
+        view = DraftView(len(tokens), token, states, logits, law, params.temperature, context)
         if stop.should_stop(view) or len(tokens) == max_drafted:
             break
         logits, states = step(token)

@@ -90,11 +90,13 @@ def draft_chains(
     limits: Sequence[int],
     params: SamplingParams,
     uniforms: Tensor,
+    contexts: Sequence[Sequence[int]],
 ) -> Chains:
     """`draft_chain` of every row: until the row's own policy says so, at most limits[b] tokens; some limit is positive.
 
     logits [B, V], hidden [B, H]: of the forward that read the last emitted tokens.
     step(j, tokens): read each row's j-th drafted token, j from 0, int64 [B]; logits [B, V] and hidden [B, H].
+    contexts: each row's tokens before its draft.
     Rows that have stopped are drafted on with the others, and what is drafted is padding. Chains of fixed lengths are
     drawn without the host's knowing a token; other policies are shown each one, which costs a transfer.
     """
@@ -117,7 +119,7 @@ def draft_chains(
             for row, token in enumerate(drawn.tolist()):
                 law = laws[-1][row] if laws else None
                 if count <= ends[row] and stops[row].should_stop(
-                    DraftView(count, token, hidden[row : row + 1], logits[row], law, params.temperature)
+                    DraftView(count, token, hidden[row : row + 1], logits[row], law, params.temperature, contexts[row])
                 ):
                     ends[row] = count
         if len(tokens) >= max(ends):

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.sampling import best_token
 
 # Beyond these log-odds a softmax in float32 says little.
 MAX_LOGIT = 12.0
-SMALLEST = 1e-38  # in the place of 0, whose logarithm would make 0 log 0 a NaN
+SMALLEST = 1e-38  # in the place of 0, which has no logarithm
 
 
 class Confidence(NamedTuple):
@@ -29,24 +30,50 @@ class Confidence(NamedTuple):
 
 @dataclass(frozen=True)
 class Confidences:
-    """The same of many tokens, float32 [..]; their places in the round, from 1, and the temperatures of their laws."""
+    """The same of many tokens, float32 [..]; their places in the round, from 1; the temperatures of their laws; and,
+    where it was looked for, how they go on with repetitions of the text (`repeats.Repeats.score`)."""
 
     log_q: Tensor
     log_max_q: Tensor
     entropy: Tensor
     depth: Tensor
     temperature: Tensor
+    repeat: Tensor | None = None
+
+
+def draft_law(view: DraftView) -> Tensor:
+    """The law [V] that the token was drawn from; of a greedy draft the softmax of its logits."""
+    if view.draft_prob is not None:
+        return view.draft_prob
+    return view.logits.to(torch.promote_types(view.logits.dtype, torch.float32)).softmax(-1)
 
 
 def confidence_of(view: DraftView) -> Confidence:
-    """Of the token that a stop policy is shown."""
-    law = view.draft_prob
-    log_law = view.logits.float().log_softmax(-1) if law is None else law.clamp_min(SMALLEST).log()
-    spread = torch.dot(log_law.exp() if law is None else law, log_law)
-    if law is None:  # greedy: the token is the most probable one
-        log_q = log_law[view.token].item()
-        return Confidence(log_q, log_q, -spread.item())
-    return Confidence(log_law[view.token].item(), log_law.max().item(), -spread.item())
+    """Of the token that a stop policy is shown. A draft waits for it, so that the calls are few: no logarithm of a law
+    is taken, but of its mode, from which log p = log max p - (max l - l) / T for any other token of logit l."""
+    law = draft_law(view)
+    if law.is_cuda:  # one transfer
+        own, most, spread = torch.stack([law[view.token], law.max(), entropies(law)]).tolist()
+        return Confidence(log_of(own), log_of(most), spread)
+    own, best = law.numpy(), best_token(law)
+    log_max_q = math.log(own.item(best))
+    logits = view.logits.to(law.dtype)
+    spread = (logits.numpy().item(best) - torch.dot(law, logits).item()) / (view.temperature or 1.0) - log_max_q
+    if not math.isfinite(spread):  # logits of minus infinity, and 0 times that
+        spread = entropies(law).item()
+    return Confidence(log_of(own.item(view.token)), log_max_q, spread)
+
+
+def log_prob_of(view: DraftView, best: bool) -> float:
+    """log q of the token that a stop policy is shown, or of the most probable one; less work than `confidence_of`."""
+    law = draft_law(view)
+    token = best_token(law) if best else view.token
+    return log_of(law[token].item() if law.is_cuda else law.numpy().item(token))
+
+
+def log_of(prob: float) -> float:
+    """Its logarithm, of 0 that of the smallest number."""
+    return math.log(max(prob, SMALLEST))
 
 
 def confidences_of(laws: Tensor, tokens: Tensor, depth: Tensor, temperature: Tensor) -> Confidences:

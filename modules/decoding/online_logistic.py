@@ -1,43 +1,50 @@
-"""Learning while decoding: an acceptance probability from one feature of the draft, without any training before."""
+"""Learning while decoding: an acceptance probability from few numbers of the draft, without any training before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from draftsmith.modules.decoding.confidence import sigmoid
 
 
 class OnlineLogistic:
-    """P(a drafted token is accepted) = sigmoid(scale x + bias), for x = logit(max q) or another feature.
+    """P(a drafted token is accepted) = sigmoid(w . z) of features x [F], z = (x, 1); x[0] is the log-odds of q(y) or of
+    another probability.
 
-    Starts at scale 1 and bias 0, which takes logit(max q) at its word. A label moves the weights w = (scale, bias) by
-    one step of an online Newton method: A += p (1 - p) z z^T, w += A^-1 z (y - p), with z = (x, 1) and p from before
-    the step. A begins as `prior` times the identity; over many labels the weights approach the fit of all of them at
-    once, and no learning rate is to be chosen.
+    Starts at w = (1, 0, .., 0), which takes x[0] at its word. A label moves the weights by one step of an online Newton
+    method: A += p (1 - p) z z^T, w += A^-1 z (y - p), with p from before the step. A begins as `prior` times the
+    identity; over many labels the weights approach the fit of all of them at once, and no learning rate is to be
+    chosen.
     """
 
-    def __init__(self, prior: float = 1.0):
+    def __init__(self, num_features: int = 1, prior: float = 1.0):
         """prior: how strongly the start is believed; an undecided token at x = 1 weighs 1/4."""
-        assert prior > 0
-        self.scale, self.bias = 1.0, 0.0
-        self._xx, self._x1, self._11 = prior, 0.0, prior
+        assert prior > 0 and num_features >= 1
+        size = num_features + 1
+        self.weights = [1.0] + [0.0] * num_features
+        self._inverse = [[(i == j) / prior for j in range(size)] for i in range(size)]  # of A
 
-    def prob(self, x: float) -> float:
-        """The probability for feature x."""
-        return sigmoid(self.scale * x + self.bias)
+    def prob(self, x: Sequence[float]) -> float:
+        """The probability for features x [F]."""
+        return sigmoid(self._logit(x))
 
-    def update(self, x: float, accepted: float) -> None:
+    def _logit(self, x: Sequence[float]) -> float:
+        return sum(weight * value for weight, value in zip(self.weights, x, strict=False)) + self.weights[-1]
+
+    def update(self, x: Sequence[float], accepted: float) -> None:
         """Learn one label in [0, 1]."""
-        prob = self.prob(x)
-        curvature, error = prob * (1 - prob), accepted - prob
-        self._xx += curvature * x * x
-        self._x1 += curvature * x
-        self._11 += curvature
-        determinant = self._xx * self._11 - self._x1**2
-        self.scale += error * (self._11 * x - self._x1) / determinant
-        self.bias += error * (self._xx - self._x1 * x) / determinant
+        prob, z = self.prob(x), (*x, 1.0)
+        # Sherman and Morrison (1950): A^-1 after a term of rank one. It also gives A^-1 z of the step.
+        along = [sum(a * b for a, b in zip(row, z, strict=True)) for row in self._inverse]
+        curvature = prob * (1 - prob)
+        shrink = 1 + curvature * sum(a * b for a, b in zip(along, z, strict=True))
+        for i, row in enumerate(self._inverse):
+            for j in range(len(row)):
+                row[j] -= curvature * along[i] * along[j] / shrink
+        step = (accepted - prob) / shrink
+        self.weights = [weight + a * step for weight, a in zip(self.weights, along, strict=True)]
 
-    def observe(self, features: Iterable[float], num_accepted: int) -> None:
+    def observe(self, features: Iterable[Sequence[float]], num_accepted: int) -> None:
         """Learn a round's verdict: the first `num_accepted` drafted tokens were accepted, the next one, if there is
         one, was not; what lies behind it was never judged."""
         for number, x in enumerate(features):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from draftsmith.modules.decoding.confidence import confidence_of, log_odds
+from draftsmith.modules.decoding.confidence import log_odds, log_prob_of
 from draftsmith.modules.decoding.online_logistic import OnlineLogistic
 from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.decoding.repeats import RepeatScores
 
 ConfidenceName = Literal["q", "max_q"]
 
@@ -24,6 +25,9 @@ class Judge(Protocol):
 
     late: bool
     learns: bool
+
+    def reset(self) -> None:
+        """A new prompt begins; what was learned lasts."""
 
     def start_round(self) -> None:
         """A new draft begins."""
@@ -119,18 +123,28 @@ class CostRule:
 
 class JudgedStop:
     """A stop policy of a judge and a rule. What they have learned lasts from prompt to prompt: drafts of several
-    sequences at once, each with a policy of its own, may share a rule."""
+    sequences at once, each with a policy of its own, may share a rule.
+
+    probs: what the judge said in this round, one number for each time that it was asked.
+    """
 
     def __init__(self, judge: Judge, rule: Rule, min_drafted: int, max_drafted: int):
+        assert 1 <= min_drafted <= max_drafted
         self.judge, self.rule = judge, rule
         self.min_drafted, self.max_drafted = min_drafted, max_drafted
+        self.probs: list[float] = []
         self._survival = 1.0
+
+    @property
+    def learners(self) -> tuple[Rule | OnlineLogistic, ...]:
+        """What verdicts change, whose state is numbers."""
+        return (self.rule, self.judge.model) if isinstance(self.judge, OnlineJudge) else (self.rule,)
 
     def reset(self) -> None:
-        """Nothing is remembered of a prompt."""
+        self.judge.reset()
 
     def start_round(self) -> None:
-        self._survival = 1.0
+        self._survival, self.probs = 1.0, []
         self.judge.start_round()
 
     def should_stop(self, view: DraftView) -> bool:
@@ -138,7 +152,9 @@ class JudgedStop:
         full = view.num_drafted >= self.max_drafted
         if full and not judge.learns:
             return True
-        self._survival *= judge.prob(view)
+        prob = judge.prob(view)
+        self.probs.append(prob)
+        self._survival *= prob
         return full or (view.num_drafted >= self.min_drafted and self.rule.enough(self._survival, int(judge.late)))
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
@@ -148,22 +164,36 @@ class JudgedStop:
 
 
 class OnlineJudge:
-    """Predicts from the draft's own confidence, by a logistic fit to the verdicts so far: no training before."""
+    """Predicts from the draft's own confidence and from repetitions of the text, by a logistic fit to the verdicts so
+    far: no training before."""
 
     late, learns = False, True
 
-    def __init__(self, confidence: ConfidenceName = "q", model: OnlineLogistic | None = None):
-        """confidence: of the token, or of the law's most probable one. model: one that others learn with."""
-        self._of_token, self.model = confidence == "q", model or OnlineLogistic()
-        self._seen: list[float] = []
+    def __init__(self, confidence: ConfidenceName = "q", repeats: bool = True, model: OnlineLogistic | None = None):
+        """confidence: of the token, or of the law's most probable one. repeats: see `repeats.Repeats.score`. model: one
+        that others learn with."""
+        self._best, self._repeats = confidence == "max_q", RepeatScores() if repeats else None
+        self.model = model or OnlineLogistic(1 + repeats)
+        self._seen: list[tuple[float, ...]] = []
+
+    def reset(self) -> None:
+        if self._repeats is not None:
+            self._repeats.reset()
 
     def start_round(self) -> None:
         self._seen = []
 
     def prob(self, view: DraftView) -> float:
-        known = confidence_of(view)
-        self._seen.append(log_odds(known.log_q if self._of_token else known.log_max_q))
-        return self.model.prob(self._seen[-1])
+        known: tuple[float, ...] = (log_odds(self.log_prob(view)),)
+        if self._repeats is not None:
+            known = (*known, self._repeats.score(view))
+        self._seen.append(known)
+        return self.model.prob(known)
+
+    def log_prob(self, view: DraftView) -> float:
+        """The logarithm of the probability whose log-odds are looked at."""
+        return log_prob_of(view, self._best)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Tokens behind the first rejected one were never judged: nothing is learned of them."""
         self.model.observe(self._seen, num_accepted)

@@ -98,6 +98,7 @@ class DraftView:
     logits: Tensor  # [V] raw draft logits, before temperature
     draft_prob: Tensor | None  # [V] the law `token` was drawn from; None when greedy
     temperature: float = 0.0  # of that law; 0 when greedy
+    context: Sequence[int] = ()  # all tokens before this round's draft: the prompt, and what was emitted
 
     @property
     def hidden(self) -> Tensor:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.confidence import entropies
+from draftsmith.modules.decoding.confidence import draft_law, entropies
 from draftsmith.modules.decoding.protocols import DraftView
 
 
@@ -86,13 +85,6 @@ class SelfVerify(RunningEntropy):
     def should_stop(self, view: DraftView) -> bool:
         self.entropies.append(entropy(draft_law(view)))
         return view.num_drafted >= self.max_drafted or self.entropies[-1] > self.threshold
-
-
-def draft_law(view: DraftView) -> Tensor:
-    """The law [V] that the token was drawn from; of a greedy draft the softmax of its logits."""
-    if view.draft_prob is not None:
-        return view.draft_prob
-    return view.logits.to(torch.promote_types(view.logits.dtype, torch.float32)).softmax(-1)
 
 
 def entropy(law: Tensor) -> float:

@@ -23,9 +23,10 @@ from draftsmith.modules.decoding.confidence import (
 )
 from draftsmith.modules.decoding.policies import JudgedStop, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.decoding.repeats import RepeatScores
 
 State = Literal["after", "before"]
-Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature"]
+Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class AcceptanceHeadConfig:
         and the token's embedding: judged without another forward.
     features: numbers of the law that the token was drawn from, and of where it stands (`feature_values`).
     judges: `chain`, the drafted tokens of a chain; `tree`, the most probable children of a tree's node.
+    width: of the hidden layers, where there is more to read than a state; 0 is hidden_size.
     knots: isotonic calibration: (corrected logit, calibrated logit) in ascending order, with straight lines between
         them; it takes the place of `calibration`.
     """
@@ -55,7 +57,18 @@ class AcceptanceHeadConfig:
     state: State = "after"
     features: tuple[Feature, ...] = ()
     judges: Literal["chain", "tree"] = "chain"
+    width: int = 0
     knots: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def inner_size(self) -> int:
+        """Width of the hidden layers."""
+        return self.width or self.hidden_size
+
+    @property
+    def joins(self) -> bool:
+        """There is a layer that brings what is read to the width of the others."""
+        return self.input_size > self.hidden_size or self.inner_size != self.hidden_size
 
     @property
     def input_size(self) -> int:
@@ -79,20 +92,21 @@ class AcceptanceHead(nn.Module):
     """num_blocks residual blocks, then one logit, in float32.
 
     Published form: the input e_i [.., H] is the drafter's last hidden state once it has read drafted token y_i. Where
-    there is more to read (`AcceptanceHeadConfig`), a linear layer brings all of it to H first, and the features also
-    go straight to the logit: what the draft's own confidence says needs no hidden layer. Output: the raw logit [..] of
-    P^(y_i is accepted | its prefix was). Under w_rej != w_acc the raw output is not a probability; `calibrated` is.
+    there is more to read (`AcceptanceHeadConfig`), a linear layer brings all of it to one width first, and the features
+    also go straight to the logit: what the draft's own confidence says needs no hidden layer. Output: the raw logit
+    [..] of P^(y_i is accepted | its prefix was). With w_rej != w_acc it is no probability; `calibrated` is.
     """
 
     def __init__(self, config: AcceptanceHeadConfig):
         super().__init__()
         self.config = config
-        self.join = nn.Linear(config.input_size, config.hidden_size) if config.input_size > config.hidden_size else None
-        first = ResidualBlock(config.hidden_size)
+        size = config.inner_size
+        self.join = nn.Linear(config.input_size, size) if config.joins else None
+        first = ResidualBlock(size)
         count = config.num_blocks
-        more = [first if config.tied else ResidualBlock(config.hidden_size) for _ in range(count - 1)]
+        more = [first if config.tied else ResidualBlock(size) for _ in range(count - 1)]
         self.blocks = nn.ModuleList([first, *more][:count])
-        self.out = nn.Linear(config.hidden_size, 1)
+        self.out = nn.Linear(size, 1)
         self.direct = nn.Linear(len(config.features), 1, bias=False) if config.features else None
 
     def forward(self, hidden: Tensor, embeds: Tensor | None = None, features: Tensor | None = None) -> Tensor:
@@ -127,7 +141,8 @@ class AcceptanceHead(nn.Module):
 
 def feature_value(name: Feature, known: Confidences) -> Tensor:
     """One of them, of tokens [..]: log q(y) from -MAX_LOGIT on; the log-odds of q(y) and of max q within MAX_LOGIT;
-    the law's entropy in nats; the logarithm of the place in the round, from 1; the temperature."""
+    the law's entropy in nats; the logarithm of the place in the round, from 1; the temperature; and how the token goes
+    on with a repetition of the text (`decoding.repeats.Repeats.score`)."""
     if name == "log_q":
         return known.log_q.clamp_min(-MAX_LOGIT)
     if name == "logit_q":
@@ -138,11 +153,14 @@ def feature_value(name: Feature, known: Confidences) -> Tensor:
         return known.entropy
     if name == "depth":
         return known.depth.log()
-    return known.temperature
+    if name == "temperature":
+        return known.temperature
+    assert known.repeat is not None, "looked for by whoever feeds this head"
+    return known.repeat
 
 
 def scalar_value(name: Feature, known: Confidence, view: DraftView) -> float:
-    """`feature_value` of the token shown."""
+    """`feature_value` of the token shown; `repeat` is not of the token alone."""
     if name == "log_q":
         return max(known.log_q, -MAX_LOGIT)
     if name == "logit_q":
@@ -151,7 +169,10 @@ def scalar_value(name: Feature, known: Confidence, view: DraftView) -> float:
         return log_odds(known.log_max_q)
     if name == "entropy":
         return known.entropy
-    return math.log(view.num_drafted) if name == "depth" else view.temperature
+    if name == "depth":
+        return math.log(view.num_drafted)
+    assert name == "temperature"
+    return view.temperature
 
 
 def interpolate(logit: Tensor, knots: tuple[tuple[float, float], ...]) -> Tensor:
@@ -174,47 +195,35 @@ class HeadJudge:
         config = head.config
         assert config.state == "after" or embed is not None
         self.late = config.state == "after"
-        # A copy of the head's arithmetic on plain tensors: module calls are most of its cost at this size.
-        linears: list = [block.linear for block in head.blocks]
-        self._join = (head.join.weight.detach(), head.join.bias.detach()) if head.join is not None else None
-        self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
-        self._out = (head.out.weight.detach()[0], head.out.bias.item())
-        self._direct: list[float] = head.direct.weight[0].tolist() if head.direct is not None else []
-        self._names, self._embed, self._device = config.features, embed, head.out.weight.device
+        self._names = config.features
+        self._logit = _OnCpu(head, embed) if head.out.weight.device.type == "cpu" else _OnDevice(head, embed)
         self._correction = math.log(config.w_rej / config.w_acc) if calibrated else 0.0
         self._knots = config.knots if calibrated else ()
         self._scale, self._shift = config.calibration if calibrated else (1.0, 0.0)
         self._before: list[float] = []  # a late judge's features, of the token that it is going to judge
+        self._repeats = RepeatScores() if "repeat" in config.features else None
+
+    def reset(self) -> None:
+        if self._repeats is not None:
+            self._repeats.reset()
 
     def start_round(self) -> None:
         self._before = []
 
     def prob(self, view: DraftView) -> float:
         """Of the token shown; of a `late` judge that of the one before it, and 1 where there is none."""
+        values = self._features(view)
         if self.late and view.num_drafted == 1:
-            self._features(view)
             return 1.0
-        x, direct = view.hidden.float(), 0.0
-        if self._join is not None:
-            given = [x]
-            if not self.late:
-                assert self._embed is not None
-                given.append(self._embed(torch.tensor(view.token, device=self._device)).float())
-            values = self._features(view)
-            if values:
-                direct = sum(weight * value for weight, value in zip(self._direct, values, strict=True))
-                given.append(torch.tensor(values, device=self._device))
-            x = torch.addmv(self._join[1], self._join[0], torch.cat(given))
-        for weight, bias in self._blocks:
-            x = x + F.silu(torch.addmv(bias, weight, x))
-        return self._prob(torch.dot(self._out[0], x).item() + self._out[1] + direct)
+        return self._prob(self._logit(view, values))
 
     def _features(self, view: DraftView) -> list[float]:
         """Of the token to be judged."""
         if not self._names:
             return []
         known = confidence_of(view)
-        values = [scalar_value(name, known, view) for name in self._names]
+        repeat = self._repeats.score(view) if self._repeats is not None else 0.0
+        values = [repeat if name == "repeat" else scalar_value(name, known, view) for name in self._names]
         if self.late:
             values, self._before = self._before, values
         return values
@@ -231,6 +240,78 @@ class HeadJudge:
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Nothing is learned while decoding."""
+
+
+class _OnDevice:
+    """A head's raw logit of one token, by the head."""
+
+    def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None):
+        self._head, self._embed, self._device = head, embed, head.out.weight.device
+
+    def __call__(self, view: DraftView, values: list[float]) -> float:
+        """values: the head's features of the token that is judged."""
+        embeds = None
+        if self._head.config.state == "before":
+            assert self._embed is not None
+            embeds = self._embed(torch.tensor(view.token, device=self._device))
+        features = torch.tensor(values, device=self._device) if values else None
+        with torch.inference_mode():
+            return self._head(view.hidden, embeds, features).item()
+
+
+class _OnCpu:
+    """The same with fewer calls, which are most of the cost at this size: into memory that is used again, and with what
+    the first layer makes of every token worked out beforehand."""
+
+    LARGEST_TABLE = 2**24  # numbers, 64 MiB
+
+    def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None):
+        size, inner, count = head.config.hidden_size, head.config.inner_size, len(head.config.features)
+        self._embed = embed if head.config.state == "before" else None
+        linears: list = [block.linear for block in head.blocks]
+        self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
+        self._out = (head.out.weight.detach()[0], head.out.bias.item())
+        self._direct: list[float] = head.direct.weight[0].tolist() if head.direct is not None else []
+        self._x, self._inner = torch.empty(inner), torch.empty(inner)
+        self._joined: Tensor | None = None
+        self._table: Tensor | None = None
+        if head.join is not None:
+            # Columns of the state, of the token's embedding where it is read, of the features.
+            weight, self._bias = head.join.weight.detach().float(), head.join.bias.detach().float()
+            self._joined = torch.cat([weight[:, :size], weight[:, weight.shape[1] - count :]], 1).contiguous()
+            self._of_token = weight[:, size : weight.shape[1] - count]
+            self._given = torch.empty(size + count)
+            self._state, self._values = self._given[:size], self._given[size:].numpy()
+
+    def __call__(self, view: DraftView, values: list[float]) -> float:
+        """values: the head's features of the token that is judged."""
+        x = self._first(view, values)
+        for weight, bias in self._blocks:
+            inner = torch.addmv(bias, weight, x, out=self._inner)
+            x = torch.add(x, F.silu(inner, inplace=True), out=self._x)
+        logit = torch.dot(self._out[0], x).item() + self._out[1]
+        return logit + sum(weight * value for weight, value in zip(self._direct, values, strict=True))
+
+    def _first(self, view: DraftView, values: list[float]) -> Tensor:
+        """What the blocks read, [H]."""
+        if self._joined is None:
+            return view.hidden.float()
+        self._state.copy_(view.hidden)
+        if values:
+            self._values[:] = values
+        return torch.addmv(self._by_token(view), self._joined, self._given, out=self._x)
+
+    def _by_token(self, view: DraftView) -> Tensor:
+        """The part of the first layer that the token decides, its bias included, [H]."""
+        if self._embed is None:
+            return self._bias
+        vocabulary = view.logits.shape[-1]
+        if vocabulary * len(self._bias) > self.LARGEST_TABLE:
+            return torch.addmv(self._bias, self._of_token, self._embed(torch.tensor(view.token)).float())
+        if self._table is None:
+            embeds = self._embed(torch.arange(vocabulary)).float()
+            self._table = torch.addmm(self._bias, embeds, self._of_token.T)
+        return self._table.select(0, view.token)
 
 
 class SpecDecPP(JudgedStop):

@@ -220,14 +220,16 @@ class EagleDrafter:
         self.fc = LeanLinear(head.fc.weight, head.fc.bias, target.packed)
         self._positions = min(capacity, head.config.llama.max_position)
         self._cache = self.stack.new_cache(1, self._positions)
-        self._ids: list[int] = []
+        self._tokens: list[int] = []  # committed
+        self._ids: list[int] = []  # of them those that the head has not read
         self._features: Tensor | None = None
         self._num_drafted = 0
         self.draft_calls = 0
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         self._cache.keep(0)
-        self._ids, self._features = [*prompt[1:], first_token], features
+        self._tokens = [*prompt, first_token]
+        self._ids, self._features = self._tokens[1:], features
         self.stop.reset()
 
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
@@ -248,7 +250,7 @@ class EagleDrafter:
             return self._target.lm_head(states)[0], states
 
         first = self._target.lm_head(states)[0]
-        tree = draft_chain(first, states, step, self.stop, max_drafted, params, source)
+        tree = draft_chain(first, states, step, self.stop, max_drafted, params, source, self._tokens)
         cache.keep(committed)
         self._ids, self._features = [], None
         self._num_drafted = len(tree.tokens)
@@ -271,10 +273,12 @@ class EagleDrafter:
 
     def commit(self, tokens: Sequence[int], features: Tensor | None) -> None:
         assert features is not None and len(features) == len(tokens)
+        self._tokens += tokens
         self._ids += tokens
         self._features = features if self._features is None else torch.cat([self._features, features])
 
     def rewind(self, length: int) -> None:
+        del self._tokens[length:]
         rows = length - 1  # row t holds token t+1
         self._ids = self._ids[: max(0, rows - self._cache.length)]
         self._features = self._features[: len(self._ids)] if self._features is not None and self._ids else None

@@ -34,7 +34,7 @@ class BatchEagle:
     ):
         """stops: one policy for each row. capacity: most tokens a row may reach. static: fixed shapes; None takes them
         on CUDA only."""
-        self._target, self._every_stop = target, list(stops)
+        self._target, self.stops = target, list(stops)
         self._fc = LeanLinear(head.fc.weight, head.fc.bias, target.packed)
         layers: list = list(head.layers)
         self._stack = LeanStack(layers, head.config.llama, target.dtype, target.device, pack=target.packed)
@@ -44,15 +44,17 @@ class BatchEagle:
         self._forward = Graphed(self._read)
         self.max_drafted = max(stop.max_drafted for stop in stops)
         self._stops: list[StopPolicy] = []
+        self._tokens: list[list[int]] = []  # each row's, committed
         self._read_rows: list[int] = []  # inputs of each row that the head has read with true features
         self._num_drafted: list[int] = []
 
     def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
-        self._stops = reset_policies(self._every_stop, len(prompts))
+        self._stops = reset_policies(self.stops, len(prompts))
         for row, prompt in enumerate(prompts):
             if 1 < len(prompt) <= self._positions:  # a longer one leaves no room for drafts
                 ids = to_device(prompt[1:], self._target.device)
                 self._stack.chain(self._fuse(ids, features[row][:-1]), self._rows.row(row))
+        self._tokens = [[*prompt, token] for prompt, token in zip(prompts, first_tokens, strict=True)]
         self._read_rows = [len(prompt) - 1 for prompt in prompts]
         # The inputs of the next round: ids [B, n], features [B, n, H], of which each row's first `_num_new` are valid.
         self._ids = to_device(first_tokens, self._target.device)[:, None]
@@ -78,7 +80,7 @@ class BatchEagle:
             logits, hidden = self._extend(tokens[:, None], hidden[:, None], starts + j, first, longest + 1 + j)
             return logits, hidden
 
-        chains = draft_chains(logits, hidden, step, self._stops, limits, params, uniforms)
+        chains = draft_chains(logits, hidden, step, self._stops, limits, params, uniforms, self._tokens)
         self._num_drafted = chains.num_drafted
         return chains
 
@@ -100,6 +102,7 @@ class BatchEagle:
     def advance(self, outcome: BatchOutcome) -> None:
         self._ids, self._features = outcome.tokens, outcome.features
         for row, emitted in enumerate(outcome.emitted):
+            self._tokens[row] += emitted
             self._read_rows[row] += self._num_new[row]
             self._num_new[row] = len(emitted)
             self._stops[row].observe(self._num_drafted[row], len(emitted) - 1)
@@ -109,5 +112,6 @@ class BatchEagle:
         kept = rows.tolist()
         self._ids, self._features = self._ids[rows], self._features[rows]
         self._stops = [self._stops[row] for row in kept]
+        self._tokens = [self._tokens[row] for row in kept]
         self._read_rows = [self._read_rows[row] for row in kept]
         self._num_new = [self._num_new[row] for row in kept]

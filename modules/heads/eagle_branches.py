@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.branches import SideBySide, branch_mask
+from draftsmith.modules.decoding.branches import SideBySide, as_decoding, branch_mask
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
 from draftsmith.modules.kv_cache import KVCache
@@ -22,27 +22,27 @@ class EagleBranches(SideBySide):
 
     def __init__(self, head: EagleHead, target: CausalLM, depth: int):
         """depth: most tokens of a draft."""
-        super().__init__(depth)
+        super().__init__(depth, target.device)
         self._target = target
         drafter = EagleDrafter(head, target, FixedLength(1), 1)
         self._stack, self._fc = drafter.stack, drafter.fc
         self._rows = torch.empty(0)  # [T - 1, H] the head's outputs over the text
         self._cache: KVCache | None = None
 
-    @torch.inference_mode()
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
         assert features is not None and len(features) == len(tokens)
         rows = len(tokens) - 1
         self._cache = self._stack.new_cache(1, rows + self._group * (self._depth + 1))
-        ids = torch.tensor(tokens[1:], device=self._target.device)
-        self._rows = self._stack.chain(self._fuse(ids, features[:-1]), self._cache)
+        ids = torch.tensor(tokens[1:], device=self.device)
+        with as_decoding(self.device):
+            self._rows = self._stack.chain(self._fuse(ids, features[:-1]), self._cache)
         self._cache.length = rows
 
     def _before(self, starts: Tensor) -> Tensor:
         return self._rows[starts.to(self._rows.device) - 2]
 
     def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        cache, device = self._cache, self._target.device
+        cache, device = self._cache, self.device
         assert cache is not None, "open a text first"
         positions, visible = branch_mask(starts - 1, len(self._rows), level, 1)
         x = self._fuse(tokens.to(device), hidden)
@@ -58,7 +58,7 @@ class EagleBranches(SideBySide):
         return self._fc(torch.cat([self._target.embed(ids), features], -1))
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self._target.embed(ids.to(self._target.device))
+        return self._target.embed(ids.to(self.device))
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         return self._target.lm_head(hidden)

@@ -36,6 +36,9 @@ FEATURES: dict[Feature, str] = {
     "entropy": "-sum_v q(v) log q(v)",
     "depth": "log(place of the token in its draft), places from 1",
     "temperature": "that of q; 0 where the draft is greedy",
+    "repeat": "n / 2 or -n / 2 of the longest suffix, of n = 8, 4 or 2 tokens of all before y, drafted ones included, "
+    "that occurred in prompt and answer before: n / 2 where y followed it there the last time, -n / 2 where another "
+    "token did; 0 where no such suffix occurred",
 }
 LAW = (
     "q is the draft's law that the token y was drawn from: after temperature, top-k and top-p; of a greedy draft the "
@@ -53,7 +56,7 @@ FORWARD = (
     "z = straight lines between the knots (x, y), end values beyond them; without knots scale * z + shift",
     "P = sigmoid(z)",
 )
-CONFIG = ("hidden_size", "num_blocks", "tied", "judges", "w_acc", "w_rej", "calibration", "knots", "inputs")
+CONFIG = ("hidden_size", "width", "num_blocks", "tied", "judges", "w_acc", "w_rej", "calibration", "knots", "inputs")
 # What is said of the head and computed with by nobody.
 SAID = ("format", "format_version", "dtype", "law", "judged", "forward", "drafter", "sampling")
 
@@ -72,6 +75,7 @@ def write(config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torc
         "format": FORMAT,
         "format_version": VERSION,
         "hidden_size": config.hidden_size,
+        "width": config.inner_size,
         "num_blocks": config.num_blocks,
         "tied": config.tied,
         "dtype": "float32",
@@ -143,10 +147,10 @@ def _state_and_features(config: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of every tensor that the config asks for."""
-    size, parts = config["hidden_size"], config["inputs"]
+    size, parts = config["width"], config["inputs"]
     wide = sum(part["size"] for part in parts)
     shapes: dict[str, tuple[int, ...]] = {}
-    if len(parts) > 1:
+    if _joins(config):
         shapes |= {"join.weight": (size, wide), "join.bias": (size,)}
     for i in range(min(config["num_blocks"], 1) if config["tied"] else config["num_blocks"]):
         shapes |= {f"blocks.{i}.linear.weight": (size, size), f"blocks.{i}.linear.bias": (size,)}
@@ -155,13 +159,17 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes | ({"direct.weight": (1, numbers)} if numbers else {})
 
 
+def _joins(config: Mapping[str, Any]) -> bool:
+    return len(config["inputs"]) > 1 or config["width"] != config["hidden_size"]
+
+
 def accept_prob(reading: Reading, inputs: Mapping[str, Tensor]) -> Tensor:
     """P [N], by `forward` of the config. inputs: name -> [N, size] of each of `inputs`."""
     weights, settings = reading.weights, reading.settings
     names = [part["name"] for part in settings["inputs"]]
     given = [inputs[name].float() for name in names]
     x = given[0]
-    if len(given) > 1:
+    if _joins(settings):
         x = F.linear(torch.cat(given, -1), weights["join.weight"], weights["join.bias"])
     for i in range(settings["num_blocks"]):
         block = f"blocks.{0 if settings['tied'] else i}.linear"
@@ -195,6 +203,7 @@ def parse(package: Package, target: TargetFacts | None = None) -> Parsed:
         found = f"{finding.where}: {finding.text}"
         raise InputError("head", found, f"a whole head of the format {FORMAT} {VERSION}", "Export it again.")
     fields = {name: package.config[name] for name in CONFIG if name != "inputs"}
+    fields["width"] = fields["width"] if fields["width"] != fields["hidden_size"] else 0
     fields["calibration"] = tuple(fields["calibration"])
     fields["knots"] = tuple(tuple(knot) for knot in fields["knots"])
     state, features = _state_and_features(package.config)

@@ -9,8 +9,10 @@ import torch
 import transformers
 from tiny_models import tiny_tokenizer
 
+from draftsmith.data.heads import eagle_identity, load_head, save_head
+from draftsmith.data.models import load_lm
 from draftsmith.data.template import load_chat_tokenizer, prompt_ids
-from draftsmith.eval.decode import DecodeConfig, TokenStream, run
+from draftsmith.eval.decode import DecodeConfig, TokenStream, choose_method
 from draftsmith.launch.cli import main
 
 
@@ -51,7 +53,7 @@ def test_a_character_is_shown_once_it_is_whole_with_the_colour_of_its_last_token
     assert "".join(piece for piece, _ in pieces) == "ab" and pieces[0][1] is True
 
 
-@pytest.mark.parametrize("method", ["ar", "spec:k=3", "specdec++", "eagle:k=2"])
+@pytest.mark.parametrize("method", ["ar", "spec:k=3", "specdec++", "online:c=0.2", "eagle:k=2"])
 def test_the_streamed_answer_is_the_targets(models, capsys, method):
     flags = [word for name in ("target", "draft", "eagle", "acceptance") for word in (f"--{name}", models[name])]
     flags += ["--method", method, "--max-new-tokens", "24", "--ignore-eos"]
@@ -68,11 +70,35 @@ def test_the_streamed_answer_is_the_targets(models, capsys, method):
     assert shown.startswith(text + "\n\n24 tokens (cut at the limit), tau "), shown
 
 
-def test_the_method_follows_from_the_models_given(models, capsys):
-    assert run(DecodeConfig("Hi", models["target"], eagle=models["eagle"], max_new_tokens=4)).tokens
-    assert capsys.readouterr().out.startswith("eagle: ")
-    run(DecodeConfig("Hi", models["target"], draft=models["draft"], max_new_tokens=4))
-    assert capsys.readouterr().out.startswith("spec: ")
+@pytest.mark.parametrize(
+    ("given", "policy", "method"),
+    [
+        ([], "auto", "ar"),
+        (["draft"], "auto", "online"),
+        (["eagle"], "auto", "online:drafter=eagle"),
+        (["draft", "eagle"], "auto", "online:drafter=eagle"),
+        (["draft", "acceptance"], "auto", "cost"),
+        (["draft", "eagle", "acceptance"], "auto", "cost"),
+        (["draft", "acceptance"], "threshold", "specdec++"),
+        (["draft", "acceptance"], "online", "online"),
+        (["draft", "acceptance"], "fixed", "spec"),
+        (["eagle"], "fixed", "eagle"),
+    ],
+)
+def test_the_method_follows_from_the_models_given(models, given, policy, method):
+    config = DecodeConfig("Hi", models["target"], policy=policy, **{name: models[name] for name in given})
+    assert choose_method(config).label == method
+
+
+def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_path):
+    owner = load_lm(models["target"])
+    of_eagle = save_head(
+        tmp_path / "head", load_head(models["acceptance"]), {"target": eagle_identity(models["eagle"], owner)}, "card"
+    )
+    given = {"draft": models["draft"], "eagle": models["eagle"]}
+    for directory, method in ((models["acceptance"], "cost"), (str(of_eagle), "cost:drafter=eagle")):
+        config = DecodeConfig("Hi", models["target"], acceptance=directory, **given)
+        assert choose_method(config).label == method
 
 
 @pytest.mark.parametrize(
@@ -81,6 +107,8 @@ def test_the_method_follows_from_the_models_given(models, capsys):
         (["--method", "hf"], "draftsmith eval bench"),
         (["--method", "spec"], "--draft"),
         (["--method", "ar,spec"], "one method"),
+        (["--method", "ar", "--policy", "online"], "policy: found online with --method ar"),
+        (["--policy", "cost"], "policy: found cost with nothing that drafts, expected --draft or --eagle"),
     ],
 )
 def test_what_cannot_be_streamed_is_an_error(models, capsys, args, expected):

@@ -33,6 +33,8 @@ EVERY = 3  # a method takes one prompt in so many
 CHEAP = {
     "spec": "spec:k=4",
     "specdec++": "specdec++:max=6",
+    "cost": "cost:c=0.2:max=6",
+    "online": "online:c=0.2:max=6",
     "confidence": "confidence:max=8",
     "self-verify": "self-verify:k=6",
     "eagle": "eagle:k=3",
@@ -46,6 +48,7 @@ CHEAP = {
 OWN = [CHEAP.get(name, name) for name in METHODS if METHODS[name] not in (HFGenerate, HFAssisted)]
 # Other settings of these, each made of parts that are shown above.
 VARIANTS = [
+    "cost:c=0.2:max=6:drafter=eagle", "online:c=0.2:max=6:drafter=eagle",
     "specdec++:max=6:calibrated=on", "specdec++:max=6:drafter=eagle", "confidence:max=6:drafter=eagle",
     "self-verify:k=6:drafter=eagle", "eagle2:nodes=9:depth=2:topk=3:value=off",
     "eagle2:nodes=9:depth=2:topk=3:rerank=off", "pre-verify:k=3:drafter=eagle", "hsddw:k=3:max=9:drafter=eagle",

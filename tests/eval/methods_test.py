@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.eval.methods import METHODS, check_needs, parse_method, parse_methods
 from draftsmith.eval.methods.base import Models
-from draftsmith.eval.methods.chains import EagleChain, FixedK, SpecDecPlusPlus
+from draftsmith.eval.methods.chains import EagleChain, FixedK, HeadByCost, Online, SpecDecPlusPlus
 from draftsmith.eval.methods.trees import tree_judge
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
@@ -18,6 +18,11 @@ def test_methods_and_settings_are_read_in_order():
     named = parse_methods("ar, spec:k=3,specdec++:h=0.5:min=1:max=9:calibrated=on,eagle")
     assert [item.label for item in named] == ["ar", "spec:k=3", "specdec++:h=0.5:min=1:max=9:calibrated=on", "eagle"]
     assert [item.method for item in named[1:]] == [FixedK(3), SpecDecPlusPlus(0.5, 1, 9, True), EagleChain()]
+
+
+def test_a_cost_is_a_number_or_measured():
+    assert parse_method("online") == Online(c="auto", min=1, max=16, by="q", drafter="draft")
+    assert parse_method("cost:c=0.25:drafter=eagle") == HeadByCost(c=0.25, drafter="eagle")
 
 
 def test_specdecpp_defaults_are_the_papers():
@@ -53,6 +58,11 @@ def test_specdecpp_defaults_are_the_papers():
         ("hsddw:max=65", ["max: found 65", "64 or less"]),
         ("specdec++:min=5:max=4", ["max: found 4", "5 or more"]),
         ("specdec++:calibrated=maybe", ["'maybe'", "on or off"]),
+        ("online:c=little", ["online, c", "'little'", "a number or auto"]),
+        ("cost:c=0", ["c: found 0.0", "above 0, or auto"]),
+        ("cost:c=nan", ["c: found nan", "above 0, or auto"]),
+        ("online:by=entropy", ["'entropy'", "one of q, max_q"]),
+        ("online:min=3:max=2", ["max: found 2", "3 or more"]),
     ],
 )
 def test_a_wrong_method_is_told_with_what_is_allowed(text, expected):
@@ -98,6 +108,6 @@ def test_a_head_that_can_not_judge_a_trees_nodes_is_refused(settings, found):
 
 def test_chains_and_nothing_else_can_be_batched():
     able = {name for name, method in METHODS.items() if method.batchable}
-    assert able == {"ar", "spec", "specdec++", "confidence", "self-verify", "eagle"}
+    assert able == {"ar", "spec", "specdec++", "cost", "online", "confidence", "self-verify", "eagle"}
     with pytest.raises(TypeError, match="one prompt at a time"):
         parse_method("eagle2").build_batch(None, 2)

@@ -103,8 +103,8 @@ def eagle_loss_bytes(config: LlamaConfig, part: PartShape, passes: int = 1, logi
 def acceptance_saved(head: AcceptanceHeadConfig, judged: int) -> int:
     """Saved by an acceptance head for the tokens it judges, always float32: all that is read side by side and the
     numbers among it, each block's input and what its SiLU reads, and the last state."""
-    joined = head.input_size if head.input_size > head.hidden_size else 0
-    return judged * FLOAT32 * (joined + len(head.features) + head.hidden_size * (2 * head.num_blocks + 1))
+    joined = head.input_size if head.joins else 0
+    return judged * FLOAT32 * (joined + len(head.features) + head.inner_size * (2 * head.num_blocks + 1))
 
 
 def acceptance_inputs(head: AcceptanceHeadConfig, judged: int, width: int) -> int:

@@ -51,7 +51,9 @@ class DraftModelDrafter:
             scores = session.extend([token])
             return scores.logits[0], scores.features
 
-        tree = draft_chain(scores.logits[0], scores.features, step, self.stop, max_drafted, params, source)
+        tree = draft_chain(
+            scores.logits[0], scores.features, step, self.stop, max_drafted, params, source, self._tokens
+        )
         self._num_drafted = len(tree.tokens)
         return tree
 

@@ -81,12 +81,12 @@ def test_the_online_fit_learns_only_from_rounds_that_would_be_run():
     for own in agreed:
         start = 1
         for position in range(1, len(own)):
-            expected[row] = [model.prob(x) for x in features[row]]
+            expected[row] = [model.prob([x]) for x in features[row]]
             if position == start:
                 drafted = own[start : start + depth]
                 kept = drafted.index(False) if False in drafted else len(drafted)
                 for x, label in zip(features[row], drafted[: kept + 1], strict=False):
-                    model.update(x, float(label))
+                    model.update([x], float(label))
                 start += kept + 1
             row += 1
     np.testing.assert_array_equal(predictors.online_probs(rollouts), expected)

@@ -238,3 +238,18 @@ def test_graphs_decode_what_the_cpu_does(tmp_path, method):
         drafter = parse_method(method).build_batch(Models(target, target, capacity=CONTEXT), 4)
         answers.append(generate_batch(target, drafter, prompts, GREEDY, 40, [0] * 4, ()))
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("method", ["cost:c=0.1:max=6", "online:c=0.1:max=6", "online:c=0.1:max=5:drafter=eagle"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_policies_that_learn_answer_the_same_and_learn_together(world, method, size):
+    drafter = batch_drafter(world, method, size)
+    start = [dict(vars(learner)) for learner in drafter.stops[0].learners]
+    made = in_groups(world, drafter, size, world.prompts[:8])
+    assert [one.tokens for one in made] == world.answers[:8]
+    assert len({step.num_drafted for one in made for step in one.trace.steps}) > 2
+    if size == 1:  # until the first answer ends it is the single loop, round by round
+        assert made[0].trace == world.run(method, world.prompts[0], NEW_TOKENS).trace
+    # What the rows learn is in one place, and lasts.
+    assert len({id(learner) for stop in drafter.stops for learner in stop.learners}) == len(start)
+    assert all(vars(learner) != before for learner, before in zip(drafter.stops[0].learners, start, strict=True))

@@ -128,7 +128,11 @@ def test_the_target_reads_all_drafts_of_a_text_at_once(lm, text, group):
     """Its logits at every token's place are those of the whole text that ends there."""
     starts, drafts = [1, 5, 12], torch.randint(V, (3, DEPTH), generator=torch.Generator().manual_seed(2))
     logits = target_logits(lm, text, starts, drafts)
-    states = target_states(BranchedText(lm, text, DEPTH), starts, drafts)
+    branched = BranchedText(lm, DEPTH)
+    for opened in (text[:3], text * 9, text):  # a session is used again where it is wide enough
+        branched.open(opened)
+        assert len(branched.features) == len(opened)
+    states = target_states(branched, starts, drafts)
     assert torch.equal(lm.lm_head(states), logits)
     for number, start in enumerate(starts):
         whole = torch.tensor([[*text[:start], *drafts[number].tolist()]])
@@ -147,3 +151,18 @@ def test_a_branch_sees_its_own_prefix_and_nothing_else(group):
         for read in range(4):
             prefix = (*text[:start], *drafts[number, :read].tolist())
             assert torch.equal(states[number, read], lm.row(prefix)[1])
+
+
+def test_a_training_around_it_changes_nothing_and_may_use_the_states(tmp_path):
+    lm = load_lm(str(tiny_llama_dir(tmp_path / "lm")))
+    drafter, starts, drafts = DraftModelBranches(lm, 2), [2, 3], torch.tensor([[5, 6], [7, 8]])
+    drafter.open([1, 2, 3])
+    expected = drafter.states(starts, drafts)
+    with torch.autocast("cpu", torch.bfloat16):
+        drafter.open([1, 2, 3])
+        states = drafter.states(starts, drafts)
+        drafted = drafter.draft(starts, 2, [SamplingParams()] * 2)
+    assert torch.equal(states, expected) and torch.equal(drafted.hidden[:, 0], expected[:, 0])
+    weight = torch.ones((), requires_grad=True)
+    (weight * states).sum().backward()  # no tensor of inference mode
+    assert weight.grad is not None

@@ -1,0 +1,22 @@
+"""This machine's own c, measured once for a study."""
+
+from __future__ import annotations
+
+from draftsmith.data.manifest import read_json, write_json
+from draftsmith.eval.methods.base import Models
+from draftsmith.eval.provenance import cpu_name
+from draftsmith.eval.step_cost import step_cost
+from draftsmith.eval.studies.common import StudyConfig
+
+
+def own_c(config: StudyConfig, models: Models, drafter: str) -> float:
+    """As of `step_cost`; kept in `output`, and taken from there on the same machine: policies that are chosen and
+    decoded with it are the same when the study goes on."""
+    path = config.output / f"cost-{drafter}.json"
+    machine = {"cpu": cpu_name(), "device": config.device, "threads": config.num_threads, "dtype": config.dtype}
+    if path.exists() and (kept := read_json(path))["machine"] == machine:
+        return float(kept["c"])
+    c = step_cost(models, drafter)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"machine": machine, "c": c})
+    return c

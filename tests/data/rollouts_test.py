@@ -1,0 +1,388 @@
+"""Labels of real rounds against plain loops over transformers' models, and against rounds of the decoder enumerated."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+import torch
+from table_models import PROMPT, TableLM, V, enumerate_branches, warped
+from transformers import AutoModelForCausalLM
+
+from draftsmith.data.acceptance import AcceptanceConfig
+from draftsmith.data.batched import row_uniforms
+from draftsmith.data.heads import eagle_identity, save_head
+from draftsmith.data.inspect import InspectConfig
+from draftsmith.data.inspect import run as inspect
+from draftsmith.data.manifest import MANIFEST, Manifest, file_sha256
+from draftsmith.data.models import load_lm
+from draftsmith.data.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.data.rollouts import Rollouts, label_drafts, label_response, label_shard, reached
+from draftsmith.data.shards import Rows, Shard
+from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
+from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.types import InputError, SamplingParams
+
+DEPTH, STRIDE, CHILDREN = 3, 2, 2
+ROLLOUT = {"labels": "rollout", "depth": DEPTH, "stride": STRIDE, "dtype": "float64", "limit": 5}
+# Both sides compute in float64, but transformers rotates and normalises in float32, as the artefact stores.
+TOLERANCE = {"rel": 1e-5, "abs": 1e-5}
+
+
+def rows_of(directory):
+    return Rows(directory, Manifest.read(directory)).read(0, 99)
+
+
+def settings(**changes) -> Rollouts:
+    plain = {"depth": 2, "stride": 1, "children": 0, "prob": False, "chunk": 100, "seed": 0, "context": 64}
+    return Rollouts(**{**plain, "sampling": (SamplingParams(1.0),), **changes})
+
+
+@pytest.fixture(scope="module")
+def oracles(pair):
+    """Logits [len(ids), V] of what follows each of some ids, of the target and of the draft."""
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in pair]
+
+    def logits(ids):
+        with torch.inference_mode():
+            return [model(torch.tensor([ids])).logits[0] for model in models]
+
+    return logits
+
+
+def drafts_of(row):
+    """(number, start, text up to the draft and the draft) of each."""
+    for number, start in enumerate(row["starts"]):
+        yield number, start, row["input_ids"][:start] + row["draft_ids"][number * DEPTH : (number + 1) * DEPTH]
+
+
+def repeated(text, before, token):
+    """Half the length of the longest suffix that stood in the text before, by whether `token` goes on as it did."""
+    for size in (8, 4, 2):
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == before[-size:]:
+                return size / 2 if text[end] == token else -size / 2
+    return 0.0
+
+
+def check_drafts(row, oracles, expected):
+    """expected(p, q, token, number of the draft, depth from 0): a token's labels by name, from the logits [V] of what
+    the target and the draft would say in its place."""
+    for number, start, ids in drafts_of(row):
+        laws, reach = oracles(ids), 1.0
+        for depth in range(DEPTH):
+            at, place = number * DEPTH + depth, start + depth
+            labels = expected(*(logits[place - 1] for logits in laws), ids[place], number, depth)
+            for name, value in labels.items():
+                shape = slice(at * CHILDREN, at * CHILDREN + CHILDREN) if name.startswith("child") else at
+                assert row[name][shape] == pytest.approx(value, **TOLERANCE), (name, number, depth)
+            assert row["reached"][at] == pytest.approx(reach, **TOLERANCE)
+            assert row["repeat"][at] == repeated(ids[:start], ids[:place], ids[place])
+            reach *= labels["accept_prob"]
+
+
+def test_sampled_labels_are_those_of_rounds_drafted_one_token_at_a_time(remake, oracles):
+    directory = remake("acceptance", **ROLLOUT, temperatures="0.5,1.5", top_k=9, children=CHILDREN, chunk=4)
+    manifest = Manifest.read(directory)
+    assert manifest.kind == "rollouts" and manifest.config["mode"] == "sampling"
+    assert manifest.sampling == {"temperature": [0.5, 1.5], "top_k": 9, "top_p": 0.95}
+    rows = rows_of(directory)
+    for number, row in enumerate(rows):
+        first, length = row["prompt_length"] + 1, len(row["input_ids"])
+        uniforms = row_uniforms("rollouts", 0, number, 99)
+        offset = int(uniforms[0] * min(STRIDE, length - first))
+        assert row["starts"] == list(range(first + offset, length, STRIDE))
+        assert row["temperature"] == [(0.5, 1.5)[(number + i) % 2] for i in range(len(row["starts"]))]
+
+        def expected(p_logits, q_logits, token, draft, depth, row=row, uniforms=uniforms):
+            params = SamplingParams(row["temperature"][draft], 9, 0.95)
+            p, q = (np.array(warped(logits, params)) for logits in (p_logits, q_logits))
+            assert token == np.searchsorted(np.cumsum(q), uniforms[1 + draft * DEPTH + depth], side="right")
+            children = np.argsort(-q, kind="stable")[:CHILDREN]
+            with np.errstate(divide="ignore"):
+                return {
+                    "log_q": np.log(q[token]),
+                    "log_max_q": np.log(q.max()),
+                    "entropy": -sum(x * np.log(x) for x in q if x),
+                    "log_p": np.log(p[token]),
+                    "accept_prob": min(1.0, p[token] / q[token]),
+                    "overlap": np.minimum(p, q).sum(),
+                    "child_ids": children.tolist(),
+                    "child_log_q": np.log(q[children]).tolist(),
+                    "child_prob": p[children].tolist(),
+                }
+
+        check_drafts(row, oracles, expected)
+    assert len({row["starts"][0] - row["prompt_length"] for row in rows}) == STRIDE  # the places are not all alike
+
+
+@pytest.mark.parametrize("label", ["agreement", "prob"])
+def test_greedy_labels_are_agreement_or_the_tokens_probability(chain, remake, oracles, label):
+    directory = remake("acceptance", **ROLLOUT, mode="greedy", children=CHILDREN, greedy_label=label)
+    assert Manifest.read(directory).sampling["temperature"] == 0
+
+    def expected(p, q, token, draft, depth):
+        best, assured = int(p.argmax()), int(q.argmax())
+        assert token == assured
+        children = q.argsort(descending=True, stable=True)[:CHILDREN]
+        p_law, q_law = p.log_softmax(-1), q.log_softmax(-1)
+        agreed = (children == best).double() if label == "agreement" else p_law[children].exp()
+        return {
+            "log_q": float(q_law[token]),
+            "log_max_q": float(q_law[token]),
+            "entropy": -float(q_law.exp() @ q_law),
+            "log_p": float(p_law[token]),
+            "accept_prob": float(token == best) if label == "agreement" else math.exp(p_law[token]),
+            "overlap": float(token == best),
+            "child_ids": children.tolist(),
+            "child_log_q": q_law[children].tolist(),
+            "child_prob": agreed.tolist(),
+        }
+
+    for row in rows_of(directory):
+        assert set(row["temperature"]) == {0.0}
+        check_drafts(row, oracles, expected)
+
+
+class LogitTable(TableLM):
+    """A table whose features are its logits: its output embedding, the identity, gives the law that it decodes by."""
+
+    def row(self, prefix):
+        logits, _ = super().row(prefix)
+        return logits, logits
+
+    def lm_head(self, hidden):
+        return hidden
+
+
+@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(0.7, 2)])
+def test_labels_give_the_law_of_how_many_tokens_the_decoder_accepts(params):
+    """Every draft enumerated: sum_y q(y_1) q(y_2 | y_1) P_1 P_2 is the chance that a round accepts both."""
+    target, draft = LogitTable(0), LogitTable(1)
+    rounds: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+
+    class Done(Exception):
+        """The first round is over."""
+
+    def decode(source):
+        seen = []
+
+        def watch(done):
+            seen.append(done)
+            if len(seen) == 2:  # the prefill, then the round
+                raise Done
+
+        try:
+            generate(target, DraftModelDrafter(draft, FixedLength(2), 32), PROMPT, params, 9, source, (), watch)
+        except Done:
+            pass
+        return seen[0].tokens[0], seen[1].num_accepted
+
+    for (first, accepted), weight in enumerate_branches(decode):
+        rounds[first][accepted] += weight
+    assert len(rounds) > 1
+    drafts = torch.cartesian_prod(torch.arange(V), torch.arange(V))
+    for first, counts in rounds.items():
+        text, starts, count = [*PROMPT, first], [len(PROMPT) + 1] * len(drafts), 2 * len(drafts)
+        drafter = DraftModelBranches(draft, 2)
+        drafter.open(text)
+        own = drafter.states(starts, drafts)[:, :-1].flatten(0, 1)
+        branched = BranchedText(target, 2)
+        branched.open(text)
+        states = target_states(branched, starts, drafts).flatten(0, 1)
+        labels = label_drafts(states, own, drafts.flatten(), [params] * count, settings(sampling=(params,)))
+        q, kept = labels["log_q"].exp().view(-1, 2), labels["accept_prob"].view(-1, 2)
+        possible = q[:, 0] * q[:, 1] > 0
+        weights = q.prod(1)[possible]
+        total = sum(counts.values())
+        # Labels are kept in float32.
+        assert float((weights * kept[possible, 0]).sum()) == pytest.approx((counts[1] + counts[2]) / total, abs=1e-6)
+        assert float((weights * kept[possible].prod(1)).sum()) == pytest.approx(counts[2] / total, abs=1e-6)
+
+
+def test_drafts_follow_the_drafters_law():
+    """Pearson's chi-square of 300 drafts of two tokens, each of another row's uniforms."""
+    target, draft, rollouts = LogitTable(0), LogitTable(1), settings()
+    text, drafter = BranchedText(target, 2), DraftModelBranches(draft, 2)
+    ids = [*PROMPT, 1, 3]
+    seen: Counter[tuple[int, ...]] = Counter()
+    for number in range(300):
+        row = {"id": "a", "input_ids": ids, "prompt_length": len(PROMPT), "task": None}
+        made = label_response(target, text, drafter, row, number, rollouts)
+        assert made is not None and made["starts"] == [3]
+        seen[tuple(made["draft_ids"].tolist())] += 1
+    law = {}
+    for first, prob in enumerate(warped(draft.row(tuple(ids[:3]))[0], SamplingParams(1.0))):
+        if prob:
+            then = warped(draft.row((*ids[:3], first))[0], SamplingParams(1.0))
+            law |= {(first, second): prob * other for second, other in enumerate(then) if other}
+    assert set(seen) <= set(law) and len(law) > 3
+    statistic = sum((seen[pair] - 300 * prob) ** 2 / (300 * prob) for pair, prob in law.items())
+    freedom = len(law) - 1
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations; the uniforms are fixed
+
+
+def test_what_lies_behind_a_rejection_or_an_end_token_is_not_reached():
+    accept = torch.tensor([[0.5, 0.4, 0.0, 1.0], [1.0, 1.0, 0.5, 1.0]])
+    drafted = torch.tensor([[7, 8, 9, 6], [7, 4, 9, 6]])
+    expected = [[1.0, 0.5, 0.2, 0.0], [1.0, 1.0, 0.0, 0.0]]  # 4 ends the answer
+    torch.testing.assert_close(reached(accept, drafted, (4, 5)), torch.tensor(expected))
+
+
+def test_drafts_begin_where_the_decoder_may_and_end_within_the_context():
+    rollouts = settings(depth=3, stride=4, context=20)
+    # The first draft follows the answer's first token, the last one has room for three.
+    assert rollouts.starts(30, 5, 1, 0.0) == [6, 10, 14]
+    assert rollouts.starts(30, 5, 1, 0.76) == [9, 13, 17]
+    assert rollouts.starts(8, 5, 1, 0.99) == [7]  # fewer tokens than the stride: still one
+    assert rollouts.starts(6, 5, 1, 0.5) == []  # an answer of one token
+    assert rollouts.starts(30, 17, 1, 0.0) == []
+    assert rollouts.starts(30, 0, 2, 0.0) == [2, 6, 10, 14]  # an EAGLE head needs two tokens
+
+
+class Source:
+    """Rows that were never written, of (length, prompt length)."""
+
+    def __init__(self, *sizes):
+        self.sizes = sizes
+
+    def read(self, start, stop):
+        return [
+            {"id": str(i), "input_ids": [i % V] * length, "prompt_length": prompt, "task": None}
+            for i, (length, prompt) in enumerate(self.sizes)
+        ]
+
+
+def test_responses_without_room_are_left_out_and_counted():
+    target, drafter, advanced = LogitTable(0), DraftModelBranches(LogitTable(1), 4), []
+    rollouts = settings(depth=4, context=8)
+    # Of the second the first token is all there is; four tokens more than the third's first one are too many.
+    source = Source((8, 2), (3, 2), (8, 4), (4, 2))
+    content = label_shard(target, drafter, source, Shard(0, 0, 4), advanced.append, rollouts)
+    assert {row["id"]: row["starts"] for row in content.rows} == {"0": [3, 4], "3": [3]}
+    assert content.counts == {"tokens": 12, "drafts": 3, "drafted_tokens": 12, "responses_left_out": 2}
+    assert sum(advanced) == 4
+    with pytest.raises(InputError, match="response 7: found 9 tokens, expected at most 8, the shorter context"):
+        label_shard(target, drafter, Source((3, 2), (9, 2)), Shard(2, 6, 8), advanced.append, rollouts)
+
+
+def test_an_eagle_heads_chains_are_labelled_by_its_target(chain, remake, oracles, tmp_path):
+    target = load_lm(str(chain.target), dtype="float64")
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig.for_target(target.config))
+    saved = str(save_head(tmp_path / "head", head, {"target": target.info.identity}, "card"))
+    directory = remake("acceptance", **ROLLOUT, draft=None, eagle=saved, temperature=1.0, top_k=0, top_p=1.0)
+    assert Manifest.read(directory).identity["draft"] == eagle_identity(saved, target)
+    for row in rows_of(directory):
+        for number, start, ids in drafts_of(row):
+            laws = oracles(ids)[0].log_softmax(-1)
+            for depth, at in enumerate(range(number * DEPTH, number * DEPTH + DEPTH)):
+                log_p = float(laws[start + depth - 1, row["draft_ids"][at]])
+                assert row["log_p"][at] == pytest.approx(log_p, **TOLERANCE)
+                assert row["accept_prob"][at] == pytest.approx(
+                    min(1.0, math.exp(log_p - row["log_q"][at])), **TOLERANCE
+                )
+
+
+def test_a_broken_run_goes_on_to_the_same_bytes(remake):
+    directory = remake("acceptance", **ROLLOUT)
+    before = {path.name: file_sha256(path) for path in directory.iterdir()}
+    (directory / MANIFEST).unlink()
+    (directory / "shard-00001.done.json").unlink()
+    kept = (directory / "shard-00000.parquet").stat().st_mtime_ns
+    with pytest.raises(InputError, match=r"an unfinished stage.*Continue it: draftsmith data acceptance .*rollout"):
+        RolloutDataset(directory)
+    assert remake("acceptance", **ROLLOUT) == directory
+    assert {path.name: file_sha256(path) for path in directory.iterdir()} == before
+    assert (directory / "shard-00000.parquet").stat().st_mtime_ns == kept
+    with pytest.raises(InputError, match=r"begun with another config\.stride"):
+        remake("acceptance", **{**ROLLOUT, "stride": 5})
+
+
+@pytest.mark.parametrize("children", [0, CHILDREN])
+def test_a_sample_is_a_response_with_its_drafts(chain, remake, children):
+    directory = remake("acceptance", **ROLLOUT, temperatures="0.5,1", children=children)
+    rows, data = rows_of(directory), RolloutDataset(directory, {"draft": load_lm(str(chain.draft)).info.identity})
+    assert len(data) == len(rows) and data.name(3) == rows[3]["id"]
+    assert data.lengths[2] == len(rows[2]["input_ids"]) + len(rows[2]["draft_ids"])
+    batch = collate_rollouts([data[4], data[1]])
+    assert batch.texts == (tuple(rows[4]["input_ids"]), tuple(rows[1]["input_ids"]))
+    assert batch.starts == (tuple(rows[4]["starts"]), tuple(rows[1]["starts"]))
+    counts = [len(starts) for starts in batch.starts]
+    assert batch.owner.tolist() == [0] * counts[0] + [1] * counts[1]
+    assert batch.temperature.tolist() == rows[4]["temperature"] + rows[1]["temperature"]
+    names = {"draft_ids": "draft_ids", "accept_prob": "accept_prob", "log_p": "log_p", "reached": "weight"}
+    for column, field in names.items():
+        values = getattr(batch, field)
+        assert values.shape == (sum(counts), DEPTH) and values.flatten().tolist() == rows[4][column] + rows[1][column]
+    assert torch.equal(batch.loss_mask, batch.weight > 0)
+    assert batch.child_ids.shape == batch.child_prob.shape == (sum(counts), DEPTH, children)
+    assert batch.child_prob.flatten().tolist() == rows[4].get("child_prob", []) + rows[1].get("child_prob", [])
+    known, beside = batch.confidences, batch.child_confidences
+    assert known.depth[0].tolist() == [1, 2, 3] and torch.equal(known.log_q, batch.log_q)
+    assert known.temperature[:, 2].tolist() == batch.temperature.tolist()
+    for name in ("log_max_q", "entropy", "depth", "temperature"):
+        expected = getattr(known, name)[..., None].expand(batch.child_prob.shape)
+        assert torch.equal(getattr(beside, name), expected)
+
+
+def test_drafts_are_shown(remake, capsys):
+    inspect(InspectConfig(remake("acceptance", **ROLLOUT, temperatures="0.5,1"), row=1))
+    shown = capsys.readouterr().out
+    assert "rollouts in" in shown and "temperature 0.5, 1" in shown and "row 1, id row-1" in shown
+    assert "⟦" in shown and "draft Y" in shown and "those that are judged" in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": "mix", "depth": 4}, "depth: found 4, expected labels rollout"),
+        ({"labels": "mix", "draft": None, "eagle": "head"}, "eagle: found head, expected labels rollout"),
+        ({"draft": None}, "draft, eagle: found neither"),
+        ({"eagle": "head"}, "draft, eagle: found both"),
+        ({"depth": 0}, "depth: found 0, expected 1 or more"),
+        ({"stride": 0}, "stride: found 0, expected 1 or more"),
+        ({"children": -1}, "children: found -1"),
+        ({"mode": "greedy", "temperature": 1.0}, "mode: found greedy at temperature 1, expected sampling"),
+        ({"mode": "greedy", "temperatures": "0.5,1"}, "mode: found greedy at temperature 0.5, 1, expected sampling"),
+        ({"mode": "sampling", "temperature": 0.0}, "mode: found sampling at temperature 0, expected greedy"),
+        ({"temperature": 1.0, "temperatures": "0.5,1"}, "temperature: found 1.0 and temperatures 0.5,1"),
+        ({"temperatures": "0,1"}, "temperatures: found 0,1, expected numbers above 0"),
+        ({"temperatures": "warm"}, "temperatures: found 'warm', expected numbers"),
+        ({"mode": "sampling", "greedy_label": "prob"}, "greedy_label: found prob in mode sampling"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tmp_path, changes, message):
+    plain = {"responses": tmp_path, "target": "t", "output": tmp_path, "draft": "d", "labels": "rollout"}
+    with pytest.raises(InputError, match=message):
+        AcceptanceConfig(**{**plain, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depth": 256}, "depth: found 256, expected less than the context, 256"),
+        ({"children": 999}, "children: found 999, expected at most .*the vocabulary"),
+        # Only the responses say that they were sampled.
+        ({"greedy_label": "prob"}, "greedy_label: found prob in mode sampling"),
+    ],
+)
+def test_settings_that_do_not_fit_the_models_are_refused(remake, changes, message):
+    with pytest.raises(InputError, match=message):
+        remake("acceptance", **{**ROLLOUT, **changes})
+
+
+def test_without_a_mode_it_is_what_the_responses_were_sampled_with(chain, remake):
+    greedy = remake("responses", temperature=0.0)
+    config = {"responses": greedy, "labels": "rollout", "depth": 2}
+    assert Manifest.read(remake("acceptance", **config)).config["mode"] == "greedy"
+    with pytest.raises(InputError, match="mode: found sampling at temperature 0, expected greedy"):
+        remake("acceptance", **config, mode="sampling", output=greedy.with_name("other"))
+    mixed = remake("acceptance", responses=greedy, output=greedy.with_name("mix"))
+    assert json.loads((mixed / MANIFEST).read_text())["config"]["mode"] == "greedy"

@@ -1,0 +1,156 @@
+"""Stop policies against rules worked out by hand, and the cost rule against the best fixed length in closed form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from draftsmith.modules.decoding.confidence import log_odds
+from draftsmith.modules.decoding.policies import CostRule, JudgedStop, OnlineJudge, ThresholdRule
+from draftsmith.modules.decoding.protocols import DraftView
+
+NOTHING = torch.zeros(1, 2)
+
+
+def view(n: int, token: int = 0, law: torch.Tensor | None = None) -> DraftView:
+    return DraftView(n, token, NOTHING, torch.zeros(2) if law is None else law.log(), law, 1.0)
+
+
+class Says:
+    """Judges drafted tokens 1, 2, ... as it is told to; a late one speaks of the token before the one it is shown."""
+
+    def __init__(self, probs: Sequence[float], late: bool = False, learns: bool = False):
+        self._probs, self.late, self.learns = probs, late, learns
+        self.asked: list[int] = []
+        self.verdicts: list[tuple[int, int]] = []
+
+    def start_round(self) -> None:
+        self.asked = []
+
+    def prob(self, view: DraftView) -> float:
+        self.asked.append(view.num_drafted)
+        judged = view.num_drafted - self.late
+        return self._probs[judged - 1] if judged else 1.0
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self.verdicts.append((num_drafted, num_accepted))
+
+
+def drafted(policy: JudgedStop) -> int:
+    """The length of a draft that nothing else ends."""
+    policy.start_round()
+    return next(n for n in range(1, 100) if policy.should_stop(view(n)))
+
+
+@pytest.mark.parametrize(
+    ("late", "h", "minimum", "maximum", "length"),
+    [
+        # Survival of 1, 2, 3, 4 tokens: 0.9, 0.72, 0.504, 0.2016.
+        (False, 0.05, 1, 9, 1), (False, 0.2, 1, 9, 2), (False, 0.4, 1, 9, 3), (False, 0.6, 1, 9, 4),
+        (True, 0.05, 1, 9, 2), (True, 0.2, 1, 9, 3), (True, 0.4, 1, 9, 4), (True, 0.6, 1, 9, 5),
+        (False, 0.05, 3, 9, 3), (False, 0.6, 1, 2, 2), (True, 0.05, 1, 1, 1),
+    ],
+)  # fmt: skip
+def test_a_threshold_ends_a_draft_once_a_rejection_is_likely_enough(late, h, minimum, maximum, length):
+    policy = JudgedStop(Says([0.9, 0.8, 0.7, 0.4, 0.1], late), ThresholdRule(h), minimum, maximum)
+    assert drafted(policy) == drafted(policy) == length
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_only_a_judge_that_learns_is_asked_of_a_full_drafts_last_token(learns):
+    judge = Says([0.9] * 3, learns=learns)
+    policy = JudgedStop(judge, ThresholdRule(0.99), 1, 3)
+    assert drafted(policy) == 3 and judge.asked == ([1, 2, 3] if learns else [1, 2])
+    assert policy.probs == [0.9] * len(judge.asked)
+    policy.observe(3, 1)
+    policy.observe(0, 0)  # a round without a draft
+    assert judge.verdicts == [(3, 1)]
+
+
+def test_a_token_is_worth_its_chance_and_costs_what_the_pace_would_bring():
+    rule = CostRule(0.2)
+    assert rule.pace == pytest.approx(1.5 / 1.2) and rule.acceptance == 0.5
+    # 0.4 x 0.5 and 0.6 x 0.5 against 0.2 x 1.25; a token that is not judged stands for its mean.
+    assert rule.enough(0.4, 0) and not rule.enough(0.6, 0) and rule.enough(0.6, 1) and not rule.enough(1.0, 1)
+
+
+def test_pace_and_acceptance_are_means_over_rounds():
+    rule = CostRule(0.1)
+    rounds = [(4, 2), (1, 1), (3, 0)]  # drafted, accepted; of these 3, 1 and 1 tokens were judged
+    for num_drafted, num_accepted in rounds:
+        rule.observe(num_drafted, num_accepted)
+    kept = [(1 - 1 / CostRule.MEMORY) ** age for age in (3, 2, 1, 0)]  # of the start, and of each round
+    tokens = sum(map(math.prod, zip(kept, (1.5, 3, 2, 1), strict=True)))
+    time = sum(map(math.prod, zip(kept, (1.1, 1.4, 1.1, 1.3), strict=True)))
+    accepted = sum(map(math.prod, zip(kept, (0.5, 2, 1, 0), strict=True)))
+    judged = sum(map(math.prod, zip(kept, (1, 3, 1, 1), strict=True)))
+    assert rule.pace == pytest.approx(tokens / time) and rule.acceptance == pytest.approx(accepted / judged)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("a", "c"), [(0.9, 0.05), (0.8, 0.1), (0.7, 0.1), (0.8, 0.3), (0.5, 0.2), (0.3, 0.4)])
+def test_the_cost_rule_finds_the_best_fixed_length(a, c, late):
+    """Every token is accepted with probability a, which the judge knows: K tokens a round bring 1 + a + .. + a^K in the
+    time 1 + c K (Leviathan et al. 2023, theorem 3.8), and some K is the best."""
+    speed = {k: sum(a**i for i in range(k + 1)) / (1 + c * k) for k in range(1, 41)}
+    best = max(speed, key=speed.__getitem__)
+    policy = JudgedStop(Says([a] * 40, late), CostRule(c), 1, 40)
+    rng = torch.Generator().manual_seed(0)
+    lengths = []
+    for _ in range(1500):
+        lengths.append(drafted(policy))
+        coins = (torch.rand(lengths[-1], generator=rng) < a).tolist()
+        policy.observe(lengths[-1], (coins + [False]).index(False))
+    late_lengths = lengths[500:]
+    worth = sum(speed[k] * (1 + c * k) for k in late_lengths) / sum(1 + c * k for k in late_lengths)
+    assert worth > 0.99 * speed[best]
+    assert abs(sorted(late_lengths)[len(late_lengths) // 2] - best) <= 1
+
+
+def test_an_online_judge_learns_what_its_confidence_is_worth():
+    """Tokens of q = 0.9 are accepted, tokens of q = 0.6 are not: the logistic turns the one way and the other."""
+    judge = OnlineJudge("q")
+    laws = [torch.tensor([0.9, 0.1]), torch.tensor([0.6, 0.4])]
+    first = [judge.prob(view(1, 0, law)) for law in laws]
+    assert first == pytest.approx([0.9, 0.6])  # at its word
+    for _ in range(200):
+        judge.start_round()
+        for number, law in enumerate(laws):
+            judge.prob(view(number + 1, 0, law))
+        judge.observe(2, 1)
+    certain, doubtful = (judge.prob(view(1, 0, law)) for law in laws)
+    assert certain > 0.95 and doubtful < 0.1
+
+
+@pytest.mark.parametrize(("by", "prob"), [("q", 0.25), ("max_q", 0.75)])
+def test_an_online_judge_looks_at_the_token_or_at_the_most_probable_one(by, prob):
+    law = torch.tensor([0.75, 0.25])
+    assert OnlineJudge(by).prob(view(1, 1, law)) == pytest.approx(prob)
+
+
+def test_rows_learn_together():
+    rows = [OnlineJudge("q")]
+    rows.append(OnlineJudge("q", rows[0].model))
+    alone = OnlineJudge("q")
+    for judge in (*rows, alone):
+        judge.start_round()
+        judge.prob(view(1, 0, torch.tensor([0.8, 0.2])))
+    rows[0].observe(1, 0)
+    alone.observe(1, 0)
+    # The second row's own verdict counts on top of what the first one learned.
+    alone.model.update(log_odds(math.log(0.8)), 1.0)
+    rows[1].observe(1, 1)
+    assert (rows[1].model.scale, rows[1].model.bias) == pytest.approx((alone.model.scale, alone.model.bias))
+
+
+def test_what_was_learned_outlives_a_prompt():
+    policy = JudgedStop(OnlineJudge("q"), CostRule(0.1), 1, 4)
+    drafted(policy)
+    policy.observe(1, 0)
+    known = [dict(vars(learner)) for learner in policy.learners]
+    policy.reset()
+    assert [vars(learner) for learner in policy.learners] == known
+    assert known[0] != vars(CostRule(0.1))

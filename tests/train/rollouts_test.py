@@ -1,0 +1,292 @@
+"""`train acceptance` on labels of real rounds: what is read, how it is weighed, what the head says of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trained_runs import newest_state
+
+from draftsmith.data import acceptance as labels
+from draftsmith.data.heads import eagle_identity, load_head, save_head
+from draftsmith.data.models import load_lm
+from draftsmith.data.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.types import InputError
+from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, prepare, run
+from draftsmith.train.data_module import Key, Part
+from draftsmith.train.drafted_tokens import RolloutDrafts
+from draftsmith.train.lit_acceptance import LitAcceptance
+from draftsmith.train.planning.plan import plan_of
+
+DEPTH, CHILDREN = 4, 3
+QUICK = {"lr": 5e-3, "max_steps": 8, "batch_size": 6, "val_share": 0.25, "wandb": "off"}
+
+
+@pytest.fixture(scope="module")
+def rollouts(artefacts, tmp_path_factory) -> Path:
+    settings = labels.AcceptanceConfig(
+        responses=artefacts.responses,
+        target=str(artefacts.target),
+        draft=str(artefacts.draft),
+        output=tmp_path_factory.mktemp("rollouts") / "labels",
+        labels="rollout",
+        temperatures="0.5,1",
+        depth=DEPTH,
+        children=CHILDREN,
+        num_threads=1,
+    )
+    return labels.run(settings)
+
+
+@pytest.fixture(scope="module")
+def eagle(artefacts, tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    target = load_lm(str(artefacts.target))
+    head = EagleHead(EagleConfig.for_target(target.config))
+    return save_head(tmp_path_factory.mktemp("eagle") / "head", head, {"target": target.info.identity}, "card")
+
+
+def config(artefacts, rollouts, output: Path, **changes) -> TrainAcceptanceConfig:
+    return TrainAcceptanceConfig(data=rollouts, output=output, **{"draft": str(artefacts.draft), **QUICK, **changes})
+
+
+@pytest.fixture(scope="module")
+def trained(artefacts, rollouts, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("trained") / "run"
+    run(config(artefacts, rollouts, output, calibrate="isotonic"))
+    return output
+
+
+def a_batch(rollouts: Path, rows=(0, 3, 5)):
+    data = RolloutDataset(rollouts)
+    return collate_rollouts([data[row] for row in rows])
+
+
+def drafts_of(batch):
+    """Text up to its start, temperature and number of every draft."""
+    number = 0
+    for text, starts in zip(batch.texts, batch.starts, strict=True):
+        for start in starts:
+            yield number, text[:start]
+            number += 1
+
+
+@pytest.mark.parametrize("state", ["before", "after"])
+def test_a_token_is_read_as_if_its_draft_had_been_read_alone(artefacts, rollouts, state):
+    draft = load_lm(str(artefacts.draft))
+    head = AcceptanceHeadConfig(32, state=state, features=("log_q", "depth", "temperature", "entropy"))
+    batch = a_batch(rollouts)
+    found = RolloutDrafts(draft, head, DEPTH).read(batch, with_log_q=True)
+    states, numbers, weights, accept = [], [], [], []
+    for number, text in drafts_of(batch):
+        hidden = draft.features(torch.tensor([[*text, *batch.draft_ids[number].tolist()]]))[0]
+        reach = 1.0
+        for place in range(DEPTH):
+            prob = float(batch.accept_prob[number, place])
+            at = len(text) + place
+            states.append(hidden[at - 1] if state == "before" else hidden[at])
+            # The label's law: warped at the draft's own temperature.
+            law = (draft.lm_head(hidden[at - 1]) / batch.temperature[number]).softmax(-1)
+            token = batch.draft_ids[number, place]
+            entropy = -(law * law.log()).sum()
+            numbers.append([law[token].log(), torch.tensor(place + 1.0).log(), batch.temperature[number], entropy])
+            weights.append(reach)
+            accept.append(prob)
+            reach *= prob * (int(token) not in draft.info.eos_ids)
+    kept = torch.tensor(weights) > 0
+    assert torch.allclose(found.batch.hidden, torch.stack(states)[kept], atol=1e-5)
+    assert torch.allclose(found.batch.features, torch.tensor(numbers)[kept], atol=1e-4)
+    assert torch.allclose(found.batch.weight, torch.tensor(weights)[kept], atol=1e-6)
+    assert torch.equal(found.batch.accept_prob, torch.tensor(accept)[kept])
+    assert torch.equal(found.log_q, found.batch.features[:, 0])
+    if state == "before":
+        assert torch.equal(found.batch.embeds, draft.embed(batch.draft_ids[batch.loss_mask]))
+    else:
+        assert found.batch.embeds is None
+    assert not found.batch.hidden.is_inference()
+
+
+def test_an_eagle_heads_states_are_those_over_the_targets_features(artefacts, rollouts, eagle):
+    target = load_lm(str(artefacts.target))
+    head = load_head(eagle, target)
+    batch = a_batch(rollouts, rows=(1, 2))
+    found = RolloutDrafts(target, AcceptanceHeadConfig(32, state="before"), DEPTH, head).states(batch)
+    for number, text in drafts_of(batch):
+        ids = torch.tensor([text])
+        rows = head(target.embed(ids[:, 1:]), target.features(ids)[:, :-1])[0]
+        assert torch.allclose(found[number, 0], rows[-1], atol=1e-5)
+
+
+def test_children_are_judged_by_the_state_of_their_place(artefacts, rollouts):
+    draft = load_lm(str(artefacts.draft))
+    head = AcceptanceHeadConfig(32, state="before", features=("log_q", "logit_max_q"), judges="tree")
+    batch = a_batch(rollouts)
+    found = RolloutDrafts(draft, head, DEPTH).read(batch).batch
+    chain = RolloutDrafts(draft, dataclasses.replace(head, judges="chain"), DEPTH).read(batch).batch
+    count = len(chain.hidden)
+    assert torch.equal(found.hidden.view(count, CHILDREN, 32), chain.hidden[:, None].expand(-1, CHILDREN, -1))
+    assert torch.equal(found.weight.view(count, CHILDREN)[:, 1], chain.weight)
+    assert torch.equal(found.embeds, draft.embed(batch.child_ids[batch.loss_mask].flatten()))
+    assert torch.equal(found.accept_prob, batch.child_prob[batch.loss_mask].flatten())
+    numbers = found.features.view(count, CHILDREN, 2)
+    assert torch.equal(numbers[..., 0], batch.child_log_q[batch.loss_mask].clamp_min(-12))
+    # The first child is the most probable token: its own log-odds are those of the law's maximum.
+    top = numbers[:, 0, 0]
+    assert torch.allclose(numbers[:, 0, 1], (top - torch.log(-torch.expm1(top))).clamp(-12, 12), atol=1e-3)
+
+
+def a_module(artefacts, rollouts, tmp_path) -> LitAcceptance:
+    settings = config(artefacts, rollouts, tmp_path)
+    head = make_head(settings, 32)
+    reader = RolloutDrafts(load_lm(str(artefacts.draft)), head.config, DEPTH)
+    return LitAcceptance(head, reader, settings, 8)
+
+
+def a_part(rollouts, rows) -> Part:
+    batch = a_batch(rollouts, rows)
+    tokens = num_loss_tokens(batch)
+    return Part(batch, tuple(Key(0, row) for row in rows), tokens, tokens, True, True)
+
+
+def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollouts, tmp_path):
+    module, part = a_module(artefacts, rollouts, tmp_path), a_part(rollouts, (0, 1))
+    output = module.loss(part, epoch_noise=True)
+    batch = module.reader.read(part.data).batch
+    prob, label = torch.sigmoid(module.judge(batch).detach().double()), batch.accept_prob.double()
+    each = -(label * prob.log() + (1 - label) * (1 - prob).log())
+    expected = float((batch.weight * each).sum() / batch.weight.sum())
+    assert float(output.loss) == pytest.approx(expected, rel=1e-5)
+    assert part.tokens == pytest.approx(float(output.counts["loss"]), rel=1e-6)
+    # At the start a block's weights are zero, and so is what the layer before it could learn through them.
+    for weight in module.head.parameters():
+        weight.data.normal_(std=0.1)
+    module.loss(part, epoch_noise=True).loss.backward()
+    assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
+    assert not any(p.requires_grad or p.grad is not None for p in module.reader.lm.model.parameters())
+
+
+def test_accumulating_gives_the_same_weights(artefacts, rollouts, tmp_path, trained):
+    """Though parts have other sums of weights than their numbers of tokens."""
+    run(config(artefacts, rollouts, tmp_path / "run", accumulate=4))
+    ours = load_file(trained / "last" / "model.safetensors")
+    theirs = load_file(tmp_path / "run" / "last" / "model.safetensors")
+    # As for mixed labels: 8 AdamW steps of 5e-3 on gradients that differ by 1e-7 of their size.
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4, rtol=0) for name in ours)
+
+
+def test_validation_weighs_tokens_by_how_often_they_are_reached(artefacts, rollouts, tmp_path):
+    metrics = pytest.importorskip("sklearn.metrics")
+    module, parts = a_module(artefacts, rollouts, tmp_path), [a_part(rollouts, (0, 1)), a_part(rollouts, (2, 4, 5))]
+    found = module.validate(parts)
+    batches = [module.reader.read(part.data, with_log_q=True) for part in parts]
+    prob = torch.cat([torch.sigmoid(module.judge(tokens.batch)) for tokens in batches]).detach().double()
+    label, weight = (torch.cat([getattr(t.batch, n) for t in batches]).double() for n in ("accept_prob", "weight"))
+    log_q = torch.cat([tokens.log_q for tokens in batches])
+    positive, share = torch.cat([torch.ones_like(label), torch.zeros_like(label)]), torch.cat([label, 1 - label])
+    share *= weight.repeat(2)
+    assert found["brier"] == pytest.approx(float((weight * (prob - label) ** 2).sum() / weight.sum()), abs=1e-6)
+    for name, score in (("auc", prob), ("auc_q", log_q)):
+        expected = metrics.roc_auc_score(positive, score.repeat(2), sample_weight=share)
+        assert found[name] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_head_says_what_it_reads_and_what_its_labels_were(artefacts, trained):
+    written = json.loads((trained / "best" / "config.json").read_text())
+    assert (written["labels"], written["mode"], written["drafter"]) == ("rollout", "sampling", "draft")
+    assert written["sampling"]["temperature"] == [0.5, 1.0]
+    head = load_head(trained / "best", load_lm(str(artefacts.draft)), kind="acceptance")
+    shape = (head.config.state, head.config.num_blocks, head.config.w_rej, head.config.judges)
+    assert shape == ("before", 1, 1.0, "chain")
+    assert head.config.features == ("log_q", "logit_max_q", "entropy", "depth", "temperature")
+    assert len(head.config.knots) >= 2 and head.config.calibration == (1.0, 0.0)
+    card = (trained / "best" / "README.md").read_text()
+    assert "| 7 | temperature | 1 |" in card and "knots, straight lines between them" in card
+    assert "ece_isotonic" in card and "--method cost" in card
+
+
+def test_a_continued_run_keeps_the_calibration(artefacts, rollouts, trained, tmp_path):
+    module = a_module(artefacts, rollouts, tmp_path)
+    module.on_load_checkpoint(newest_state(trained))
+    assert module.head.config == load_head(trained / "last").config
+
+
+def test_heads_of_eagle_chains_and_of_trees_are_trained(artefacts, eagle, tmp_path):
+    models = {"target": str(artefacts.target), "eagle": eagle}
+    made = labels.run(
+        labels.AcceptanceConfig(
+            responses=artefacts.responses,
+            target=str(artefacts.target),
+            eagle=str(eagle),
+            output=tmp_path / "labels",
+            labels="rollout",
+            mode="greedy",
+            depth=3,
+            children=2,
+            limit=12,
+            num_threads=1,
+        )
+    )
+    settings = config(artefacts, made, tmp_path / "run", draft=None, **models, max_steps=2, judges="tree")
+    best = run(settings)
+    identity = eagle_identity(eagle, load_lm(str(artefacts.target)))
+    head = load_head(best, load_lm(str(artefacts.target)), kind="acceptance", identity=identity)
+    assert head.config.judges == "tree" and "temperature" not in head.config.features
+    written = json.loads((best / "config.json").read_text())
+    assert (written["target"], written["drafter"], written["mode"]) == (identity, "eagle", "greedy")
+    assert "value=head" in (best / "README.md").read_text()
+    with pytest.raises(InputError, match=r"draft: found none, expected one drafter"):
+        run(dataclasses.replace(settings, eagle=None, output=tmp_path / "other"))
+    with pytest.raises(InputError, match="target: found none"):
+        run(dataclasses.replace(settings, target=None, output=tmp_path / "other"))
+    with pytest.raises(InputError, match=r"made with another draft\.eagle"):
+        chain = EagleHead(EagleConfig.for_target(load_lm(str(artefacts.target)).config))
+        other = save_head(tmp_path / "other-eagle", chain, {}, "card")
+        run(dataclasses.replace(settings, eagle=other, output=tmp_path / "other"))
+
+
+def test_a_plan_counts_what_the_training_does(artefacts, rollouts, tmp_path):
+    settings = config(artefacts, rollouts, tmp_path / "run", max_steps=0)
+    plan = plan_of(settings)
+    module, data, *_ = prepare(settings)
+    assert plan.trained == sum(p.numel() for p in module.head.parameters())
+    assert (plan.steps, plan.steps_per_epoch) == (data.total_steps, data.order.steps_per_epoch)
+    module.trainer = data.trainer = type(
+        "Trainer", (), {"datamodule": data, "global_rank": 0, "world_size": 1, "global_step": 0}
+    )
+    parts = list(data.train_dataloader())[: plan.steps_per_epoch]
+    # The plan takes drafts to begin at the ends of their texts, which are read only up to the last of them.
+    assert plan.step_flops * plan.steps_per_epoch == pytest.approx(sum(map(module.flops, parts)), rel=0.15)
+
+
+def test_training_goes_on_from_a_head_of_its_shape(artefacts, rollouts, trained, tmp_path):
+    head = make_head(config(artefacts, rollouts, tmp_path, init=trained / "best"), 32)
+    expected = dataclasses.replace(load_head(trained / "best").config, knots=())
+    assert head.config == expected
+    torch.manual_seed(0)
+    published = save_head(tmp_path / "published", AcceptanceHead(AcceptanceHeadConfig(32)), {}, "card")
+    late = make_head(config(artefacts, rollouts, tmp_path, init=published), 32)
+    assert (late.config.state, late.config.features, late.config.num_blocks) == ("after", (), 3)
+    with pytest.raises(InputError, match=r"init: found state before asked of .*expected state after"):
+        make_head(config(artefacts, rollouts, tmp_path, init=published, state="before"), 32)
+
+
+def test_settings_that_do_not_go_with_the_labels_are_told(artefacts, rollouts, tmp_path):
+    wrong = [
+        (rollouts, {"mix": 0.1}, r"mix: found 0.1, expected labels of mixed text"),
+        (rollouts, {"max_length": 20}, r"max_length: found 20.*label shorter responses"),
+        (rollouts, {"judges": "tree", "state": "after"}, r"state: found after, expected before"),
+        (rollouts, {"eagle": tmp_path}, r"draft: found .* beside --eagle"),
+        (artefacts.acceptance, {"state": "before"}, r"data: found acceptance labels of mixed text.*--labels rollout"),
+        (artefacts.acceptance, {"features": ("log_q",)}, r"data: found .*--labels rollout"),
+    ]
+    for data, changes, message in wrong:
+        with pytest.raises(InputError, match=message):
+            run(config(artefacts, data, tmp_path / "run", **changes))
+    with pytest.raises(InputError, match="features: found log_q, log_q, expected each once"):
+        config(artefacts, rollouts, tmp_path, features=("log_q", "log_q"))
