@@ -33,7 +33,7 @@ class KnownJudge:
         self.late, self.row = late, 0
 
     def reset(self) -> None:
-        """Nothing is remembered."""
+        """Nothing is remembered of a prompt."""
 
     def start_round(self) -> None:
         """Nothing is remembered."""
