@@ -24,5 +24,6 @@ def remember(runner: Any) -> Callable[[], None]:
 def policies_of(runner: Any) -> list[JudgedStop]:
     """Of the drafter that a runner decodes with, one for each row where there are several."""
     drafter = getattr(getattr(runner, "runner", runner), "drafter", None)
-    stops = [drafter.stop] if hasattr(drafter, "stop") else getattr(drafter, "stops", [])
+    own = getattr(drafter, "stop", None)
+    stops = getattr(drafter, "stops", []) if own is None else [own]
     return [stop for stop in stops if isinstance(stop, JudgedStop)]
