@@ -221,7 +221,7 @@ class SideBySide(ABC):
         for piece in pieces(len(starts), self._group):
             own = torch.tensor(starts[piece])
             with as_decoding(self.device):
-                hidden, tokens = [self._before(own)], []
+                hidden, tokens = [self._before(own)], list[Tensor]()
                 for level in range(depth):
                     if level:
                         hidden.append(self._step(own, level - 1, tokens[-1], hidden[-1]))
