@@ -50,6 +50,10 @@ def bars_at(compared: Compared, at: AtCost) -> list[dict[str, Any]]:
             OVER_FREE[greedy], above_zero=True,
         ),
     ]  # fmt: skip
+    looking = at.best("looking")
+    if looking is not None:  # no bar was set: such a policy is newer than the bars
+        over = compared.gain(at, head, looking)
+        rows.append({**bar(f"head over {looking.family.name}", name, over, 0.0, above_zero=True), "bar": None})
     ceiling = at.best("ceiling")
     if ceiling is not None:
         share = over_fixed.value / compared.gain(at, ceiling).value

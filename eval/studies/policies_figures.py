@@ -80,7 +80,8 @@ def gain_table(compared: Compared) -> Table:
 
 
 KINDS = {
-    "fixed": "baseline", "free": "training-free", "fitted": "fitted on dev labels", "head": "trained head",
+    "fixed": "baseline", "free": "training-free", "looking": "training-free, looks into the text",
+    "fitted": "fitted on dev labels", "head": "trained head",
     "ceiling": "knows p and q", "oracle": "knows the coin",
 }  # fmt: skip
 
@@ -163,7 +164,8 @@ def bench_table(measured: Sequence[Row]) -> Table:
 def compared_policies(at: AtCost) -> dict[str, Chosen]:
     """What tables by group show."""
     named = {
-        "best head": at.best("head"), "best training-free": at.best("free"), "best fitted on dev": at.best("fitted"),
+        "best head": at.best("head"), "best training-free": at.best("free"),
+        "online with repetitions": at.best("looking"), "best fitted on dev": at.best("fitted"),
         "true p/q": at.best("ceiling"), "oracle": at.best("oracle"),
     }  # fmt: skip
     return {name: chosen for name, chosen in named.items() if chosen is not None}

@@ -21,7 +21,7 @@ from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.metrics import fit_platt
 
-Role = Literal["fixed", "free", "fitted", "head", "ceiling", "oracle"]
+Role = Literal["fixed", "free", "looking", "fitted", "head", "ceiling", "oracle"]
 Rule = Literal["k", "t", "entropy", "h", "cost", "oracle"]
 FIXED, EACH, SELF_VERIFY = "fixed K", "q(y) < t, token by token", "self-verify (HSDDW)"
 FITTED, KNOWN = "q(y) fitted on dev", "true p/q"
@@ -88,7 +88,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class Family:
-    """Settings of which one is chosen on dev prompts. role: what it is in the comparison; `free` needs no training."""
+    """Settings of which one is chosen on dev prompts. role: what it is in the comparison. `free` and `looking`
+    need no training: the first go by the draft's confidence alone, the second look for repetitions of the text too."""
 
     name: str
     role: Role
@@ -118,7 +119,10 @@ class Grid:
             Family(FIXED, "fixed", tuple(Policy("k", k) for k in self.ks)),
             Family(EACH, "free", tuple(Policy("t", t, maximum=most) for most in self.maxima for t in self.ts)),
             Family(SELF_VERIFY, "free", tuple(Policy("entropy", maximum=most) for most in self.maxima)),
-            *(Family(f"{name}, cost rule", "free", cost(name)) for name in ONLINE),
+            *(
+                Family(f"{name}, cost rule", "looking" if repeats else "free", cost(name))
+                for name, (_, repeats) in ONLINE.items()
+            ),
             Family(f"{FITTED}, threshold", "fitted", thresholds(FITTED)),
             Family(f"{FITTED}, cost rule", "fitted", cost(FITTED)),
         ]
