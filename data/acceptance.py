@@ -193,7 +193,7 @@ def run(config: AcceptanceConfig) -> Path:
     config = dataclasses.replace(config, mode=mode_of(sampling[0]))
     if not rollout:
         assert draft is not None, "only rollouts have another drafter"
-        drafter_identity, fields = draft.info.identity, FIELDS
+        drafter_identity, fields = draft.info.identity, tuple(FIELDS)
         make = functools.partial(label_shard, target, draft, rows, params=sampling[0], config=config)
     else:
         drafter, context, drafter_identity = load_drafter(config, target, draft)

@@ -106,8 +106,8 @@ def watched() -> Iterator[dict[str, Any]]:
         if not batch.last:
             return
         facts["grad_norms"].append(self.grad_norm)
-        frozen = getattr(self, "target", None) or self.draft
-        frozen_params = list(frozen.model.model.parameters())
+        frozen = self.target.model if hasattr(self, "target") else self.frozen
+        frozen_params = list(frozen.model.parameters())
         facts["frozen_elements"] = sum(p.numel() for p in frozen_params)
         facts["frozen_partitioned"] = any(hasattr(p, "ds_id") for p in frozen_params)
         facts["head_partitioned"] = [p.numel() == 0 for p in self.head.parameters()]

@@ -37,8 +37,8 @@ class TrainConfig:
         max_steps: Optimiser steps in all; 0 leaves it to epochs.
         batch_size: Sequences in one optimiser step, over all devices and accumulated parts together.
         tokens_per_batch: Tokens in one optimizer step, over all devices and accumulated parts, in the place of
-            batch_size: steps take as many whole sequences as come near to it. An EAGLE head's are laid end to end, so
-            that nothing is computed on padding. 0 counts sequences.
+            batch_size, with as many whole sequences as come near to it. An EAGLE head's are laid end to end, so that
+            nothing is computed on padding. 0 counts sequences.
         max_length: Longer sequences are split into pieces of so many tokens; 0 splits at the frozen model's context.
         accumulate: Parts that a step's batch is computed in, one after the other, to save memory.
         optimizer: adamw, or muon for matrices and AdamW for vectors.

@@ -41,9 +41,10 @@ class DraftedTokens:
 class Reader(Protocol):
     """Gives a head its inputs. It holds frozen models, and none of them is a torch module's child.
 
-    weighted: tokens have weights.
+    lm: the draft model, or the model that an EAGLE head drafts for. weighted: tokens have weights.
     """
 
+    lm: CausalLM
     weighted: bool
 
     def read(self, data: Any, with_log_q: bool = False) -> DraftedTokens:
@@ -60,11 +61,11 @@ class MixedText:
 
     def __init__(self, draft: CausalLM, greedy: bool):
         """greedy: the labels are those of greedy decoding."""
-        self.draft, self.greedy = draft, greedy
+        self.lm, self.greedy = draft, greedy
 
     def read(self, data: AcceptanceTokens, with_log_q: bool = False) -> DraftedTokens:
         with torch.no_grad():
-            hidden = self.draft.features(data.z_ids)
+            hidden = self.lm.features(data.z_ids)
         mask = data.loss_mask
         log_q = None
         if with_log_q:
@@ -77,12 +78,12 @@ class MixedText:
         one-hot, so that log q(y) is 0 for every drafted token and says nothing."""
         result = torch.zeros(z_ids.shape, device=hidden.device)
         for row in range(len(z_ids)):  # one row at a time: [T, V] is in memory, not [B, T, V]
-            log_prob = self.draft.lm_head(hidden[row, :-1]).float().log_softmax(-1)
+            log_prob = self.lm.lm_head(hidden[row, :-1]).float().log_softmax(-1)
             result[row, 1:] = log_prob.gather(-1, z_ids[row, 1:, None])[:, 0]
         return result
 
     def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
-        return features_flops(self.draft, lengths), int(part.tokens)
+        return features_flops(self.lm, lengths), int(part.tokens)
 
 
 class RolloutDrafts:

@@ -14,6 +14,7 @@ from draftsmith.modules.flops import acceptance_training
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.metrics import acceptance_metrics, expected_calibration_error, fit_isotonic, fit_platt
+from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.data_module import Part, move
@@ -46,6 +47,11 @@ class LitAcceptance(LitHead):
         scale, shift = checkpoint["calibration"]
         knots = tuple((x, y) for x, y in checkpoint["knots"])
         self.head.config = dataclasses.replace(self.head.config, calibration=(scale, shift), knots=knots)
+
+    @property
+    def frozen(self) -> CausalLM:
+        """The model whose hidden states the head reads, or which the EAGLE head that it reads drafts for."""
+        return self.reader.lm
 
     def judge(self, batch: AcceptanceBatch) -> Tensor:
         """Raw logits, in float32 also where the rest runs under bf16 autocast."""

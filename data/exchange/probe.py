@@ -103,7 +103,7 @@ def judged_tokens(probes: Sequence[Probe], lm: CausalLM, eagle: Any | None = Non
     # What the texts repeat does not matter: any numbers will do that a head may meet.
     known = dataclasses.replace(known, repeat=(ids % 5 - 2).float())
     known = Confidences(*(getattr(known, field.name).cpu() for field in dataclasses.fields(known)))
-    return Judged(*(states.float().cpu() for states in (before, after, embeds)), known)
+    return Judged(before.float().cpu(), after.float().cpu(), embeds.float().cpu(), known)
 
 
 @torch.inference_mode()

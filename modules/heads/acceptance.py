@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -208,6 +209,12 @@ class HeadJudge:
         self._scale, self._shift = config.calibration if calibrated else (1.0, 0.0)
         self._before: list[float] = []  # a late judge's features, of the token that it is going to judge
         self._repeats = RepeatScores() if "repeat" in config.features else None
+
+    def beside(self) -> HeadJudge:
+        """One for another draft at the same time; it shares the head's weights and what was made of them."""
+        other = copy(self)
+        other._before, other._repeats = [], RepeatScores() if self._repeats is not None else None
+        return other
 
     def reset(self) -> None:
         if self._repeats is not None:

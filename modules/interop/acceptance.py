@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.heads.acceptance import AcceptanceHeadConfig, Feature
+from draftsmith.modules.heads.acceptance import AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.interop.base import Finding, Package, Parsed, Reading, TargetFacts
 from draftsmith.modules.types import InputError
 
@@ -139,9 +139,9 @@ def _expected_inputs(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return inputs_of(config["hidden_size"], state, features)
 
 
-def _state_and_features(config: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
+def _state_and_features(config: Mapping[str, Any]) -> tuple[State, tuple[Any, ...]]:
     names = [part["name"] for part in config["inputs"]]
-    state = names[0].removeprefix("state_") if names and names[0].startswith("state_") else "after"
+    state: State = "before" if names[:1] == ["state_before"] else "after"
     return state, tuple(name for name in names if name in FEATURES)
 
 

@@ -100,7 +100,7 @@ def test_the_gradient_reaches_every_weight_of_the_head_and_none_of_the_draft(art
     module = a_module(artefacts, tmp_path)
     module.loss(a_part(artefacts), epoch_noise=True).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
-    assert not any(p.requires_grad or p.grad is not None for p in module.reader.draft.model.parameters())
+    assert not any(p.requires_grad or p.grad is not None for p in module.frozen.model.parameters())
 
 
 def test_the_draft_is_no_part_of_module_or_checkpoint(artefacts, tmp_path, trained):
@@ -119,7 +119,7 @@ def test_what_is_saved_is_what_was_trained(trained):
 
 def test_greedy_labels_are_compared_with_the_drafts_probability_at_temperature_one(artefacts, tmp_path):
     reader, data = a_module(artefacts, tmp_path, greedy=True).reader, a_part(artefacts, 2).data
-    expected = reader.draft.lm_head(reader.draft.features(data.z_ids)).log_softmax(-1)
+    expected = reader.lm.lm_head(reader.lm.features(data.z_ids)).log_softmax(-1)
     expected = expected[:, :-1].gather(-1, data.z_ids[:, 1:, None])[..., 0][data.loss_mask[:, 1:]]
     found = reader.read(data, with_log_q=True)
     assert torch.allclose(found.log_q, expected, atol=1e-6) and found.row.unique().tolist() == [0, 1]

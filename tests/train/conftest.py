@@ -60,3 +60,20 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
         features.FeaturesConfig(responses=made.responses, target=str(target), output=made.features, num_threads=1)
     )
     return made
+
+
+@pytest.fixture(scope="session")
+def rollouts(artefacts, tmp_path_factory) -> Path:
+    """Labels of real rounds, at two temperatures, with children."""
+    settings = acceptance.AcceptanceConfig(
+        responses=artefacts.responses,
+        target=str(artefacts.target),
+        draft=str(artefacts.draft),
+        output=tmp_path_factory.mktemp("rollouts") / "labels",
+        labels="rollout",
+        temperatures="0.5,1",
+        depth=4,
+        children=3,
+        num_threads=1,
+    )
+    return acceptance.run(settings)

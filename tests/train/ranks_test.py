@@ -25,6 +25,8 @@ pytestmark = pytest.mark.slow
 STEPS, KILLED_AT = 30, 14  # 36 training samples in batches of 8: step 14 is the fourth of five in its epoch
 ZERO = ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 OFFLOAD = ["deepspeed_stage_2_offload", "deepspeed_stage_3_offload"]
+# Of labels of real rounds, whose tokens have weights.
+WEIGHTED = ["ddp", "deepspeed_stage_3"]
 HEADS = ["acceptance", "eagle"]
 POISONED_ROW = 5
 # (head, strategy begun with, strategy and accumulation gone on with); None is one rank.
@@ -40,8 +42,8 @@ RESUMED_ON_ONE = [("acceptance", "ddp", 1), ("acceptance", "deepspeed_stage_3", 
 class Runs:
     """Trainings of this module by name, under one directory."""
 
-    def __init__(self, artefacts, root: Path):
-        self.artefacts, self.root = artefacts, root
+    def __init__(self, artefacts, rollouts: Path, root: Path):
+        self.artefacts, self.rollouts, self.root = artefacts, rollouts, root
         self.said = ""
 
     def __getitem__(self, name: str) -> Path:
@@ -54,6 +56,9 @@ class Runs:
         made = self.artefacts
         if head == "acceptance":
             config |= {"data": str(made.acceptance), "draft": str(made.draft)}
+        elif head == "rollouts":
+            head = "acceptance"
+            config |= {"data": str(self.rollouts), "draft": str(made.draft), "accumulate": 2, "max_steps": 6}
         else:
             config |= {"data": str(made.features), "target": str(made.target), "tau_prompts": 3}
             config |= {"tau_max_new_tokens": 8, "tau_every": STEPS, "accumulate": 2}
@@ -72,10 +77,10 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(artefacts, tmp_path_factory) -> Runs:
-    runs = Runs(artefacts, tmp_path_factory.mktemp("ranks"))
+def runs(artefacts, rollouts, tmp_path_factory) -> Runs:
+    runs = Runs(artefacts, rollouts, tmp_path_factory.mktemp("ranks"))
     torch.set_num_threads(1)
-    for head in HEADS:
+    for head in (*HEADS, "rollouts"):
         run_job(runs.job(f"{head}-one", head))
     runs.said = run_on_ranks(two_rank_jobs(runs), 2, runs.root)[0]
     for head, begun, accumulate in RESUMED_ON_ONE:
@@ -88,6 +93,7 @@ def two_rank_jobs(runs: Runs) -> list[dict[str, Any]]:
     job = runs.job
     jobs = [job(f"{head}-{name}", head, name) for head in HEADS for name in ["ddp", *ZERO]]
     jobs += [job(f"acceptance-{name}", "acceptance", name) for name in OFFLOAD]
+    jobs += [job(f"rollouts-{name}", "rollouts", name) for name in WEIGHTED]
     for name in ("ddp", "deepspeed_stage_3"):
         jobs.append(job(f"bf16-{name}", "eagle", name, precision="bf16", max_steps=6, tau_prompts=0))
     for head, begun, then, accumulate in RESUMED_ON_TWO:
@@ -119,6 +125,14 @@ def furthest(ours: Path, theirs: Path) -> float:
 def test_two_ranks_train_as_one_does(runs, head, strategy):
     ours, one = runs[f"{head}-{strategy}"], runs[f"{head}-one"]
     assert len(losses(ours)) == STEPS and losses(ours) == pytest.approx(losses(one), abs=1e-5, rel=0)
+    assert furthest(ours, one) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", WEIGHTED)
+def test_tokens_with_weights_count_the_same_on_two_ranks(runs, strategy):
+    """Ranks and parts have other sums of weights, and the loss is the mean over all of them."""
+    ours, one = runs[f"rollouts-{strategy}"], runs["rollouts-one"]
+    assert losses(ours) == pytest.approx(losses(one), abs=1e-5, rel=0)
     assert furthest(ours, one) < 1e-6
 
 

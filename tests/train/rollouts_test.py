@@ -24,24 +24,9 @@ from draftsmith.train.drafted_tokens import RolloutDrafts
 from draftsmith.train.lit_acceptance import LitAcceptance
 from draftsmith.train.planning.plan import plan_of
 
+# Of the labels: conftest.py.
 DEPTH, CHILDREN = 4, 3
 QUICK = {"lr": 5e-3, "max_steps": 8, "batch_size": 6, "val_share": 0.25, "wandb": "off"}
-
-
-@pytest.fixture(scope="module")
-def rollouts(artefacts, tmp_path_factory) -> Path:
-    settings = labels.AcceptanceConfig(
-        responses=artefacts.responses,
-        target=str(artefacts.target),
-        draft=str(artefacts.draft),
-        output=tmp_path_factory.mktemp("rollouts") / "labels",
-        labels="rollout",
-        temperatures="0.5,1",
-        depth=DEPTH,
-        children=CHILDREN,
-        num_threads=1,
-    )
-    return labels.run(settings)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +153,7 @@ def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollo
         weight.data.normal_(std=0.1)
     module.loss(part, epoch_noise=True).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
-    assert not any(p.requires_grad or p.grad is not None for p in module.reader.lm.model.parameters())
+    assert not any(p.requires_grad or p.grad is not None for p in module.frozen.model.parameters())
 
 
 def test_accumulating_gives_the_same_weights(artefacts, rollouts, tmp_path, trained):

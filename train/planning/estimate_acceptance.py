@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,7 +130,7 @@ def num_children(config: TrainAcceptanceConfig) -> int:
     return Manifest.read(config.data).config["children"] if (config.data / MANIFEST).exists() else 1
 
 
-def layers_flops(model: FrozenModel, lengths: list[int]) -> float:
+def layers_flops(model: FrozenModel, lengths: Sequence[int]) -> float:
     """A frozen model's forward over documents of these lengths."""
     if model.llama is not None:
         return flops.layers_forward(model.llama, lengths)
