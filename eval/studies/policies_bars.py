@@ -55,8 +55,9 @@ def bars_at(compared: Compared, at: AtCost) -> list[dict[str, Any]]:
         what, over = "head over the best that looks for repetitions, training-free", compared.gain(at, head, looking)
         rows.append(bar(what, f"{name} / {looking.family.name}", over, OVER_FREE[greedy], above_zero=True))
     ceiling = at.best("ceiling")
-    if ceiling is not None:
-        share = over_fixed.value / compared.gain(at, ceiling).value
+    most = 0.0 if ceiling is None else compared.gain(at, ceiling).value
+    if most > 0:  # else there is nothing to have a share of
+        share = over_fixed.value / most
         rows.append(bar("share of the gain with true p/q known", name, Gain(share, np.nan, np.nan), CEILING_SHARE))
     return rows
 

@@ -149,14 +149,19 @@ def test_families_are_what_is_compared():
     )
     assert "new: raw, h 0.7 as published" not in families
     assert len(families["published: calibrated, threshold"].policies) == 2 * 2
-    assert {family.role for family in families.values()} == {"fixed", "free", "fitted", "head", "oracle"}
+    assert {family.role for family in families.values()} == {"fixed", "free", "looking", "fitted", "head", "oracle"}
 
 
 def test_bars_say_what_was_reached(compared):
     rows = bar_rows([compared], [])
-    assert len(rows) == 3 * len(CS)
+    assert len(rows) == 4 * len(CS)
     for row in rows:
         assert row["reached"] in ("yes", "no")
+    # The training-free policy that looks into the text has a row of its own, without a bar.
+    beside = [row for row in rows if row["bar"] is None]
+    for at, row in zip(compared.at, beside, strict=True):
+        expected = compared.gain(at, at.best("head"), at.best("looking")).value
+        assert row["value"] == pytest.approx(expected, rel=1e-4, abs=1e-9)
     over = {row["c"]: row for row in rows if row["what"] == "head over the best fixed K"}
     for at in compared.at:
         head = at.best("head")
@@ -164,7 +169,7 @@ def test_bars_say_what_was_reached(compared):
         assert over[at.name]["bar"] == 0.035
         assert head.dev_gain == max(chosen.dev_gain for chosen in at.of("head"))
     greedy = compare(scene_of(GREEDY), GRID, CS, [0.0] * 7, least_third([0.0] * 7), 0)
-    assert {row["bar"] for row in bar_rows([greedy], [])} == {0.08, 0.03}
+    assert {row["bar"] for row in bar_rows([greedy], [])} == {0.08, 0.03, None}
     assert bar_rows([dataclasses.replace(greedy, scene=dataclasses.replace(greedy.scene, heads={}))], []) == []
 
 
