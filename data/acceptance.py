@@ -1,6 +1,7 @@
 """Stage `data acceptance`: which tokens would the draft propose along the target's text, and would they be kept?
 
-SpecDec++ (Huang et al. 2024), section 3.3. X is the target's response. The draft reads prompt and X (teacher forcing)
+Labels `mix`, of SpecDec++ (Huang et al. 2024), section 3.3; those of whole drafts, `rollout`, are made in
+data/rollouts.py. X is the target's response. The draft reads prompt and X (teacher forcing)
 and at every response position proposes Y_j ~ q(. | x, X_<j); the target keeps it with P_j = min(1, p(Y_j) / q(Y_j)).
 Labels hold for the sampling settings they were made with only: those are in the manifest.
 """
@@ -193,7 +194,7 @@ def run(config: AcceptanceConfig) -> Path:
     config = dataclasses.replace(config, mode=mode_of(sampling[0]))
     if not rollout:
         assert draft is not None, "only rollouts have another drafter"
-        drafter_identity, fields = draft.info.identity, FIELDS
+        drafter_identity, fields = draft.info.identity, tuple(FIELDS)
         make = functools.partial(label_shard, target, draft, rows, params=sampling[0], config=config)
     else:
         drafter, context, drafter_identity = load_drafter(config, target, draft)

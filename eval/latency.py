@@ -25,6 +25,7 @@ from draftsmith.eval.bench import check_device
 from draftsmith.eval.clocks import clock_of, interleaved, paired_ratio
 from draftsmith.eval.decoder_cost import Row, dispatch, fixed_shapes, ideals, long_context, overheads, trace_cost
 from draftsmith.eval.hf_baseline import HFRunner
+from draftsmith.eval.judge_cost import judges
 from draftsmith.eval.measure import EngineRunner, Runner
 from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.pairs import GREEDY, K, Pair, embedded_models, random_models
@@ -45,6 +46,7 @@ class LatencyConfig:
     shape: of the random pair: 88m, llama-3-8b (16 GB in bfloat16; for a GPU), or tiny (computes next to nothing).
     dtypes: float32, bfloat16 or both, separated by a comma.
     embedded: measure the embedded pair too (float32, CPU).
+    what: all, or only what judging drafted tokens takes (embedded pair).
     long_context: tokens of the long prompt; 0 leaves it out.
     new_tokens: answers' length.
     repeats: paired runs of which the median counts.
@@ -55,6 +57,7 @@ class LatencyConfig:
     shape: Literal["88m", "llama-3-8b", "tiny"] = "88m"
     dtypes: str = "float32,bfloat16"
     embedded: bool = True
+    what: Literal["all", "judges"] = "all"
     long_context: int = 4000
     new_tokens: int = 64
     repeats: int = 5
@@ -97,6 +100,9 @@ def end_to_end(pair: Pair, repeats: int) -> Iterator[Row]:
 def measure_all(config: LatencyConfig) -> Iterator[Row]:
     clock = clock_of(config.device)
     on_cpu = torch.device(config.device).type == "cpu"
+    if config.what == "judges":
+        yield from judges(embedded_models(config.new_tokens, clock), config.repeats)
+        return
     yield from dispatch(config.repeats, config.device, clock)
     if config.embedded and on_cpu:
         pair = embedded_models(config.new_tokens, clock)
@@ -104,6 +110,7 @@ def measure_all(config: LatencyConfig) -> Iterator[Row]:
         yield from overheads(pair, config.repeats)
         yield from ideals(pair, config.repeats)
         yield from trace_cost(pair, config.repeats)
+        yield from judges(pair, config.repeats)
     for dtype in config.dtypes.split(","):
         pair = random_models(config.shape, dtype, config.device, config.new_tokens, clock)
         yield from fixed_shapes(pair, config.repeats)

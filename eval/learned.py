@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from draftsmith.modules.decoding.policies import JudgedStop
@@ -11,11 +12,11 @@ from draftsmith.modules.decoding.policies import JudgedStop
 def remember(runner: Any) -> Callable[[], None]:
     """What puts everything back that the runner's policies know now; a runner of policies that learn nothing is fine
     too."""
-    known = [(learner, dict(vars(learner))) for stop in policies_of(runner) for learner in stop.learners]
+    known = [(learner, deepcopy(vars(learner))) for stop in policies_of(runner) for learner in stop.learners]
 
     def restore() -> None:
         for learner, numbers in known:
-            vars(learner).update(numbers)
+            vars(learner).update(deepcopy(numbers))
 
     return restore
 
@@ -23,5 +24,6 @@ def remember(runner: Any) -> Callable[[], None]:
 def policies_of(runner: Any) -> list[JudgedStop]:
     """Of the drafter that a runner decodes with, one for each row where there are several."""
     drafter = getattr(getattr(runner, "runner", runner), "drafter", None)
-    stops = [drafter.stop] if hasattr(drafter, "stop") else getattr(drafter, "stops", [])
+    own = getattr(drafter, "stop", None)
+    stops = getattr(drafter, "stops", []) if own is None else [own]
     return [stop for stop in stops if isinstance(stop, JudgedStop)]

@@ -47,4 +47,5 @@ def hand_rollouts(agreed: Sequence[Sequence[bool]], depth: int, seed: int = 0, h
         accept_prob=found["prob"],
         overlap=found["prob"],
         heads={head: found["logit"]},
+        repeat=np.zeros(shape),
     )

@@ -150,7 +150,8 @@ def head_judges(models: Models, drafter: str, calibrated: bool, count: int) -> l
     assert isinstance(models.acceptance, AcceptanceHead)
     reader = models.target if drafter == "eagle" else models.draft
     assert reader is not None
-    return [HeadJudge(models.acceptance, reader.embed, calibrated) for _ in range(count)]
+    judge = HeadJudge(models.acceptance, reader.embed, calibrated)
+    return [judge, *(judge.beside() for _ in range(count - 1))]
 
 
 @dataclass(frozen=True)

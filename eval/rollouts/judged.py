@@ -32,6 +32,9 @@ class KnownJudge:
         self._probs: list[list[float]] = probs.tolist()
         self.late, self.row = late, 0
 
+    def reset(self) -> None:
+        """Nothing is remembered of a prompt."""
+
     def start_round(self) -> None:
         """Nothing is remembered."""
 

@@ -119,7 +119,7 @@ def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int, rule: TreeRule |
             levels = next(grown, levels)
         taken = min(nodes, num_candidates(rollouts.topk, levels))
         if rule is not None:
-            assert rollouts.values.shape[2] >= taken
+            assert rollouts.values is not None and rollouts.values.shape[2] >= taken
             taken = rule.choose(rollouts.values[row, levels - 1, :taken].tolist())
         rank = rollouts.rank[row, levels - 1]
         outside = np.flatnonzero((rank < 0) | (rank >= taken))

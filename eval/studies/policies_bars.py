@@ -46,10 +46,14 @@ def bars_at(compared: Compared, at: AtCost) -> list[dict[str, Any]]:
     rows = [
         bar("head over the best fixed K", name, over_fixed, OVER_FIXED[greedy]),
         bar(
-            "head over the best training-free", f"{name} / {free.family.name}", compared.gain(at, head, free),
+            "head over the best that goes by confidence alone, training-free", f"{name} / {free.family.name}", compared.gain(at, head, free),
             OVER_FREE[greedy], above_zero=True,
         ),
     ]  # fmt: skip
+    looking = at.best("looking")
+    if looking is not None:
+        what, over = "head over the best that looks for repetitions, training-free", compared.gain(at, head, looking)
+        rows.append(bar(what, f"{name} / {looking.family.name}", over, OVER_FREE[greedy], above_zero=True))
     ceiling = at.best("ceiling")
     if ceiling is not None:
         share = over_fixed.value / compared.gain(at, ceiling).value

@@ -13,7 +13,7 @@ from draftsmith.eval.studies.forward_times import bench_rows, gain_interval
 from draftsmith.eval.studies.policies_found import Chosen, Compared
 from draftsmith.eval.studies.policies_play import FIXED, Policy
 
-HEAD, FREE = "best head", "best training-free"
+HEAD, FREE, LOOKING = "best head", "best training-free", "online with repetitions"
 
 
 def cross_check(
@@ -38,7 +38,7 @@ def cross_check(
         if 1 <= near <= longest:
             add(FIXED, Policy("k", near))
     head = at.best("head")
-    for role, chosen in ((HEAD, head), (FREE, at.best("free"))):
+    for role, chosen in ((HEAD, head), (FREE, at.best("free")), (LOOKING, at.best("looking"))):
         if chosen is not None:
             add(role, chosen.policy)
     instead: dict[str, Any] = {"limit": limit}

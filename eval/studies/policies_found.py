@@ -99,8 +99,8 @@ class Compared:
 
     def gain(self, at: AtCost, own: Chosen, base: Chosen | None = None, mask: Mask | None = None) -> Gain:
         """Over the best fixed K, or another; of the prompts in the mask."""
-        policies = own.policy, (base or at.fixed).policy
-        return gain(*(self.test.pairs(policy, at.c) for policy in policies), self.seed, mask)
+        pairs, others = (self.test.pairs(chosen.policy, at.c) for chosen in (own, base or at.fixed))
+        return gain(pairs, others, self.seed, mask)
 
     def totals(self, at: AtCost, own: Chosen, first: int | None = None) -> Totals:
         """Counts over the reported prompts, or over the first so many."""

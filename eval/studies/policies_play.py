@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -15,18 +16,26 @@ from draftsmith.eval.rollouts.judged import KnownJudge, OnlineRows, RowJudge, re
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, Floats
 from draftsmith.eval.studies.forward_times import ratio_interval
 from draftsmith.modules.decoding.confidence import log_odds_of
-from draftsmith.modules.decoding.policies import CostRule, ThresholdRule
+from draftsmith.modules.decoding.policies import ConfidenceName, CostRule, ThresholdRule
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.metrics import fit_platt
 
-Role = Literal["fixed", "free", "fitted", "head", "ceiling", "oracle"]
+Role = Literal["fixed", "free", "looking", "fitted", "head", "ceiling", "oracle"]
 Rule = Literal["k", "t", "entropy", "h", "cost", "oracle"]
 FIXED, EACH, SELF_VERIFY = "fixed K", "q(y) < t, token by token", "self-verify (HSDDW)"
-FITTED, ONLINE_Q, ONLINE_MAX_Q, KNOWN = "q(y) fitted on dev", "online, q(y)", "online, max q", "true p/q"
+FITTED, KNOWN = "q(y) fitted on dev", "true p/q"
+ONLINE_REPEATS, ONLINE_Q, ONLINE_MAX_Q = "online, q(y) and repeats", "online, q(y)", "online, max q"
+# What the online fit learns from: whose confidence, and whether repetitions of the text count.
+ONLINE: dict[str, tuple[ConfidenceName, bool]] = {
+    ONLINE_REPEATS: ("q", True),
+    ONLINE_Q: ("q", False),
+    ONLINE_MAX_Q: ("max_q", False),
+}
 ORACLE = "oracle"
 RAW = ", raw"  # behind a head's name: its output as it is
 PUBLISHED_H, PUBLISHED_MIN = 0.7, 2
+AS_PUBLISHED = ": raw, h 0.7 as published"
 
 
 @dataclass(frozen=True)
@@ -62,8 +71,9 @@ class Policy:
             return f"self-verify:k={self.maximum}{by}"
         if self.rule == "t":
             return f"confidence:t={self.value:g}:{limits}"
-        if self.judge in (ONLINE_Q, ONLINE_MAX_Q):
-            return f"online:by={'q' if self.judge == ONLINE_Q else 'max_q'}:c={c:.3g}:{limits}"
+        if self.judge in ONLINE:
+            confidence, repeats = ONLINE[self.judge]
+            return f"online:by={confidence}:repeats={'on' if repeats else 'off'}:c={c:.3g}:{limits}"
         if self.judge in (FITTED, KNOWN, ""):
             return None
         if self.rule == "cost":
@@ -78,7 +88,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class Family:
-    """Settings of which one is chosen on dev prompts. role: what it is in the comparison; `free` needs no training."""
+    """Settings of which one is chosen on dev prompts. role: what it is in the comparison. `free` and `looking`
+    need no training: the first go by the draft's confidence alone, the second look for repetitions of the text too."""
 
     name: str
     role: Role
@@ -108,14 +119,17 @@ class Grid:
             Family(FIXED, "fixed", tuple(Policy("k", k) for k in self.ks)),
             Family(EACH, "free", tuple(Policy("t", t, maximum=most) for most in self.maxima for t in self.ts)),
             Family(SELF_VERIFY, "free", tuple(Policy("entropy", maximum=most) for most in self.maxima)),
-            *(Family(f"{name}, cost rule", "free", cost(name)) for name in (ONLINE_Q, ONLINE_MAX_Q)),
+            *(
+                Family(f"{name}, cost rule", "looking" if repeats else "free", cost(name))
+                for name, (_, repeats) in ONLINE.items()
+            ),
             Family(f"{FITTED}, threshold", "fitted", thresholds(FITTED)),
             Family(f"{FITTED}, cost rule", "fitted", cost(FITTED)),
         ]
         for name, head in heads.items():
             if is_published_style(head):
                 as_published = Policy("h", PUBLISHED_H, name + RAW, min(PUBLISHED_MIN, deepest), deepest)
-                found.append(Family(f"{name}: raw, h 0.7 as published", "head", (as_published,)))
+                found.append(Family(name + AS_PUBLISHED, "head", (as_published,)))
             if head.config.w_rej != head.config.w_acc:
                 found.append(Family(f"{name}: raw, threshold", "head", thresholds(name + RAW)))
             found.append(Family(f"{name}: calibrated, threshold", "head", thresholds(name)))
@@ -142,10 +156,11 @@ def judges_of(
             known[name + suffix] = KnownJudge(replay.head_probs(rollouts.heads[name], head, calibrated), late)
     if rollouts.accept_along is not None:
         known[KNOWN] = KnownJudge(rollouts.accept_along, late=False)
-    made: dict[str, Callable[[], RowJudge]] = {name: lambda judge=judge: judge for name, judge in known.items()}
-    made[ONLINE_Q] = lambda: OnlineRows(rollouts, "q")
-    made[ONLINE_MAX_Q] = lambda: OnlineRows(rollouts, "max_q")
-    return made
+
+    def fresh(name: str) -> RowJudge:
+        return OnlineRows(rollouts, *ONLINE[name]) if name in ONLINE else known[name]
+
+    return {name: partial(fresh, name) for name in (*known, *ONLINE)}
 
 
 def fitted_probs(rollouts: ChainRollouts, fit: ChainRollouts) -> Floats:

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftsmith.eval.rollouts import replay
 from draftsmith.eval.rollouts.rollouts import Floats
 from draftsmith.eval.studies.policies_found import Scene
-from draftsmith.eval.studies.policies_play import FITTED, ONLINE_MAX_Q, ONLINE_Q, RAW, fitted_probs
+from draftsmith.eval.studies.policies_play import FITTED, ONLINE, RAW, fitted_probs
 from draftsmith.eval.studies.predictors import Prediction, online_probs
 
 Q, MAX_Q, ENTROPY = "q(y)", "max q", "entropy"
@@ -44,7 +44,7 @@ def labelled_tokens(scene: Scene) -> Tokens:
         ENTROPY: Prediction(-of(rollouts.entropy), None),
     }
     probs = {FITTED: fitted_probs(rollouts, scene.dev)}
-    probs[ONLINE_Q], probs[ONLINE_MAX_Q] = online_probs(rollouts, "q"), online_probs(rollouts, "max_q")
+    probs |= {name: online_probs(rollouts, *how) for name, how in ONLINE.items()}
     for name, head in scene.heads.items():
         for suffix, calibrated in ((RAW, False), ("", True)):
             probs[name + suffix] = replay.head_probs(rollouts.heads[name], head, calibrated)

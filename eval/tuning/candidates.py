@@ -10,11 +10,22 @@ import numpy as np
 from draftsmith.eval.costs import AR, Costs, family_of, seconds
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Named
-from draftsmith.eval.methods.chains import ConfidenceStop, FixedK, SelfVerification, SpecDecPlusPlus
+from draftsmith.eval.methods.chains import (
+    ConfidenceStop,
+    CostAware,
+    FixedK,
+    HeadByCost,
+    Judged,
+    Online,
+    SelfVerification,
+    SpecDecPlusPlus,
+)
 from draftsmith.eval.methods.lookups import PromptLookup
 from draftsmith.eval.methods.trees import MAX_NODES, Eagle2
 from draftsmith.eval.rollouts import replay
+from draftsmith.eval.rollouts.judged import KnownJudge, OnlineRows, RowJudge, replay_judged
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Ints, TreeRollouts
+from draftsmith.modules.decoding.policies import CostRule, Rule, ThresholdRule
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.decoding.tree import num_candidates
 from draftsmith.modules.heads.acceptance import AcceptanceHead
@@ -49,8 +60,10 @@ class Grid:
             yield from (f"{name}:k={k}" for k in lengths)
             yield from (f"confidence:t={t}:max={m}{reader}" for t in THRESHOLDS[:9:step] for m in longest)
             yield from (f"self-verify:k={m}{reader}" for m in longest)
+            yield from (f"online:max={m}:by={by}{reader}" for m in longest for by in ("q", "max_q"))
             if given.get("acceptance") and acceptance_reads == flag:
                 yield from self._specdecpp(step, longest, reader)
+                yield from (f"cost:max={m}:min={least}{reader}" for m in longest for least in (1, 2) if least <= m)
         if given.get("eagle"):
             for topk in self.topks:
                 for depth in range(1, self.tree_depth + 1, step):
@@ -68,12 +81,13 @@ class Grid:
 @dataclass(frozen=True)
 class Recorded:
     """Rollouts by what drafted them: `draft` or `eagle` chains, trees by their topk, lookups by their longest n-gram;
-    and the head that judged."""
+    the head that judged; and c of each drafter of chains on this machine (`step_cost`)."""
 
     chains: Mapping[str, ChainRollouts]
     trees: Mapping[int, TreeRollouts]
     head: AcceptanceHead | None
     lookups: Mapping[int, ChainRollouts] = field(default_factory=dict)
+    step_costs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def answers(self) -> list[Answer]:
@@ -93,6 +107,8 @@ class Recorded:
             lookups = self.lookups[method.ngram]
             return replay.replay(lookups, replay.fixed_k(lookups, method.k), calls_per_token=0)
         rollouts = self.chains[method.needs[0]]
+        if isinstance(method, Judged):
+            return replay_judged(rollouts, self._judge(method, rollouts), self._rule(method), *method.limits)
         if isinstance(method, SelfVerification):
             return replay.self_verify(rollouts, method.k)
         return replay.replay(rollouts, self._lengths(named, rollouts))
@@ -101,12 +117,22 @@ class Recorded:
         method = named.method
         if isinstance(method, ConfidenceStop):
             return replay.confidence(rollouts, method.t, method.min, method.max)
-        if isinstance(method, SpecDecPlusPlus):
-            assert self.head is not None
-            probs = replay.head_probs(rollouts.heads[HEAD], self.head, method.calibrated)
-            return replay.threshold(rollouts, probs, method.h, method.min, method.max)
         assert isinstance(method, FixedK)
         return replay.fixed_k(rollouts, method.k)
+
+    def _judge(self, method: Judged, rollouts: ChainRollouts) -> RowJudge:
+        if isinstance(method, Online):
+            return OnlineRows(rollouts, method.by, method.repeats)
+        assert self.head is not None and isinstance(method, HeadByCost | SpecDecPlusPlus)
+        calibrated = isinstance(method, HeadByCost) or method.calibrated
+        probs = replay.head_probs(rollouts.heads[HEAD], self.head, calibrated)
+        return KnownJudge(probs, late=self.head.config.state == "after")
+
+    def _rule(self, method: Judged) -> Rule:
+        if isinstance(method, SpecDecPlusPlus):
+            return ThresholdRule(method.h)
+        assert isinstance(method, CostAware)
+        return CostRule(self.step_costs[method.drafter] if isinstance(method.c, str) else method.c)
 
 
 def alone(answer: Answer) -> DecodeTrace:

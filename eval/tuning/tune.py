@@ -22,6 +22,7 @@ from draftsmith.eval.bench import check_device, longest_sequence, model_paths
 from draftsmith.eval.clocks import Clock, clock_of, synchronised
 from draftsmith.eval.costs import AR, Costs, measure_costs
 from draftsmith.eval.figures import to_json
+from draftsmith.eval.learned import remember
 from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner, GroupRunner, Measured, OneByOne, answered, measure
 from draftsmith.eval.methods import parse_method, parse_methods
@@ -32,6 +33,7 @@ from draftsmith.eval.rollouts.lookup import record_lookup
 from draftsmith.eval.rollouts.record import Answers, ChainRecorder, Recording
 from draftsmith.eval.rollouts.rollouts import joined
 from draftsmith.eval.rollouts.trees import TreeRecorder
+from draftsmith.eval.step_cost import step_cost
 from draftsmith.eval.summary import Clock as ClockName
 from draftsmith.eval.summary import tokens_per_s
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
@@ -52,7 +54,7 @@ class TuneConfig:
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts; take some that
         are like those to come, and not those that speed is reported on.
-    draft: draft model: spec, confidence, self-verify, and specdec++ with a head.
+    draft: draft model: spec, online, confidence, self-verify, and specdec++ and cost with a head.
     eagle: EAGLE head directory: the same with the head's chains, and eagle2's trees.
     acceptance: acceptance head directory.
     acceptance_reads: drafter that the acceptance head was trained for: draft or eagle.
@@ -150,7 +152,8 @@ def run(config: TuneConfig) -> Path:
     config.output.mkdir(parents=True, exist_ok=True)
     (config.output / DECODE).write_text(decode_yaml(config, choice), "utf-8")
     models = {"draft": setup.models.draft}
-    meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, clock=config.clock)
+    more = {"clock": config.clock, "step_costs": setup.models.step_costs}
+    meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
     found = {"meta": meta, "figures": to_json(figures(choice)), "summary": summary(choice)}
     write_json(config.output / RESULTS, {**found, "costs": choice.costs.to_json()})
     say(f"{choice.label}: written to {config.output / DECODE}. Use it: draftsmith decode --config FILE '...'")
@@ -230,7 +233,7 @@ def record(config: TuneConfig, setup: Setup) -> Recorded:
             tree_recorder = TreeRecorder(models, topk, replace(how, depth=config.tree_depth), answers)
             trees[topk] = joined([tree_recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
     lookups = {ngram: record_lookup(answers, setup.prompts, how, ngram) for ngram in NGRAMS}
-    return Recorded(chains, trees, head, lookups)
+    return Recorded(chains, trees, head, lookups, {flag: step_cost(models, flag) for flag in chains})
 
 
 def take_costs(config: TuneConfig, setup: Setup, clock: Clock) -> Costs:
@@ -260,7 +263,9 @@ def measured_speeds(
         for item in named
     }
     for label, runner in runners.items():  # uncounted: the first run of a method pays for its set-up
+        restore = remember(runner)
         answered(label, runner, setup.prompts[:1], config.max_new_tokens, [config.seed])
+        restore()
     measured: dict[str, list[Measured]] = {label: [] for label in runners}
     for number, prompt in enumerate(setup.prompts):
         found = measure(runners, [prompt], number, config.max_new_tokens, repeats, [config.seed + number])

@@ -187,6 +187,10 @@ class SideBySide(ABC):
         self.device, self._depth, self._group = device, depth, group_of(depth)
 
     @abstractmethod
+    def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
+        """As of `BranchDrafter`."""
+
+    @abstractmethod
     def _before(self, starts: Tensor) -> Tensor:
         """[S, H]: the states that predict the first tokens."""
 
@@ -217,7 +221,7 @@ class SideBySide(ABC):
         for piece in pieces(len(starts), self._group):
             own = torch.tensor(starts[piece])
             with as_decoding(self.device):
-                hidden, tokens = [self._before(own)], []
+                hidden, tokens = [self._before(own)], list[Tensor]()
                 for level in range(depth):
                     if level:
                         hidden.append(self._step(own, level - 1, tokens[-1], hidden[-1]))

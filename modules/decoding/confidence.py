@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import DraftView
-from draftsmith.modules.sampling import best_token
 
 # Beyond these log-odds a softmax in float32 says little.
 MAX_LOGIT = 12.0
@@ -43,32 +42,39 @@ class Confidences:
 
 def draft_law(view: DraftView) -> Tensor:
     """The law [V] that the token was drawn from; of a greedy draft the softmax of its logits."""
-    if view.draft_prob is not None:
-        return view.draft_prob
-    return view.logits.to(torch.promote_types(view.logits.dtype, torch.float32)).softmax(-1)
+    return wide(view.logits).softmax(-1) if view.draft_prob is None else view.draft_prob
+
+
+def wide(values: Tensor) -> Tensor:
+    """In float32, or float64 where they are."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def confidence_of(view: DraftView) -> Confidence:
-    """Of the token that a stop policy is shown. A draft waits for it, so that the calls are few: no logarithm of a law
-    is taken, but of its mode, from which log p = log max p - (max l - l) / T for any other token of logit l."""
+    """Of the token that a stop policy is shown. A draft waits for it, so that the calls are few, and numpy's where that
+    is possible, which have less between them and the work: no logarithm of a law is taken, but of its mode, from which
+    log p = log max p - (max l - l) / T for any other token of logit l."""
     law = draft_law(view)
     if law.is_cuda:  # one transfer
         own, most, spread = torch.stack([law[view.token], law.max(), entropies(law)]).tolist()
         return Confidence(log_of(own), log_of(most), spread)
-    own, best = law.numpy(), best_token(law)
-    log_max_q = math.log(own.item(best))
-    logits = view.logits.to(law.dtype)
-    spread = (logits.numpy().item(best) - torch.dot(law, logits).item()) / (view.temperature or 1.0) - log_max_q
+    probs, logits = law.numpy(), wide(view.logits)
+    best = int(probs.argmax())
+    log_max_q = math.log(probs.item(best))
+    mean = torch.dot(law, logits if logits.dtype == law.dtype else logits.to(law.dtype)).item()
+    spread = (logits.numpy().item(best) - mean) / (view.temperature or 1.0) - log_max_q
     if not math.isfinite(spread):  # logits of minus infinity, and 0 times that
         spread = entropies(law).item()
-    return Confidence(log_of(own.item(view.token)), log_max_q, spread)
+    return Confidence(log_of(probs.item(view.token)), log_max_q, spread)
 
 
 def log_prob_of(view: DraftView, best: bool) -> float:
     """log q of the token that a stop policy is shown, or of the most probable one; less work than `confidence_of`."""
     law = draft_law(view)
-    token = best_token(law) if best else view.token
-    return log_of(law[token].item() if law.is_cuda else law.numpy().item(token))
+    if law.is_cuda:
+        return log_of((law.max() if best else law[view.token]).item())
+    probs = law.numpy()
+    return log_of(probs.item(int(probs.argmax()) if best else view.token))
 
 
 def log_of(prob: float) -> float:
@@ -82,17 +88,14 @@ def confidences_of(laws: Tensor, tokens: Tensor, depth: Tensor, temperature: Ten
     return Confidences(own.log(), laws.amax(-1).log(), entropies(laws), depth.float(), temperature.float())
 
 
-def confidences_of_children(laws: Tensor, tokens: Tensor, depth: int, temperature: float) -> Confidences:
-    """Of k tokens [n, k] that may follow each of n laws [n, V], all at one depth; every number is [n, k]."""
-    own = laws.gather(-1, tokens).log()
-
-    def same(values: Tensor) -> Tensor:
-        return values[:, None].expand_as(own)
-
-    def all_of(value: float) -> Tensor:
-        return torch.full_like(own, value)
-
-    return Confidences(own, same(laws.amax(-1).log()), same(entropies(laws)), all_of(depth), all_of(temperature))
+def confidences_of_children(log_laws: Tensor, tokens: Tensor, depth: int, temperature: float) -> Confidences:
+    """Of k tokens [n, k] that may follow each of n laws, whose logarithms are [n, V], all at one depth. log q is
+    [n, k]; what a law's tokens have in common [n, 1], and what all have [1, 1]."""
+    log_laws = log_laws.clamp_min(math.log(SMALLEST))
+    entropy = -torch.linalg.vecdot(log_laws.exp(), log_laws)
+    depths, temperatures = (log_laws.new_full((1, 1), value) for value in (depth, temperature))
+    largest = log_laws.amax(-1, keepdim=True)
+    return Confidences(log_laws.gather(-1, tokens), largest, entropy[:, None], depths, temperatures)
 
 
 def entropies(laws: Tensor) -> Tensor:

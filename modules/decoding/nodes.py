@@ -44,7 +44,7 @@ class TreeRule:
     def __init__(self, times: TreeTimes, any_depth: bool = False):
         """any_depth: drafting may end before the tree's depth."""
         self._times, self._any_depth = times, any_depth
-        # As if one round had been: a tree of one node, accepted half of the time; and a few nodes had kept their promise.
+        # As if one round had been: a tree of one node, accepted half of the time; and three nodes accepted as promised.
         self._pace = RecentRatio(1.5, times.draft(1) + times.verify[1])
         self._acceptance, self._trust = RecentRatio(0.5, 1.0), RecentRatio(3.0, 3.0)
         self._expected = 0.0  # of the nodes chosen last, as their values say

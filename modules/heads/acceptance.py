@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +22,13 @@ from draftsmith.modules.decoding.confidence import (
     log_odds,
     log_odds_of,
     sigmoid,
+    wide,
 )
 from draftsmith.modules.decoding.policies import JudgedStop, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.repeats import RepeatScores
 
+LARGEST_TABLE = 2**24  # numbers, 64 MiB: of what a first layer makes of every token, worked out beforehand
 State = Literal["after", "before"]
 Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
 
@@ -112,7 +116,10 @@ class AcceptanceHead(nn.Module):
     def forward(self, hidden: Tensor, embeds: Tensor | None = None, features: Tensor | None = None) -> Tensor:
         """hidden [.., H]; embeds [.., H] of the tokens, for state `before`; features [.., F] (`feature_values`)."""
         given = [part.float() for part in (hidden, embeds, features) if part is not None]
-        x = given[0] if self.join is None else self.join(torch.cat(given, -1))
+        return self.rest(given[0] if self.join is None else self.join(torch.cat(given, -1)), features)
+
+    def rest(self, x: Tensor, features: Tensor | None) -> Tensor:
+        """The raw logit [..] from what the blocks read, x [.., W], and the features, which go to the logit too."""
         for block in self.blocks:
             x = block(x)
         logit = self.out(x)
@@ -135,8 +142,10 @@ class AcceptanceHead(nn.Module):
         return scale * logit + shift
 
     def feature_values(self, known: Confidences) -> Tensor:
-        """[.., F]: the numbers that this head reads beside states, in the order of its settings."""
-        return torch.stack([feature_value(name, known) for name in self.config.features], -1)
+        """[.., F]: the numbers that this head reads beside states, in the order of its settings. Numbers that tokens
+        have in common may be of a shape that expands to theirs."""
+        values = [feature_value(name, known) for name in self.config.features]
+        return torch.stack(torch.broadcast_tensors(*values), -1)
 
 
 def feature_value(name: Feature, known: Confidences) -> Tensor:
@@ -203,6 +212,12 @@ class HeadJudge:
         self._before: list[float] = []  # a late judge's features, of the token that it is going to judge
         self._repeats = RepeatScores() if "repeat" in config.features else None
 
+    def beside(self) -> HeadJudge:
+        """One for another draft at the same time; it shares the head's weights and what was made of them."""
+        other = copy(self)
+        other._before, other._repeats = [], RepeatScores() if self._repeats is not None else None
+        return other
+
     def reset(self) -> None:
         if self._repeats is not None:
             self._repeats.reset()
@@ -260,58 +275,71 @@ class _OnDevice:
 
 
 class _OnCpu:
-    """The same with fewer calls, which are most of the cost at this size: into memory that is used again, and with what
-    the first layer makes of every token worked out beforehand."""
-
-    LARGEST_TABLE = 2**24  # numbers, 64 MiB
+    """The same with fewer and shorter calls, which are most of the cost at this size: numpy's where they start no
+    threads of their own, into memory that is used again, and with what the first layer makes of every token worked out
+    beforehand."""
 
     def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None):
-        size, inner, count = head.config.hidden_size, head.config.inner_size, len(head.config.features)
-        self._embed = embed if head.config.state == "before" else None
-        linears: list = [block.linear for block in head.blocks]
-        self._blocks = [(linear.weight.detach(), linear.bias.detach()) for linear in linears]
-        self._out = (head.out.weight.detach()[0], head.out.bias.item())
-        self._direct: list[float] = head.direct.weight[0].tolist() if head.direct is not None else []
-        self._x, self._inner = torch.empty(inner), torch.empty(inner)
-        self._joined: Tensor | None = None
-        self._table: Tensor | None = None
+        config = head.config
+        size, inner, count = config.hidden_size, config.inner_size, len(config.features)
+        self._embed = embed if config.state == "before" else None
+        x, given, z = torch.empty(inner + count), torch.empty(size + count), torch.empty(inner)
+        # Views of the same memory: what the blocks work on, and behind it what goes straight to the logit.
+        self._x, self._direct, self._out_of = x.numpy()[:inner], x.numpy()[inner:], x.numpy()
+        self._inner, self._z = z, z.numpy()
+        self._state, self._values = given.numpy()[:size], given.numpy()[size:]
+        self._join: Callable[[], object] | None = None
         if head.join is not None:
             # Columns of the state, of the token's embedding where it is read, of the features.
             weight, self._bias = head.join.weight.detach().float(), head.join.bias.detach().float()
-            self._joined = torch.cat([weight[:, :size], weight[:, weight.shape[1] - count :]], 1).contiguous()
-            self._of_token = weight[:, size : weight.shape[1] - count]
-            self._given = torch.empty(size + count)
-            self._state, self._values = self._given[:size], self._given[size:].numpy()
+            features = weight.shape[1] - count
+            self._join = product(torch.cat([weight[:, :size], weight[:, features:]], 1), given, x[:inner])
+            self._of_token = weight[:, size:features]
+        linears: list = [block.linear for block in head.blocks]
+        self._blocks = [
+            (product(linear.weight.detach(), x[:inner], z), linear.bias.detach().numpy()) for linear in linears
+        ]
+        direct = [head.direct.weight.detach()[0]] if head.direct is not None else []
+        self._weights = torch.cat([head.out.weight.detach()[0], *direct]).numpy()
+        self._shift = head.out.bias.item()
+        self._table: Any = None
 
     def __call__(self, view: DraftView, values: list[float]) -> float:
         """values: the head's features of the token that is judged."""
-        x = self._first(view, values)
-        for weight, bias in self._blocks:
-            inner = torch.addmv(bias, weight, x, out=self._inner)
-            x = torch.add(x, F.silu(inner, inplace=True), out=self._x)
-        logit = torch.dot(self._out[0], x).item() + self._out[1]
-        return logit + sum(weight * value for weight, value in zip(self._direct, values, strict=True))
+        x, z = self._x, self._z
+        hidden = wide(view.states).numpy()[-1]
+        if self._join is None:
+            x[:] = hidden
+        else:
+            self._state[:] = hidden
+            if values:
+                self._values[:] = self._direct[:] = values
+            self._join()
+            x += self._by_token(view) if self._table is None else self._table[view.token]
+        for multiply, bias in self._blocks:
+            multiply()
+            z += bias
+            F.silu(self._inner, inplace=True)
+            x += z
+        return float(self._weights.dot(self._out_of)) + self._shift
 
-    def _first(self, view: DraftView, values: list[float]) -> Tensor:
-        """What the blocks read, [H]."""
-        if self._joined is None:
-            return view.hidden.float()
-        self._state.copy_(view.hidden)
-        if values:
-            self._values[:] = values
-        return torch.addmv(self._by_token(view), self._joined, self._given, out=self._x)
-
-    def _by_token(self, view: DraftView) -> Tensor:
+    def _by_token(self, view: DraftView) -> Any:
         """The part of the first layer that the token decides, its bias included, [H]."""
         if self._embed is None:
-            return self._bias
+            return self._bias.numpy()
         vocabulary = view.logits.shape[-1]
-        if vocabulary * len(self._bias) > self.LARGEST_TABLE:
-            return torch.addmv(self._bias, self._of_token, self._embed(torch.tensor(view.token)).float())
-        if self._table is None:
-            embeds = self._embed(torch.arange(vocabulary)).float()
-            self._table = torch.addmm(self._bias, embeds, self._of_token.T)
-        return self._table.select(0, view.token)
+        if vocabulary * len(self._bias) > LARGEST_TABLE:
+            return torch.addmv(self._bias, self._of_token, self._embed(torch.tensor(view.token)).float()).numpy()
+        embeds = self._embed(torch.arange(vocabulary)).float()
+        self._table = torch.addmm(self._bias, embeds, self._of_token.T).numpy()
+        return self._table[view.token]
+
+
+def product(weight: Tensor, x: Tensor, out: Tensor) -> Callable[[], object]:
+    """What writes weight [m, n] x into `out`, again and again."""
+    if weight.numel() < 8192:  # from there on numpy's may start threads, whatever torch was told
+        return partial(weight.contiguous().numpy().dot, x.numpy(), out=out.numpy())
+    return partial(torch.mv, weight.contiguous(), x, out=out)
 
 
 class SpecDecPP(JudgedStop):

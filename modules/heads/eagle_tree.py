@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.decoding.confidence import confidences_of_children
 from draftsmith.modules.decoding.nodes import TreeRule
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
 from draftsmith.modules.decoding.stop import FixedLength
@@ -16,9 +15,10 @@ from draftsmith.modules.decoding.tree import StaticTree, best_connected
 from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
+from draftsmith.modules.heads.tree_judge import TreeJudge
 from draftsmith.modules.lean import as_bias
 from draftsmith.modules.lean_rows import RowsStack, fixed_span
-from draftsmith.modules.sampling import probabilities, top_values
+from draftsmith.modules.sampling import top_values
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -66,9 +66,9 @@ class EagleTreeDrafter(EagleDrafter):
         whose probabilities are the nodes' values. rule: how far a dynamic tree is to grow,
         and how many of its `nodes` to take."""
         super().__init__(head, target, FixedLength(1), capacity)
-        assert judge is None or (judge.config.judges == "tree" and judge.config.state == "before")
         assert rule is None or (isinstance(shape, DynamicTree) and shape.value and shape.rerank)
-        self.shape, self._judge, self._rule = shape, judge, rule
+        self.shape, self._rule = shape, rule
+        self._judge = None if judge is None else TreeJudge(judge, target.embed, target.info.vocab_size)
         self._static = target.device.type == "cuda" if static is None else static
         if isinstance(shape, DynamicTree):
             room, width = shape.depth * shape.topk, shape.topk
@@ -160,15 +160,8 @@ class EagleTreeDrafter(EagleDrafter):
         log_prob, tokens = top_values(log_law, min(count, log_law.shape[-1]))
         if self._judge is None:
             return log_prob, tokens
-        # A judge is told of the law that a token would be drawn from, as it was when it was trained.
-        plain = params.greedy or (params.temperature == 1 and params.top_k == 0 and params.top_p == 1)
-        laws = log_law.exp() if plain else probabilities(level.logits, params)
-        embeds, judge = self._target.embed(tokens), self._judge
-        features = None
-        if judge.config.features:
-            features = judge.feature_values(confidences_of_children(laws, tokens, depth, params.temperature))
-        logits = judge(level.hidden[:, None].expand_as(embeds), embeds, features)
-        return F.logsigmoid(judge.calibrated(logits)).to(log_prob.dtype), tokens
+        judged = self._judge.log_prob(level.hidden, level.logits, log_law, tokens, depth, params)
+        return judged.to(log_prob.dtype), tokens
 
     def _grow_dynamic(self, shape: DynamicTree, root: _Level, max_depth: int, params: SamplingParams) -> DraftTree:
         log_prob, tokens = self._children(root, 1, shape.topk, params)

@@ -28,8 +28,10 @@ def runner(models: Models, label: str, batch: bool = False):
     return OneByOne(EngineRunner(models.target, method.build(models), PARAMS, ()))
 
 
-def numbers(made) -> list[dict[str, float]]:
-    return [dict(vars(learner)) for stop in policies_of(made) for learner in stop.learners]
+def numbers(made) -> list[list[float]]:
+    """Of the rules and of the logistic fits."""
+    rules = [[stop.rule.pace, stop.rule.acceptance] for stop in policies_of(made)]
+    return rules + [list(stop.judge.model.weights) for stop in policies_of(made)]
 
 
 @pytest.mark.parametrize("batch", [False, True])

@@ -37,12 +37,14 @@ CHAINS = [
     "spec:k=1", "spec:k=4", "spec:k=9", "confidence:t=0.5:max=9", "confidence:t=0.9:min=3:max=6",
     "specdec++:h=0.6:max=9", "specdec++:h=0.3:min=1:max=7:calibrated=on", "self-verify:k=9",
     "eagle:k=1", "eagle:k=5", "specdec++:h=0.5:max=8:drafter=eagle", "confidence:t=0.5:max=8:drafter=eagle",
-    "self-verify:k=6:drafter=eagle",
+    "self-verify:k=6:drafter=eagle", "cost:c=0.1:max=7", "cost:c=0.2:max=9:drafter=eagle", "online:c=0.1:max=9",
+    "online:c=0.3:by=max_q:max=6", "online:c=0.1:repeats=off:max=6:drafter=eagle",
 ]  # fmt: skip
 ON_EMBEDDED = {
     "spec:k=4",
     "specdec++:h=0.3:min=1:max=7:calibrated=on",
     "self-verify:k=9",
+    "online:c=0.1:max=9",
     "eagle:k=5",
     "pld:k=8:ngram=2",
 }

@@ -49,6 +49,7 @@ def test_the_choice_is_the_best_of_its_own_table(tuned):
     assert predicted == sorted(predicted, reverse=True)
     families = {row["family"] for row in table.rows}
     assert families == {"ar", "pld", "spec", "eagle", "confidence", "self-verify", "specdec++", "confidence/eagle",
+                        "cost", "online", "online/eagle",
                         "self-verify/eagle", "eagle2/2"}  # fmt: skip
     # The table has the highest point of every line of the charts.
     best = {row["family"]: row["predicted"] for row in table.rows}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftsmith.modules.decoding.confidence import log_odds
-from draftsmith.modules.decoding.policies import CostRule, JudgedStop, OnlineJudge, ThresholdRule
+from draftsmith.modules.decoding.policies import CostRule, JudgedStop, OnlineJudge, RecentRatio, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView
 
 NOTHING = torch.zeros(1, 2)
@@ -26,6 +26,9 @@ class Says:
         self._probs, self.late, self.learns = probs, late, learns
         self.asked: list[int] = []
         self.verdicts: list[tuple[int, int]] = []
+
+    def reset(self) -> None:
+        """A new prompt."""
 
     def start_round(self) -> None:
         self.asked = []
@@ -82,7 +85,7 @@ def test_pace_and_acceptance_are_means_over_rounds():
     rounds = [(4, 2), (1, 1), (3, 0)]  # drafted, accepted; of these 3, 1 and 1 tokens were judged
     for num_drafted, num_accepted in rounds:
         rule.observe(num_drafted, num_accepted)
-    kept = [(1 - 1 / CostRule.MEMORY) ** age for age in (3, 2, 1, 0)]  # of the start, and of each round
+    kept = [(1 - 1 / RecentRatio.MEMORY) ** age for age in (3, 2, 1, 0)]  # of the start, and of each round
     tokens = sum(map(math.prod, zip(kept, (1.5, 3, 2, 1), strict=True)))
     time = sum(map(math.prod, zip(kept, (1.1, 1.4, 1.1, 1.3), strict=True)))
     accepted = sum(map(math.prod, zip(kept, (0.5, 2, 1, 0), strict=True)))
@@ -112,7 +115,7 @@ def test_the_cost_rule_finds_the_best_fixed_length(a, c, late):
 
 def test_an_online_judge_learns_what_its_confidence_is_worth():
     """Tokens of q = 0.9 are accepted, tokens of q = 0.6 are not: the logistic turns the one way and the other."""
-    judge = OnlineJudge("q")
+    judge = OnlineJudge("q", repeats=False)
     laws = [torch.tensor([0.9, 0.1]), torch.tensor([0.6, 0.4])]
     first = [judge.prob(view(1, 0, law)) for law in laws]
     assert first == pytest.approx([0.9, 0.6])  # at its word
@@ -128,29 +131,30 @@ def test_an_online_judge_learns_what_its_confidence_is_worth():
 @pytest.mark.parametrize(("by", "prob"), [("q", 0.25), ("max_q", 0.75)])
 def test_an_online_judge_looks_at_the_token_or_at_the_most_probable_one(by, prob):
     law = torch.tensor([0.75, 0.25])
-    assert OnlineJudge(by).prob(view(1, 1, law)) == pytest.approx(prob)
+    assert OnlineJudge(by, repeats=False).prob(view(1, 1, law)) == pytest.approx(prob)
 
 
 def test_rows_learn_together():
-    rows = [OnlineJudge("q")]
-    rows.append(OnlineJudge("q", rows[0].model))
-    alone = OnlineJudge("q")
+    rows = [OnlineJudge("q", repeats=False)]
+    rows.append(OnlineJudge("q", repeats=False, model=rows[0].model))
+    alone = OnlineJudge("q", repeats=False)
     for judge in (*rows, alone):
         judge.start_round()
         judge.prob(view(1, 0, torch.tensor([0.8, 0.2])))
     rows[0].observe(1, 0)
     alone.observe(1, 0)
     # The second row's own verdict counts on top of what the first one learned.
-    alone.model.update(log_odds(math.log(0.8)), 1.0)
+    alone.model.update([log_odds(math.log(0.8))], 1.0)
     rows[1].observe(1, 1)
-    assert (rows[1].model.scale, rows[1].model.bias) == pytest.approx((alone.model.scale, alone.model.bias))
+    assert rows[1].model.weights == pytest.approx(alone.model.weights)
 
 
 def test_what_was_learned_outlives_a_prompt():
-    policy = JudgedStop(OnlineJudge("q"), CostRule(0.1), 1, 4)
+    judge, rule = OnlineJudge("q"), CostRule(0.1)
+    policy = JudgedStop(judge, rule, 1, 4)
     drafted(policy)
     policy.observe(1, 0)
-    known = [dict(vars(learner)) for learner in policy.learners]
+    known = (rule.pace, rule.acceptance, judge.model.weights)
     policy.reset()
-    assert [vars(learner) for learner in policy.learners] == known
-    assert known[0] != vars(CostRule(0.1))
+    assert (rule.pace, rule.acceptance, judge.model.weights) == known
+    assert known[0] < CostRule(0.1).pace and policy.learners == (rule, judge.model)
