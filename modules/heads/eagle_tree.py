@@ -67,7 +67,7 @@ class EagleTreeDrafter(EagleDrafter):
         and how many of its `nodes` to take."""
         super().__init__(head, target, FixedLength(1), capacity)
         assert rule is None or (isinstance(shape, DynamicTree) and shape.value and shape.rerank)
-        self.shape, self._rule = shape, rule
+        self.shape, self.rule = shape, rule
         self._judge = None if judge is None else TreeJudge(judge, target.embed, target.info.vocab_size)
         self._static = target.device.type == "cuda" if static is None else static
         if isinstance(shape, DynamicTree):
@@ -102,8 +102,8 @@ class EagleTreeDrafter(EagleDrafter):
         return tree
 
     def advance(self, outcome: Outcome) -> None:
-        if self._rule is not None and self._num_drafted:
-            self._rule.observe(self._num_drafted, self.draft_calls, outcome.num_accepted)
+        if self.rule is not None and self._num_drafted:
+            self.rule.observe(self._num_drafted, self.draft_calls, outcome.num_accepted)
         super().advance(outcome)
         self._num_drafted = 0  # rounds that the context's end leaves without a draft are not this one
 
@@ -173,7 +173,7 @@ class EagleTreeDrafter(EagleDrafter):
         frontier_tokens, values, kept = tokens[0][frontier], log_prob[0][frontier], [frontier]
         count = len(frontier)
         for depth in range(1, min(shape.depth, max_depth - 1) + 1):
-            if self._rule is not None and not self._rule.deeper(values.tolist):
+            if self.rule is not None and not self.rule.deeper(values.tolist):
                 break
             level = self._expand(level, frontier_tokens, above, depth)
             log_prob, tokens = self._children(level, depth + 1, shape.topk, params)
@@ -192,8 +192,8 @@ class EagleTreeDrafter(EagleDrafter):
         if shape.value:
             # A path's product never grows, so the best form a tree, and of equal ones the parent comes first.
             best = _best(candidates.values, shape.nodes)
-            if self._rule is not None:
-                best = best[: self._rule.choose(candidates.values[best].tolist())]
+            if self.rule is not None:
+                best = best[: self.rule.choose(candidates.values[best].tolist())]
             return candidates.tree(best.sort().values)
         taken = best_connected(candidates.parents.tolist(), candidates.values.tolist(), shape.nodes)
         return candidates.tree(torch.tensor(taken, device=tokens.device))
