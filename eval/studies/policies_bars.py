@@ -46,13 +46,13 @@ def bars_at(compared: Compared, at: AtCost) -> list[dict[str, Any]]:
     rows = [
         bar("head over the best fixed K", name, over_fixed, OVER_FIXED[greedy]),
         bar(
-            "head over the best that goes by confidence alone, training-free", f"{name} / {free.family.name}", compared.gain(at, head, free),
-            OVER_FREE[greedy], above_zero=True,
+            "head over the best training-free that goes by confidence", f"{name} / {free.family.name}",
+            compared.gain(at, head, free), OVER_FREE[greedy], above_zero=True,
         ),
     ]  # fmt: skip
     looking = at.best("looking")
     if looking is not None:
-        what, over = "head over the best that looks for repetitions, training-free", compared.gain(at, head, looking)
+        what, over = "head over the training-free that looks for repetitions", compared.gain(at, head, looking)
         rows.append(bar(what, f"{name} / {looking.family.name}", over, OVER_FREE[greedy], above_zero=True))
     ceiling = at.best("ceiling")
     most = 0.0 if ceiling is None else compared.gain(at, ceiling).value

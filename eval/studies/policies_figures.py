@@ -59,8 +59,8 @@ def bars_table(found: Sequence[Compared], measured: Sequence[Row]) -> Table:
     ]  # fmt: skip
     note = (
         "What was asked for before anything was measured. The head and the training-free policy are the best of all "
-        f"such on dev prompts; training-free are here those that go by the draft's confidence alone, and the one that "
-        f"looks for repetitions of the text too, which is newer than the bars, has a row without one. {INTERVALS}"
+        "such on dev prompts. Training-free policies are of two kinds: those that go by the draft's confidence alone, "
+        f"and the one that looks for repetitions of the text too; the head is held against both. {INTERVALS}"
     )
     return Table(BARS, "The bars, and what was reached", columns, bar_rows(found, measured), note)
 
