@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import time
 
 import pytest
 import torch
 
 from draftsmith.eval.clocks import Forwards, interleaved, paired_ratio
+from draftsmith.eval.judge_cost import DRAFTED, share_of_a_step
+from draftsmith.eval.pairs import GREEDY, random_models
 from draftsmith.eval.synthetic import random_pair
 from draftsmith.launch.cli import main
+from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.decoding.policies import OnlineJudge
 
 
 class Wound:
@@ -80,6 +85,20 @@ def test_the_random_models_are_the_same_in_both_engines(number):
     lean, hf = weights.lean(False), weights.transformers()
     ids = torch.tensor([[1, 40, 7, 63, 0]])
     torch.testing.assert_close(lean.lm_head(lean.features(ids)), hf(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_judge_is_timed_while_it_drafts_and_changes_nothing():
+    pair = random_models("tiny", "float32", "cpu", 24, time.process_time)
+    made = []
+
+    def make(stop):
+        made.append(DraftModelDrafter(pair.packed[1], stop, pair.capacity))
+        return made[-1]
+
+    share, seconds = share_of_a_step(pair, make, OnlineJudge(), GREEDY)
+    assert 0 < share < math.inf and 0 < seconds < 1
+    # Every draft is as long as it may be, and all of its tokens were judged.
+    assert made[0].stop.max_drafted == DRAFTED and len(made[0].stop.probs) >= 1
 
 
 @pytest.mark.slow
