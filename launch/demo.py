@@ -183,7 +183,7 @@ def dev_methods() -> list[str]:
     """Every setting that the dev prompts choose from."""
     spec = [f"spec:k={k}" for k in SPEC_K]
     stop = [f"specdec++:h={h}:calibrated=on" for h in THRESHOLDS]
-    return [*spec, *stop, *(f"eagle:k={k}" for k in EAGLE_K)]
+    return [*spec, *stop, *(f"eagle:k={k}" for k in EAGLE_K), "online", "online:drafter=eagle"]
 
 
 def read_results(directory: Path) -> dict[str, Any]:
