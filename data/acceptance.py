@@ -1,6 +1,7 @@
 """Stage `data acceptance`: which tokens would the draft propose along the target's text, and would they be kept?
 
-SpecDec++ (Huang et al. 2024), section 3.3. X is the target's response. The draft reads prompt and X (teacher forcing)
+Labels `mix`, of SpecDec++ (Huang et al. 2024), section 3.3; those of whole drafts, `rollout`, are made in
+data/rollouts.py. X is the target's response. The draft reads prompt and X (teacher forcing)
 and at every response position proposes Y_j ~ q(. | x, X_<j); the target keeps it with P_j = min(1, p(Y_j) / q(Y_j)).
 Labels hold for the sampling settings they were made with only: those are in the manifest.
 """

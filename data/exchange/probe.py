@@ -103,7 +103,8 @@ def judged_tokens(probes: Sequence[Probe], lm: CausalLM, eagle: Any | None = Non
     # What the texts repeat does not matter: any numbers will do that a head may meet.
     known = dataclasses.replace(known, repeat=(ids % 5 - 2).float())
     known = Confidences(*(getattr(known, field.name).cpu() for field in dataclasses.fields(known)))
-    return Judged(before.float().cpu(), after.float().cpu(), embeds.float().cpu(), known)
+    before, after, embeds = (states.float().cpu() for states in (before, after, embeds))
+    return Judged(before, after, embeds, known)
 
 
 @torch.inference_mode()

@@ -149,4 +149,7 @@ def tree_judge(models: Models) -> AcceptanceHead:
     if head.config.state != "before":
         found = "a head that reads the state after the token"
         raise InputError("acceptance, value=head", found, "a head that reads the state before it", remedy)
+    if "repeat" in head.config.features:
+        remedy = "Train it with other --features."
+        raise InputError("acceptance, value=head", "a head that looks for repetitions", "one that does not", remedy)
     return head

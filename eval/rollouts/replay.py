@@ -109,18 +109,22 @@ def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int, rule: TreeRule |
     assert 1 <= depth <= rollouts.depth and nodes >= 1
     most_levels = np.full(len(rollouts.start), depth + 1) if rollouts.levels is None else rollouts.levels
 
+    def size(row: int, levels: int) -> tuple[int, int]:
+        """Nodes and levels of a tree that may have so many levels."""
+        if rule is None:
+            return min(nodes, num_candidates(rollouts.topk, levels)), levels
+        assert rollouts.values is not None and rollouts.frontier is not None
+        ends = (n for n in range(1, levels) if not rule.deeper(rollouts.frontier[row, n - 1].tolist))
+        levels = next(ends, levels)
+        most = min(nodes, num_candidates(rollouts.topk, levels))
+        assert rollouts.values.shape[2] >= most
+        return rule.choose(rollouts.values[row, levels - 1, :most].tolist()), levels
+
     def play(row: int, most: int) -> tuple[int, int, int]:
         levels = min(depth + 1, int(most_levels[row]), most)
         if levels < 1:
             return 0, 0, 0
-        if rule is not None:
-            assert rollouts.values is not None and rollouts.frontier is not None
-            grown = (n for n in range(1, levels) if not rule.deeper(rollouts.frontier[row, n - 1].tolist))
-            levels = next(grown, levels)
-        taken = min(nodes, num_candidates(rollouts.topk, levels))
-        if rule is not None:
-            assert rollouts.values is not None and rollouts.values.shape[2] >= taken
-            taken = rule.choose(rollouts.values[row, levels - 1, :taken].tolist())
+        taken, levels = size(row, levels)
         rank = rollouts.rank[row, levels - 1]
         outside = np.flatnonzero((rank < 0) | (rank >= taken))
         accepted = int(outside[0]) if len(outside) else len(rank)

@@ -46,17 +46,18 @@ def bars_at(compared: Compared, at: AtCost) -> list[dict[str, Any]]:
     rows = [
         bar("head over the best fixed K", name, over_fixed, OVER_FIXED[greedy]),
         bar(
-            "head over the best that goes by confidence alone, training-free", f"{name} / {free.family.name}", compared.gain(at, head, free),
-            OVER_FREE[greedy], above_zero=True,
+            "head over the best training-free that goes by confidence", f"{name} / {free.family.name}",
+            compared.gain(at, head, free), OVER_FREE[greedy], above_zero=True,
         ),
     ]  # fmt: skip
     looking = at.best("looking")
     if looking is not None:
-        what, over = "head over the best that looks for repetitions, training-free", compared.gain(at, head, looking)
+        what, over = "head over the training-free that looks for repetitions", compared.gain(at, head, looking)
         rows.append(bar(what, f"{name} / {looking.family.name}", over, OVER_FREE[greedy], above_zero=True))
     ceiling = at.best("ceiling")
-    if ceiling is not None:
-        share = over_fixed.value / compared.gain(at, ceiling).value
+    most = 0.0 if ceiling is None else compared.gain(at, ceiling).value
+    if most > 0:  # else there is nothing to have a share of
+        share = over_fixed.value / most
         rows.append(bar("share of the gain with true p/q known", name, Gain(share, np.nan, np.nan), CEILING_SHARE))
     return rows
 

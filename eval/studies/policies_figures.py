@@ -9,13 +9,15 @@ from draftsmith.eval.figures import Axis, Chart, Column, Figure, Table, plain
 from draftsmith.eval.studies.common import slug
 from draftsmith.eval.studies.policies_bars import bar_rows
 from draftsmith.eval.studies.policies_found import AtCost, Chosen, Compared
-from draftsmith.eval.studies.policies_play import AS_PUBLISHED, FIXED
-from draftsmith.eval.studies.policies_quality import Tokens, labelled_tokens
+from draftsmith.eval.studies.policies_play import AS_PUBLISHED, FIXED, ONLINE_MAX_Q, ONLINE_Q
+from draftsmith.eval.studies.policies_quality import ENTROPY, MAX_Q, Tokens, labelled_tokens
 from draftsmith.eval.studies.predictors import Prediction, by_value, part
 from draftsmith.eval.studies.reliability import quality, reliability_bins
 
 Row = dict[str, Any]
 BARS, GAINS, BENCH, QUALITY = "policies-bars", "policies-gains", "policies-bench", "policies-quality"
+# Of the charts, where they could not be told apart from what is shown; tables have them.
+LEFT_OUT = {MAX_Q, ENTROPY, ONLINE_Q, ONLINE_MAX_Q}
 INTERVALS = "Intervals are 95 %, by bootstrap over prompts in pairs."
 MODEL = (
     "Time is counted in rounds without a draft: 1 a round and c a drafted token, the prefill counting 1. All policies "
@@ -57,7 +59,8 @@ def bars_table(found: Sequence[Compared], measured: Sequence[Row]) -> Table:
     ]  # fmt: skip
     note = (
         "What was asked for before anything was measured. The head and the training-free policy are the best of all "
-        f"such on dev prompts. {INTERVALS}"
+        "such on dev prompts. Training-free policies are of two kinds: those that go by the draft's confidence alone, "
+        f"and the one that looks for repetitions of the text too; the head is held against both. {INTERVALS}"
     )
     return Table(BARS, "The bars, and what was reached", columns, bar_rows(found, measured), note)
 
@@ -252,7 +255,7 @@ def reliability_chart(tokens: Mapping[str, Tokens]) -> Chart:
         plain({"scene": scene, "predictor": name, **found})
         for scene, own in tokens.items()
         for name, prediction in own.said.items()
-        if prediction.prob is not None
+        if name not in LEFT_OUT and prediction.prob is not None
         for found in reliability_bins(prediction.prob, own.label)
     ]
     return Chart(
@@ -270,7 +273,8 @@ def depth_charts(tokens: Mapping[str, Tokens]) -> list[Chart]:
     for scene, own in tokens.items():
         for depth, mask in by_value(own.depth).items():
             label = part(Prediction(own.label, None), mask).score
-            for name, prediction in own.said.items():
+            for name in sorted(own.said.keys() - LEFT_OUT):
+                prediction = own.said[name]
                 chosen = part(prediction, mask)
                 found = quality(chosen.score, chosen.prob, label)
                 rows.append(plain({"scene": scene, "depth": depth, "predictor": name, **found}))

@@ -88,17 +88,14 @@ def confidences_of(laws: Tensor, tokens: Tensor, depth: Tensor, temperature: Ten
     return Confidences(own.log(), laws.amax(-1).log(), entropies(laws), depth.float(), temperature.float())
 
 
-def confidences_of_children(laws: Tensor, tokens: Tensor, depth: int, temperature: float) -> Confidences:
-    """Of k tokens [n, k] that may follow each of n laws [n, V], all at one depth; every number is [n, k]."""
-    own = laws.gather(-1, tokens).log()
-
-    def same(values: Tensor) -> Tensor:
-        return values[:, None].expand_as(own)
-
-    def all_of(value: float) -> Tensor:
-        return torch.full_like(own, value)
-
-    return Confidences(own, same(laws.amax(-1).log()), same(entropies(laws)), all_of(depth), all_of(temperature))
+def confidences_of_children(log_laws: Tensor, tokens: Tensor, depth: int, temperature: float) -> Confidences:
+    """Of k tokens [n, k] that may follow each of n laws, whose logarithms are [n, V], all at one depth. log q is
+    [n, k]; what a law's tokens have in common [n, 1], and what all have [1, 1]."""
+    log_laws = log_laws.clamp_min(math.log(SMALLEST))
+    entropy = -torch.linalg.vecdot(log_laws.exp(), log_laws)
+    depths, temperatures = (log_laws.new_full((1, 1), value) for value in (depth, temperature))
+    largest = log_laws.amax(-1, keepdim=True)
+    return Confidences(log_laws.gather(-1, tokens), largest, entropy[:, None], depths, temperatures)
 
 
 def entropies(laws: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from draftsmith.modules.decoding.policies import JudgedStop, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.repeats import RepeatScores
 
+LARGEST_TABLE = 2**24  # numbers, 64 MiB: of what a first layer makes of every token, worked out beforehand
 State = Literal["after", "before"]
 Feature = Literal["log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature", "repeat"]
 
@@ -115,7 +116,10 @@ class AcceptanceHead(nn.Module):
     def forward(self, hidden: Tensor, embeds: Tensor | None = None, features: Tensor | None = None) -> Tensor:
         """hidden [.., H]; embeds [.., H] of the tokens, for state `before`; features [.., F] (`feature_values`)."""
         given = [part.float() for part in (hidden, embeds, features) if part is not None]
-        x = given[0] if self.join is None else self.join(torch.cat(given, -1))
+        return self.rest(given[0] if self.join is None else self.join(torch.cat(given, -1)), features)
+
+    def rest(self, x: Tensor, features: Tensor | None) -> Tensor:
+        """The raw logit [..] from what the blocks read, x [.., W], and the features, which go to the logit too."""
         for block in self.blocks:
             x = block(x)
         logit = self.out(x)
@@ -138,8 +142,10 @@ class AcceptanceHead(nn.Module):
         return scale * logit + shift
 
     def feature_values(self, known: Confidences) -> Tensor:
-        """[.., F]: the numbers that this head reads beside states, in the order of its settings."""
-        return torch.stack([feature_value(name, known) for name in self.config.features], -1)
+        """[.., F]: the numbers that this head reads beside states, in the order of its settings. Numbers that tokens
+        have in common may be of a shape that expands to theirs."""
+        values = [feature_value(name, known) for name in self.config.features]
+        return torch.stack(torch.broadcast_tensors(*values), -1)
 
 
 def feature_value(name: Feature, known: Confidences) -> Tensor:
@@ -273,8 +279,6 @@ class _OnCpu:
     threads of their own, into memory that is used again, and with what the first layer makes of every token worked out
     beforehand."""
 
-    LARGEST_TABLE = 2**24  # numbers, 64 MiB
-
     def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None):
         config = head.config
         size, inner, count = config.hidden_size, config.inner_size, len(config.features)
@@ -324,7 +328,7 @@ class _OnCpu:
         if self._embed is None:
             return self._bias.numpy()
         vocabulary = view.logits.shape[-1]
-        if vocabulary * len(self._bias) > self.LARGEST_TABLE:
+        if vocabulary * len(self._bias) > LARGEST_TABLE:
             return torch.addmv(self._bias, self._of_token, self._embed(torch.tensor(view.token)).float()).numpy()
         embeds = self._embed(torch.arange(vocabulary)).float()
         self._table = torch.addmm(self._bias, embeds, self._of_token.T).numpy()

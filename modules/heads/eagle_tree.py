@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.decoding.confidence import confidences_of_children
 from draftsmith.modules.decoding.nodes import TreeRule
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
 from draftsmith.modules.decoding.stop import FixedLength
@@ -16,9 +15,10 @@ from draftsmith.modules.decoding.tree import StaticTree, best_connected
 from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
+from draftsmith.modules.heads.tree_judge import TreeJudge
 from draftsmith.modules.lean import as_bias
 from draftsmith.modules.lean_rows import RowsStack, fixed_span
-from draftsmith.modules.sampling import probabilities, top_values
+from draftsmith.modules.sampling import top_values
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -66,9 +66,9 @@ class EagleTreeDrafter(EagleDrafter):
         whose probabilities are the nodes' values. rule: how far a dynamic tree is to grow,
         and how many of its `nodes` to take."""
         super().__init__(head, target, FixedLength(1), capacity)
-        assert judge is None or (judge.config.judges == "tree" and judge.config.state == "before")
         assert rule is None or (isinstance(shape, DynamicTree) and shape.value and shape.rerank)
-        self.shape, self._judge, self._rule = shape, judge, rule
+        self.shape, self.rule = shape, rule
+        self._judge = None if judge is None else TreeJudge(judge, target.embed, target.info.vocab_size)
         self._static = target.device.type == "cuda" if static is None else static
         if isinstance(shape, DynamicTree):
             room, width = shape.depth * shape.topk, shape.topk
@@ -102,8 +102,8 @@ class EagleTreeDrafter(EagleDrafter):
         return tree
 
     def advance(self, outcome: Outcome) -> None:
-        if self._rule is not None and self._num_drafted:
-            self._rule.observe(self._num_drafted, self.draft_calls, outcome.num_accepted)
+        if self.rule is not None and self._num_drafted:
+            self.rule.observe(self._num_drafted, self.draft_calls, outcome.num_accepted)
         super().advance(outcome)
         self._num_drafted = 0  # rounds that the context's end leaves without a draft are not this one
 
@@ -160,15 +160,8 @@ class EagleTreeDrafter(EagleDrafter):
         log_prob, tokens = top_values(log_law, min(count, log_law.shape[-1]))
         if self._judge is None:
             return log_prob, tokens
-        # A judge is told of the law that a token would be drawn from, as it was when it was trained.
-        plain = params.greedy or (params.temperature == 1 and params.top_k == 0 and params.top_p == 1)
-        laws = log_law.exp() if plain else probabilities(level.logits, params)
-        embeds, judge = self._target.embed(tokens), self._judge
-        features = None
-        if judge.config.features:
-            features = judge.feature_values(confidences_of_children(laws, tokens, depth, params.temperature))
-        logits = judge(level.hidden[:, None].expand_as(embeds), embeds, features)
-        return F.logsigmoid(judge.calibrated(logits)).to(log_prob.dtype), tokens
+        judged = self._judge.log_prob(level.hidden, level.logits, log_law, tokens, depth, params)
+        return judged.to(log_prob.dtype), tokens
 
     def _grow_dynamic(self, shape: DynamicTree, root: _Level, max_depth: int, params: SamplingParams) -> DraftTree:
         log_prob, tokens = self._children(root, 1, shape.topk, params)
@@ -180,7 +173,7 @@ class EagleTreeDrafter(EagleDrafter):
         frontier_tokens, values, kept = tokens[0][frontier], log_prob[0][frontier], [frontier]
         count = len(frontier)
         for depth in range(1, min(shape.depth, max_depth - 1) + 1):
-            if self._rule is not None and not self._rule.deeper(values.tolist):
+            if self.rule is not None and not self.rule.deeper(values.tolist):
                 break
             level = self._expand(level, frontier_tokens, above, depth)
             log_prob, tokens = self._children(level, depth + 1, shape.topk, params)
@@ -199,8 +192,8 @@ class EagleTreeDrafter(EagleDrafter):
         if shape.value:
             # A path's product never grows, so the best form a tree, and of equal ones the parent comes first.
             best = _best(candidates.values, shape.nodes)
-            if self._rule is not None:
-                best = best[: self._rule.choose(candidates.values[best].tolist())]
+            if self.rule is not None:
+                best = best[: self.rule.choose(candidates.values[best].tolist())]
             return candidates.tree(best.sort().values)
         taken = best_connected(candidates.parents.tolist(), candidates.values.tolist(), shape.nodes)
         return candidates.tree(torch.tensor(taken, device=tokens.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,11 +12,19 @@ import torch
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data import heads
-from draftsmith.data.heads import head_config, kind_of, load_head, save_head, starting_head, starting_settings
+from draftsmith.data.heads import (
+    another_mode,
+    head_config,
+    kind_of,
+    load_head,
+    save_head,
+    starting_head,
+    starting_settings,
+)
 from draftsmith.data.models import load_lm
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, SamplingParams
 
 HIDDEN = 32
 CARD = "# A head\n"
@@ -228,3 +237,24 @@ def test_a_head_to_train_on_is_float32_trainable_and_of_no_particular_model(save
 def test_a_head_that_can_not_be_trained_on_is_refused(saved, directory, kind, width, vocab, expected):
     with pytest.raises(InputError, match=expected):
         starting_head(saved.with_name(directory), kind, width, vocab)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "params", "expected"),
+    [
+        ({"temperature": 0.0}, SamplingParams(0.0, top_k=5), None),
+        ({"temperature": [0.5, 1.0]}, SamplingParams(0.7), None),
+        (None, SamplingParams(0.7), None),
+        ({"temperature": 1.0}, SamplingParams(), r"temperature 1.0 there, 0.0 here.*--labels mix --mode greedy --resp"),
+        ({"temperature": 0.0}, SamplingParams(0.7), r"--mode sampling --temperature 0.7 --responses .* --eagle EAGLE"),
+        ({"temperature": [0.5, 0.8]}, SamplingParams(1.0), r"temperature \[0.5, 0.8\] there, 1.0 here"),
+        ({"temperature": 1.0}, SamplingParams(1.0, top_k=9), r"top_k 0 there, 9 here.* --temperature 1 --top-k 9 "),
+    ],
+)
+def test_another_mode_than_the_labels_is_told_with_the_command_for_it(tmp_path, sampling, params, expected):
+    made = sampling and {"top_k": 0, "top_p": 1.0, **sampling}
+    labels = {"labels": "mix", "drafter": "eagle" if sampling == {"temperature": 0.0} else "draft"}
+    saved = save_head(tmp_path / "head", acceptance_head(), {"sampling": made, **labels}, "card")
+    said = another_mode(saved, params)
+    assert (said is None) is (expected is None)
+    assert expected is None or re.search(expected, str(said))

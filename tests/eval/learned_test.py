@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from draftsmith.data.models import load_lm
@@ -9,6 +11,7 @@ from draftsmith.eval.learned import policies_of, remember
 from draftsmith.eval.measure import BatchRunner, BenchPrompt, EngineRunner, OneByOne, measure
 from draftsmith.eval.methods import parse_method
 from draftsmith.eval.methods.base import Models
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 from draftsmith.modules.types import SamplingParams
 
 PARAMS, COUNT = SamplingParams(1.0), 24
@@ -61,3 +64,15 @@ def test_other_policies_have_nothing_to_remember(lms):
     for label in ("ar", "spec:k=2", "self-verify:k=2"):
         remember(runner(lms, label))()
         assert numbers(runner(lms, label)) == []
+
+
+def test_a_trees_rule_is_put_back_too(lms):
+    eagle = EagleHead(EagleConfig.for_target(lms.target.config)).eval().requires_grad_(False)
+    trees = dataclasses.replace(lms, eagle=eagle, measured={})
+    made = runner(trees, "eagle2:nodes=auto:depth=auto:topk=2")
+    rule = made.runner.drafter.rule
+    restore, before = remember(made), (rule.pace, rule.trust)
+    first, after = made([GROUPS[1][0].prompt_ids], COUNT, [1]), (rule.pace, rule.trust)
+    restore()
+    assert (rule.pace, rule.trust) == before != after
+    assert made([GROUPS[1][0].prompt_ids], COUNT, [1]) == first and (rule.pace, rule.trust) == after

@@ -146,7 +146,7 @@ def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollo
     prob, label = torch.sigmoid(module.judge(batch).detach().double()), batch.accept_prob.double()
     each = -(label * prob.log() + (1 - label) * (1 - prob).log())
     expected = float((batch.weight * each).sum() / batch.weight.sum())
-    assert float(output.loss) == pytest.approx(expected, rel=1e-5)
+    assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-5)
     assert part.tokens == pytest.approx(float(output.counts["loss"]), rel=1e-6)
     # At the start a block's weights are zero, and so is what the layer before it could learn through them.
     for weight in module.head.parameters():
@@ -188,10 +188,10 @@ def test_a_head_says_what_it_reads_and_what_its_labels_were(artefacts, trained):
     head = load_head(trained / "best", load_lm(str(artefacts.draft)), kind="acceptance")
     shape = (head.config.state, head.config.num_blocks, head.config.w_rej, head.config.judges)
     assert shape == ("before", 1, 1.0, "chain")
-    assert head.config.features == ("log_q", "logit_max_q", "entropy", "depth", "temperature")
+    assert head.config.features == ("log_q", "logit_max_q", "entropy", "depth", "repeat", "temperature")
     assert len(head.config.knots) >= 2 and head.config.calibration == (1.0, 0.0)
     card = (trained / "best" / "README.md").read_text()
-    assert "| 7 | temperature | 1 |" in card and "knots, straight lines between them" in card
+    assert "| 8 | temperature | 1 |" in card and "knots, straight lines between them" in card
     assert "ece_isotonic" in card and "--method cost" in card
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from draftsmith.data.acceptance import AcceptanceConfig
 from draftsmith.data.heads import head_settings
 from draftsmith.data.manifest import MANIFEST, Manifest
 from draftsmith.modules import flops
@@ -103,18 +104,21 @@ def rollouts_read(
 ) -> Reading:
     """Of drafts that hang off texts, which are read one by one. Every labelled token is taken to be judged; those that
     no round reaches are not. Drafts are taken to begin at the ends of their texts."""
-    children = num_children(config) if head.judges == "tree" else 1
+    depth, children = labelled(config)
+    children = children if head.judges == "tree" else 1
     drafted = [round(length * documents.loss_share) for length in documents.lengths]
     texts = [length - tokens for length, tokens in zip(documents.lengths, drafted, strict=True)]
-    starts = [text for text, tokens in zip(texts, drafted, strict=True) for _ in range(tokens)]
+    # A head that reads the state before a token has no use for the last token of a draft.
+    levels = depth - (head.state == "before")
+    starts = [text for text, tokens in zip(texts, drafted, strict=True) for _ in range(tokens // depth)]
     eagle = eagle_shape(config)
     shape, frozen = (model.llama, 0) if eagle is None else eagle
     read = 0.0 if eagle is None else layers_flops(model, texts)
     if shape is None:
         read += layers_flops(model, documents.lengths)
     else:
-        read += flops.rollouts_forward(shape, texts, starts, 1)
-        read += flops.fusion_forward(shape, documents.tokens) if eagle is not None else 0.0
+        read += flops.rollouts_forward(shape, texts, starts, levels)
+        read += flops.fusion_forward(shape, sum(texts) + len(starts) * levels) if eagle is not None else 0.0
     slots = part.longest + GROUP_TOKENS
     forward = slots * model.hidden_size * model.width
     if shape is not None:
@@ -125,9 +129,11 @@ def rollouts_read(
     return Reading(frozen * model.width, forward + masks, read, judged * children, tokens * children, tokens)
 
 
-def num_children(config: TrainAcceptanceConfig) -> int:
-    """Labelled at each place; 1 where there are no labels yet."""
-    return Manifest.read(config.data).config["children"] if (config.data / MANIFEST).exists() else 1
+def labelled(config: TrainAcceptanceConfig) -> tuple[int, int]:
+    """Tokens of a draft and children of each of its places; where there are no labels yet, as they are made if nothing
+    else is asked for."""
+    made = Manifest.read(config.data).config if (config.data / MANIFEST).exists() else {}
+    return made.get("depth", AcceptanceConfig.depth), made.get("children", 1)
 
 
 def layers_flops(model: FrozenModel, lengths: Sequence[int]) -> float:

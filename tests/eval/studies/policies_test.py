@@ -149,14 +149,20 @@ def test_families_are_what_is_compared():
     )
     assert "new: raw, h 0.7 as published" not in families
     assert len(families["published: calibrated, threshold"].policies) == 2 * 2
-    assert {family.role for family in families.values()} == {"fixed", "free", "fitted", "head", "oracle"}
+    assert {family.role for family in families.values()} == {"fixed", "free", "looking", "fitted", "head", "oracle"}
 
 
 def test_bars_say_what_was_reached(compared):
     rows = bar_rows([compared], [])
-    assert len(rows) == 3 * len(CS)
+    assert len(rows) == 4 * len(CS)
     for row in rows:
         assert row["reached"] in ("yes", "no")
+    # The head is held against both kinds of training-free policies, with one bar.
+    beside = [row for row in rows if row["what"] == "head over the training-free that looks for repetitions"]
+    assert {row["bar"] for row in beside} == {0.01}
+    for at, row in zip(compared.at, beside, strict=True):
+        expected = compared.gain(at, at.best("head"), at.best("looking")).value
+        assert row["value"] == pytest.approx(expected, rel=1e-4, abs=1e-9)
     over = {row["c"]: row for row in rows if row["what"] == "head over the best fixed K"}
     for at in compared.at:
         head = at.best("head")

@@ -21,12 +21,15 @@ from draftsmith.modules.types import InputError
 
 HIDDEN, VOCAB, TOKENS = 6, 11, 12
 ALL: tuple[Feature, ...] = get_args(Feature)
+REPEAT = torch.arange(TOKENS) % 5 - 2.0
 KNOTS = ((-1.5, -2.0), (0.0, -0.5), (0.75, 1.0))
 CASES = {
     "published": AcceptanceHeadConfig(HIDDEN, num_blocks=3, tied=True),
     "own blocks": AcceptanceHeadConfig(HIDDEN, num_blocks=2, calibration=(1.3, 0.2)),
     "linear": AcceptanceHeadConfig(HIDDEN, num_blocks=0, w_rej=1.0),
     "late with numbers": AcceptanceHeadConfig(HIDDEN, num_blocks=1, features=("entropy",)),
+    "narrow": AcceptanceHeadConfig(HIDDEN, num_blocks=1, state="before", features=("depth",), width=2),
+    "narrow, of the state alone": AcceptanceHeadConfig(HIDDEN, num_blocks=1, width=3),
     "before": AcceptanceHeadConfig(HIDDEN, num_blocks=1, w_rej=1.0, state="before"),
     "all": AcceptanceHeadConfig(HIDDEN, num_blocks=2, w_rej=2.0, state="before", features=ALL, knots=KNOTS),
     "tree": AcceptanceHeadConfig(HIDDEN, num_blocks=1, state="before", features=("log_q",), judges="tree"),
@@ -68,6 +71,7 @@ def by_the_words(config: dict, tensors: dict, states, embeds, laws, tokens, dept
             "entropy": -np.where(q > 0, q * np.log(np.where(q > 0, q, 1)), 0).sum(1),
             "depth": np.log(depth.numpy()),
             "temperature": np.full(TOKENS, 0.7),
+            "repeat": REPEAT.double().numpy(),  # of the text, which is not part of this
         }
     matrices = {"state_before": states.numpy(), "state_after": states.numpy(), "embedding": embeds.numpy()}
     weights = {name: tensor.double().numpy() for name, tensor in tensors.items()}
@@ -102,6 +106,7 @@ def test_config_and_weights_say_all_that_is_computed(name):
     package = package_of(head)
     states, embeds, laws, tokens, depth = draws()
     known = confidences_of(laws, tokens, depth, torch.full((TOKENS,), 0.7))
+    known = dataclasses.replace(known, repeat=REPEAT)
     numbers = head.feature_values(known) if head.config.features else None
     ours = torch.sigmoid(head.calibrated(head(states, embeds if head.config.state == "before" else None, numbers)))
     by_words = by_the_words(dict(package.config), dict(package.tensors), states, embeds, laws, tokens, depth)
