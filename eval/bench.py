@@ -47,16 +47,18 @@ class BenchConfig:
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts. This or tasks.
     tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may be
         FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
-    draft: draft model, for spec, specdec++, confidence, self-verify and hf-assisted; M1 of three-model methods.
+    draft: draft model, for spec, specdec++, cost, online, confidence, self-verify and hf-assisted; M1 of three-model
+        methods.
     mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
     eagle: EAGLE head directory, for eagle, eagle-tree and eagle2; with drafter=eagle in place of a draft model.
-    acceptance: acceptance head directory, for specdec++; trained for the draft.
+    acceptance: acceptance head directory, for specdec++ and cost; trained for what drafts.
     methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,
         lookahead:w=15:n=5:g=15, hf. With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
         cost:c=auto:min=1:max=16, online:c=auto:by=q:max=16, confidence:t=0.4:min=1:max=20, self-verify:k=10,
         pearl:k=5, hf-assisted:k=5:t=0. With an EAGLE head: eagle:k=5, eagle-tree:tree=eagle-1,
         eagle2:nodes=60:depth=6:topk=10:value=on:rerank=on (nodes=auto, nodes=auto:depth=auto: as is worth the time;
-        value=head: by a head that judges trees), and all that have a stop policy, with drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10,
+        value=head: by a head that judges trees), and specdec++, cost, online, confidence or self-verify with
+        drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10,
         hsddw:k=10:max=20, each with drafter=eagle where the head was trained for --mid.
     method: one more method, as the decode.yaml of `draftsmith eval tune` names it.
     split: keep prompts of this split (train, dev or test of embedded:prompts).

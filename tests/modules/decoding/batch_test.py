@@ -242,7 +242,7 @@ def test_graphs_decode_what_the_cpu_does(tmp_path, method):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("method", ["cost:c=0.1:max=6", "online:c=0.1:max=6", "online:c=0.1:max=5:drafter=eagle"])
+@pytest.mark.parametrize("method", ["cost:c=0.1:max=6", "online:c=0.02:max=6", "online:c=0.01:max=5:drafter=eagle"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_policies_that_learn_answer_the_same_and_learn_together(world, method, size):
     drafter = batch_drafter(world, method, size)
