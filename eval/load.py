@@ -12,6 +12,7 @@ from draftsmith.data.heads import another_mode, eagle_identity, head_config, loa
 from draftsmith.data.models import check_same_tokenizer, load_lm
 from draftsmith.eval.methods import check_needs
 from draftsmith.eval.methods.base import Models, Named
+from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -79,10 +80,28 @@ def load_acceptance(
         head = load_head(directory, draft, kind="acceptance")
     else:
         head = load_head(directory, target, kind="acceptance", identity=eagle_identity(str(paths["eagle"]), target))
-    if getattr(head.config, "judges", "chain") != "chain":
-        found = f"{directory}, which judges the nodes of a tree"
-        raise InputError("acceptance", found, "a head that judges chains", "Train one with --judges chain.")
+    assert isinstance(head, AcceptanceHead)
+    check_judges(directory, head, named)
     return head
+
+
+def check_judges(directory: str, head: AcceptanceHead, named: Iterable[Named]) -> None:
+    """A head judges the drafted token of a chain or the children of a tree's node, whose probabilities differ.
+
+    Raises:
+        InputError: a method's head judges the other, or methods need both.
+    """
+    judged = {item.method.judged for item in named if "acceptance" in item.method.needs}
+    if len(judged) > 1:
+        found = "methods whose acceptance head judges chains, and methods whose head judges trees"
+        raise InputError("methods", found, "one kind of --acceptance", "Run them one after the other.")
+    if judged != {head.config.judges}:
+        (wanted,) = judged
+        labels = " --children C in its labels and" if wanted == "tree" else ""
+        found = f"{directory}, which judges {head.config.judges}s"
+        raise InputError(
+            "acceptance", found, f"a head that judges {wanted}s", f"Train one with{labels} --judges {wanted}."
+        )
 
 
 def reads(directory: str) -> Literal["draft", "eagle"]:

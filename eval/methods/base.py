@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 
@@ -43,6 +43,7 @@ class Method:
 
     uses: flags of the models that it needs whatever its settings.
     eagle_for: flag of the model whose features its EAGLE head reads, where it uses one.
+    judged: what its acceptance head has to judge, where it uses one.
     learns: from the verdicts, while it decodes; a drafter of its own for every way of sampling keeps that apart.
     batchable: several prompts can be decoded together (`build_batch`).
     """
@@ -50,6 +51,7 @@ class Method:
     batchable: ClassVar[bool] = False
     uses: ClassVar[tuple[str, ...]] = ()
     eagle_for: ClassVar[str] = "target"
+    judged: ClassVar[Literal["chain", "tree"]] = "chain"
     learns: ClassVar[bool] = False
 
     @property

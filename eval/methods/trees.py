@@ -81,6 +81,7 @@ class Eagle2(Method):
     value: Literal["on", "off", "head"] = "on"
     rerank: bool = True
     uses = ("eagle",)
+    judged = "tree"
 
     def __post_init__(self) -> None:
         for name, value in (("depth", self.most_depth), ("topk", self.topk)):
@@ -132,24 +133,19 @@ class Eagle2(Method):
 
 
 def tree_judge(models: Models) -> AcceptanceHead:
-    """The run's acceptance head, which has to judge a tree's nodes.
+    """The run's acceptance head, one that judges trees (`eval.load` sees to that).
 
     Raises:
-        InputError: one that judges the drafted token of a chain, whose P is another, or that reads a node's own state,
-            which only its expansion would give.
+        InputError: it reads what nobody has: a node's own state, which only its expansion would give, or the text.
     """
     from draftsmith.modules.heads.acceptance import AcceptanceHead
 
     head = models.acceptance
-    assert isinstance(head, AcceptanceHead)
-    remedy = "Train one: draftsmith train acceptance --judges tree --state before, on labels made with --children."
-    if head.config.judges != "tree":
-        found = "a head that judges the drafted tokens of a chain"
-        raise InputError("acceptance, value=head", found, "a head that judges a tree's children", remedy)
+    assert isinstance(head, AcceptanceHead) and head.config.judges == "tree"
     if head.config.state != "before":
-        found = "a head that reads the state after the token"
+        found, remedy = "a head that reads the state after the token", "Train one with --state before."
         raise InputError("acceptance, value=head", found, "a head that reads the state before it", remedy)
     if "repeat" in head.config.features:
-        remedy = "Train it with other --features."
-        raise InputError("acceptance, value=head", "a head that looks for repetitions", "one that does not", remedy)
+        found, remedy = "a head that looks for repetitions", "Train one with other --features."
+        raise InputError("acceptance, value=head", found, "one that does not", remedy)
     return head

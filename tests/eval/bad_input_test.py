@@ -88,7 +88,11 @@ WRONG = [
     ("specdec++", {"draft": "other", "acceptance": "acceptance"}, "trained for another model"),
     ("specdec++", {"draft": "narrow", "acceptance": "acceptance"}, "width 32, expected width 16"),
     ("specdec++", {"draft": "draft", "acceptance": "for-eagle"}, "trained for another model .*eagle"),
-    ("eagle2:value=head", {**EAGLE, "acceptance": "for-eagle"}, "acceptance, value=head: found a head that judges the"),
+    (
+        "eagle2:value=head",
+        {**EAGLE, "acceptance": "for-eagle"},
+        "judges chains, expected a head that judges trees",
+    ),
     # The head reads the EAGLE head's states: one for a draft model, for the target itself or for another EAGLE head
     # does not fit although all have its width.
     ("specdec++:drafter=eagle", {**EAGLE, "acceptance": "acceptance"}, "trained for another model"),

@@ -99,13 +99,12 @@ def test_a_trees_nodes_are_a_number_or_auto():
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"state": "before"}, "a head that judges the drafted tokens of a chain"),
-        ({"judges": "tree"}, "a head that reads the state after the token"),
-        ({"judges": "tree", "state": "before", "features": ("repeat",)}, "a head that looks for repetitions"),
+        ({}, "a head that reads the state after the token"),
+        ({"state": "before", "features": ("repeat",)}, "a head that looks for repetitions"),
     ],
 )
 def test_a_head_that_can_not_judge_a_trees_nodes_is_refused(settings, found):
-    models = Models(None, acceptance=AcceptanceHead(AcceptanceHeadConfig(4, **settings)))
+    models = Models(None, acceptance=AcceptanceHead(AcceptanceHeadConfig(4, judges="tree", **settings)))
     with pytest.raises(InputError, match=f"acceptance, value=head: found {found}, expected .* Train"):
         tree_judge(models)
 
