@@ -6,6 +6,10 @@ import itertools
 import math
 
 import pytest
+import sklearn.calibration
+import sklearn.isotonic
+import sklearn.linear_model
+import sklearn.metrics
 import torch
 
 from draftsmith.modules.heads.acceptance import interpolate
@@ -41,10 +45,9 @@ def expanded(score, accept_prob):
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_auc_is_that_of_the_expanded_list(ties):
-    sklearn = pytest.importorskip("sklearn.metrics")
     score, label = scores_and_labels(0, ties=ties)
     labels, scores, weights = expanded(score, label)
-    expected = sklearn.roc_auc_score(labels, scores, sample_weight=weights)
+    expected = sklearn.metrics.roc_auc_score(labels, scores, sample_weight=weights)
     assert float(soft_label_auc(score, label)) == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -57,10 +60,9 @@ def test_auc_without_negatives_is_undefined():
 
 
 def test_kl_is_log_loss_less_the_entropy_of_the_labels():
-    sklearn = pytest.importorskip("sklearn.metrics")
     logit, label = scores_and_labels(1)
     labels, probs, weights = expanded(torch.sigmoid(logit), label)
-    log_loss = sklearn.log_loss(labels, probs, sample_weight=weights)
+    log_loss = sklearn.metrics.log_loss(labels, probs, sample_weight=weights)
     entropy = -(label * label.log() + (1 - label) * (1 - label).log()).mean()
     assert float(binary_kl(logit, label)) == pytest.approx(log_loss - float(entropy), abs=TOLERANCE)
 
@@ -73,10 +75,11 @@ def test_kl_is_zero_at_the_label_and_finite_for_certain_labels():
 
 
 def test_brier_is_the_expanded_score_less_the_coins_own_variance():
-    sklearn = pytest.importorskip("sklearn.metrics")
     logit, label = scores_and_labels(2)
     labels, probs, weights = expanded(torch.sigmoid(logit), label)
-    expected = sklearn.brier_score_loss(labels, probs, sample_weight=weights) - float((label * (1 - label)).mean())
+    expected = sklearn.metrics.brier_score_loss(labels, probs, sample_weight=weights) - float(
+        (label * (1 - label)).mean()
+    )
     assert float(brier(torch.sigmoid(logit), label)) == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -87,12 +90,11 @@ def test_ece_of_two_bins_by_hand():
 
 
 def test_ece_bins_hold_equal_numbers_of_tokens():
-    sklearn = pytest.importorskip("sklearn.calibration")
     logit, label = scores_and_labels(3, count=300)
     prob = torch.sigmoid(logit)
     hard = (label > 0.5).double()
     # scikit-learn's quantile bins of 300 distinct scores hold 20 each: its bin edges lie strictly between tokens.
-    observed, predicted = sklearn.calibration_curve(hard, prob, n_bins=15, strategy="quantile")
+    observed, predicted = sklearn.calibration.calibration_curve(hard, prob, n_bins=15, strategy="quantile")
     expected = abs(observed - predicted).mean()
     assert float(expected_calibration_error(prob, hard)) == pytest.approx(expected, abs=TOLERANCE)
 
@@ -105,10 +107,11 @@ def test_platt_undoes_a_known_distortion():
 
 
 def test_platt_agrees_with_a_logistic_regression():
-    linear_model = pytest.importorskip("sklearn.linear_model")
     logit, label = scores_and_labels(5)
     labels, scores, weights = expanded(logit, label)
-    model = linear_model.LogisticRegression(C=1e9, tol=1e-10).fit(scores[:, None], labels, sample_weight=weights)
+    model = sklearn.linear_model.LogisticRegression(C=1e9, tol=1e-10).fit(
+        scores[:, None], labels, sample_weight=weights
+    )
     assert fit_platt(logit, label, ridge=0.0) == pytest.approx((model.coef_[0, 0], model.intercept_[0]), abs=1e-4)
 
 
@@ -144,20 +147,18 @@ def test_weighted_calibration_error_of_two_bins_by_hand():
 
 
 def test_pooling_is_the_isotonic_regression_of_scikit_learn():
-    sklearn = pytest.importorskip("sklearn.isotonic")
     _, values = scores_and_labels(8)
     weight = integer_weights() + 0.5
-    expected = sklearn.isotonic_regression(values.numpy(), sample_weight=weight.numpy())
+    expected = sklearn.isotonic.isotonic_regression(values.numpy(), sample_weight=weight.numpy())
     assert torch.allclose(pooled(values, weight), torch.from_numpy(expected), atol=TOLERANCE, rtol=0)
 
 
 def test_isotonic_calibration_is_near_that_of_scikit_learn():
-    sklearn = pytest.importorskip("sklearn.isotonic")
     logit, label = scores_and_labels(10, count=20_000)
     weight = integer_weights(20_000)
     knots = fit_isotonic(logit, label, weight)
     assert 2 <= len(knots) <= 40 and all(a < c and b < d for (a, b), (c, d) in itertools.pairwise(knots))
-    model = sklearn.IsotonicRegression(out_of_bounds="clip").fit(logit, label, sample_weight=weight)
+    model = sklearn.isotonic.IsotonicRegression(out_of_bounds="clip").fit(logit, label, sample_weight=weight)
     ours = torch.sigmoid(interpolate(logit, knots))
     # A bin of 1/40 of the tokens is one straight line: on average it is nearer than the 0.01 that P moves within it.
     assert float((ours - torch.from_numpy(model.predict(logit))).abs().mean()) < 0.01

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import sklearn.metrics
 import torch
 from safetensors.torch import load_file
 from trained_runs import newest_state
@@ -166,7 +167,6 @@ def test_accumulating_gives_the_same_weights(artefacts, rollouts, tmp_path, trai
 
 
 def test_validation_weighs_tokens_by_how_often_they_are_reached(artefacts, rollouts, tmp_path):
-    metrics = pytest.importorskip("sklearn.metrics")
     module, parts = a_module(artefacts, rollouts, tmp_path), [a_part(rollouts, (0, 1)), a_part(rollouts, (2, 4, 5))]
     found = module.validate(parts)
     batches = [module.reader.read(part.data, with_log_q=True) for part in parts]
@@ -177,7 +177,7 @@ def test_validation_weighs_tokens_by_how_often_they_are_reached(artefacts, rollo
     share *= weight.repeat(2)
     assert found["brier"] == pytest.approx(float((weight * (prob - label) ** 2).sum() / weight.sum()), abs=1e-6)
     for name, score in (("auc", prob), ("auc_q", log_q)):
-        expected = metrics.roc_auc_score(positive, score.repeat(2), sample_weight=share)
+        expected = sklearn.metrics.roc_auc_score(positive, score.repeat(2), sample_weight=share)
         assert found[name] == pytest.approx(expected, abs=1e-6)
 
 
