@@ -302,5 +302,6 @@ def _arguments(config: Any, prefix: str) -> Iterable[str]:
         if dataclasses.is_dataclass(value):
             yield from _arguments(value, f"{prefix}{spec.name}.")
         elif value != spec.default:
-            plain = json.dumps(value) if isinstance(value, bool | list | tuple | dict | None) else str(value)
+            as_json = isinstance(value, bool | list | tuple | dict | None)
+            plain = json.dumps(value, default=str) if as_json else str(value)
             yield from (f"--{prefix}{spec.name}".replace("_", "-"), plain)

@@ -53,9 +53,8 @@ def shown_first(figures: Sequence[Figure]) -> list[str]:
 
 def bars_table(found: Sequence[Compared], measured: Sequence[Row]) -> Table:
     columns = [
-        Column("scene", "drafter, mode"), Column("c", "c"), Column("what", "what"), Column("who", "who"),
-        Column("value", "value", "+.1%"), Column("interval", "interval"), Column("bar", "bar", ".1%"),
-        Column("reached", "reached"),
+        Column("scene", "drafter, mode"), Column("c", "c"), Column("what", "what"), Column("value", "value", "+.1%"),
+        Column("interval", "interval"), Column("bar", "bar", ".1%"), Column("reached", "reached"), Column("who", "who"),
     ]  # fmt: skip
     note = (
         "What was asked for before anything was measured. The head and the training-free policy are the best of all "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -165,6 +166,13 @@ def test_a_command_line_names_what_is_not_default(tmp_path):
         "--trust-remote-code true"
     )
     assert "server.dialect" in decisive(config) and "prompts" not in decisive(config)
+
+
+def test_a_command_line_has_lists_of_paths_as_they_are_given():
+    places = dataclasses.make_dataclass("Places", [("texts", tuple, ())])
+    assert command_line("eval policies", places((Path("a"), Path("b")))) == (
+        """draftsmith eval policies --texts '["a", "b"]'"""
+    )
 
 
 def test_rows_are_found_across_shards(chain):
