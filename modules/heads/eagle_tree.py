@@ -14,8 +14,8 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree, best_connected
 from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.heads.acceptance import AcceptanceHead
+from draftsmith.modules.heads.acceptance_tree import TreeJudge
 from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
-from draftsmith.modules.heads.tree_judge import TreeJudge
 from draftsmith.modules.lean import as_bias
 from draftsmith.modules.lean_rows import RowsStack, fixed_span
 from draftsmith.modules.sampling import top_values
