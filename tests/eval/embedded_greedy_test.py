@@ -1,6 +1,6 @@
 """Every method on the shipped pair: greedy answers of 128 tokens are the target's own, token by token.
 
-100 prompts are dealt to the methods: each takes every third, beginning at another, and two processes share them, as a
+100 prompts are dealt to the methods: each takes every fourth, beginning at another, and two processes share them, as a
 machine that runs these tests has two cores. `draftsmith eval lossless` compares on as many as one likes.
 """
 
@@ -28,7 +28,7 @@ from draftsmith.modules.types import SamplingParams
 
 NUM_PROMPTS, NEW_TOKENS, CAPACITY, PROCESSES = 100, 128, 1024, min(2, os.cpu_count() or 1)
 GREEDY = SamplingParams()
-EVERY = 3  # a method takes one prompt in so many
+EVERY = 4  # a method takes one prompt in so many
 # Settings that cost little: a tree of 9 nodes is verified by the code that verifies one of 60.
 CHEAP = {
     "spec": "spec:k=4",

@@ -15,7 +15,7 @@ from draftsmith.modules.decoding.nodes import TreeRule, TreeTimes
 from draftsmith.modules.decoding.policies import RecentRatio
 from draftsmith.modules.decoding.protocols import Outcome
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.heads import tree_judge
+from draftsmith.modules.heads import acceptance_tree
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
 from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
@@ -158,7 +158,7 @@ def slow_judge(slow: SlowHead, judge: AcceptanceHead, params: SamplingParams):
 )
 def test_the_heads_product_takes_the_place_of_the_confidences(monkeypatch, params, size, seed):
     if seed % 2:  # as with a large vocabulary
-        monkeypatch.setattr(tree_judge, "LARGEST_TABLE", 0)
+        monkeypatch.setattr(acceptance_tree, "LARGEST_TABLE", 0)
     topk, depth, nodes, max_drafted = size
     shape = DynamicTree(nodes, depth, topk)
     head, lm, tokens = random_head(seed), TableLM(seed, support=(V,)), [*PROMPT, 1, 3]
