@@ -1,0 +1,47 @@
+"""Tiny models that agree now and then: a target, a draft with disturbed weights, one head of each kind, prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from tiny_models import tiny_llama_dir, tiny_tokenizer
+
+from draftsmith.data.heads import save_head
+from draftsmith.data.models import load_lm
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.targets.llama import llama_config
+
+NUM_PROMPTS = 5
+
+
+def make_tiny_world(root: Path) -> dict[str, str]:
+    """target, draft, eagle, acceptance and prompts: flag -> path below `root`."""
+    target = tiny_llama_dir(root / "target", seed=0, layers=3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # the target's own weights, disturbed: some drafts are accepted, some are not
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.add_(0.08 * parameter.data.std() * noise)
+    model.save_pretrained(root / "draft")
+    tiny_tokenizer().save_pretrained(str(root / "draft"))
+
+    target_lm, draft_lm = load_lm(str(target)), load_lm(str(root / "draft"))
+    torch.manual_seed(2)
+    acceptance = AcceptanceHead(AcceptanceHeadConfig(hidden_size=32, num_blocks=2))
+    torch.nn.init.normal_(acceptance.out.weight, std=1.0)  # a new head says one half to everything
+    save_head(root / "acceptance", acceptance, {"target": draft_lm.info.identity}, "card")
+    raw = json.loads((Path(target) / "config.json").read_text())
+    eagle = EagleHead(EagleConfig.for_target(llama_config(raw)))
+    save_head(root / "eagle", eagle, {"target": target_lm.info.identity}, "card")
+    rows = [
+        {"id": f"row-{i}", "task": "ab"[i % 2], "split": "test" if i < NUM_PROMPTS else "train",
+         "messages": [{"role": "user", "content": f"What does function number {i} do?" + " Rename a to b:" * i}]}
+        for i in range(NUM_PROMPTS + 1)
+    ]  # fmt: skip
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {name: str(root / name) for name in ("target", "draft", "eagle", "acceptance")}
+    return {**found, "prompts": str(root / "prompts.jsonl")}
