@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.data.manifest import volatile
+from draftsmith.data.turns import Answer, Talk
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     import httpx
 
     from draftsmith.data.progress import Advance
-    from draftsmith.data.responses import ResponsesConfig
+    from draftsmith.data.responses import ResponsesConfig, Talks
     from draftsmith.data.shards import Rows, Shard, ShardContent
 
 RETRIED_STATUS = {408, 409, 425, 429}  # and all of 500 and above: busy, restarting, overloaded
@@ -84,6 +85,9 @@ class ServerEngine:
         # The weights are at the server: all that is known of them is their configuration.
         self.identity = {"config": config_hash(raw)}
         self.seed = config.seed
+        if self.server.dialect != "vllm" and config.ignore_eos:
+            remedy = "Pass --server.dialect vllm, or answer in process."
+            raise InputError("ignore_eos", f"dialect {self.server.dialect}", "a server that knows it: vllm", remedy)
         if self.server.dialect == "openai" and self.params.top_k:
             remedy = "Pass --top-k 0, or another --server.dialect."
             raise InputError("top_k", self.params.top_k, "0: the OpenAI protocol has no top_k", remedy)
@@ -91,22 +95,22 @@ class ServerEngine:
             remedy = "Pass --server.dialect vllm, which sends token ids, or save the template with the model."
             raise InputError("chat_template", "prompts with another one than the server's", "the target's own", remedy)
 
-    def make(self, prompts: Rows) -> Callable[[Shard, Advance], ShardContent]:
+    def make(self, prompts: Rows, talks: Talks) -> Callable[[Shard, Advance], ShardContent]:
         """What makes a shard: all its rows concurrently, at most `concurrency` at once."""
-        from draftsmith.data.responses import check_context, count
-        from draftsmith.data.shards import ShardContent
+        from draftsmith.data.responses import check_context, content
 
         def make_shard(shard: Shard, advance: Advance) -> ShardContent:
             rows = prompts.read(shard.start, shard.stop)
             if self.context is not None:
                 for offset, row in enumerate(rows):
                     check_context(shard.start + offset, len(row["prompt_ids"]), self.context)
-            made = asyncio.run(self._answer_all(shard.start, rows, advance))
-            return ShardContent(made, count(made))
+            held = [talks(row) for row in rows]
+            asyncio.run(self._answer_all(shard.start, held, advance))
+            return content(held)
 
         return make_shard
 
-    async def _answer_all(self, start: int, rows: list[dict[str, Any]], advance: Advance) -> list[dict[str, Any]]:
+    async def _answer_all(self, start: int, held: list[Talk], advance: Advance) -> None:
         import httpx
 
         gate = asyncio.Semaphore(self.server.concurrency)
@@ -116,29 +120,32 @@ class ServerEngine:
 
         async with httpx.AsyncClient(headers=headers, timeout=self.server.timeout_s, limits=limits) as client:
 
-            async def one(number: int, row: dict[str, Any]) -> dict[str, Any]:
-                async with gate:
-                    reply = await self._ask(client, self.request(number, row))
+            async def one(number: int, talk: Talk) -> None:
+                while talk.prompt is not None:
+                    row = talk.asked()
+                    async with gate:
+                        reply = await self._ask(client, self.request(number, row, talk.turn))
+                    talk.hear(self.read(number, row, reply))
                 advance(1)
-                return self.read(number, row, reply)
 
-            tasks = [asyncio.ensure_future(one(start + i, row)) for i, row in enumerate(rows)]
+            tasks = [asyncio.ensure_future(one(start + i, talk)) for i, talk in enumerate(held)]
             try:
-                return await asyncio.gather(*tasks)
+                await asyncio.gather(*tasks)
             finally:
                 for task in tasks:  # after one failure the others' answers are of no use
                     task.cancel()
 
-    def request(self, number: int, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Endpoint and body for one prompt."""
+    def request(self, number: int, row: dict[str, Any], turn: int = 1) -> tuple[str, dict[str, Any]]:
+        """Endpoint and body for one prompt: a turn of the `number`-th conversation."""
         params, limit = self.params, self.config.max_new_tokens
         if self.context is not None:
             limit = min(limit, self.context - len(row["prompt_ids"]))
-        body: dict[str, Any] = {"model": self.server.model or self.config.target, "seed": self.row_seed(number)}
+        body: dict[str, Any] = {"model": self.server.model or self.config.target, "seed": self.row_seed(number, turn)}
         if self.server.dialect == "vllm":
             top_k = params.top_k or -1
             body |= {"prompt": row["prompt_ids"], "max_tokens": limit, "temperature": params.temperature}
             body |= {"top_p": params.top_p, "top_k": top_k, "return_token_ids": True, "repetition_penalty": 1.0}
+            body |= {"ignore_eos": True} if self.config.ignore_eos else {}
             return "completions", body
         body["messages"] = json.loads(row["messages"])
         if self.server.dialect == "openai":
@@ -153,12 +160,13 @@ class ServerEngine:
         body["generation_config"] = json.dumps(settings)
         return "chat/completions", body
 
-    def row_seed(self, number: int) -> int:
-        """31 bits, of this row alone."""
-        return int.from_bytes(hashlib.sha256(f"{self.seed}/{number}".encode()).digest()[:4], "big") >> 1
+    def row_seed(self, number: int, turn: int = 1) -> int:
+        """31 bits, of this row and turn alone."""
+        name = f"{self.seed}/{number}" if turn == 1 else f"{self.seed}/{number}/{turn}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
 
-    def read(self, number: int, row: dict[str, Any], reply: dict[str, Any]) -> dict[str, Any]:
-        """A row of responses from a server's reply.
+    def read(self, number: int, row: dict[str, Any], reply: dict[str, Any]) -> Answer:
+        """An answer from a server's reply. row: what was asked.
 
         Raises:
             InputError: a reply of another shape, or a prompt that the server counts otherwise: another template.
@@ -182,16 +190,8 @@ class ServerEngine:
             ids = [*ids, self.eos_ids[0]]
         if not ids:
             raise InputError(f"prompt {number}", "an empty answer", "at least one token", "Check the server's model.")
-        return {
-            "id": row["id"],
-            "input_ids": prompt + ids,
-            "prompt_length": len(prompt),
-            "ended": ids[-1] in self.eos_ids,
-            "retokenised": retokenised,
-            "task": row["task"],
-            "text": text,
-            "server_tokens": usage.get("completion_tokens"),
-        }
+        ended = ids[-1] in self.eos_ids and not self.config.ignore_eos
+        return Answer(ids, ended, text, retokenised, usage.get("completion_tokens"))
 
     async def _ask(self, client: httpx.AsyncClient, request: tuple[str, dict[str, Any]]) -> dict[str, Any]:
         """One reply, asked for again while the server is not available."""

@@ -21,6 +21,7 @@ import yaml
 from torch import nn
 
 from draftsmith.data.card import model_card
+from draftsmith.data.datasets import conversations_of
 from draftsmith.data.heads import head_fields, save_head
 from draftsmith.data.manifest import (
     decisive,
@@ -93,7 +94,7 @@ def split(config: TrainConfig, train: Any, val: Any | None, context: int, overla
         return Samples(train, range(len(train))), Samples(val, range(len(val)))
     if config.val_share == 0:
         raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
-    rows = getattr(train, "rows", range(len(train)))  # pieces of one sequence stay on one side
+    rows = conversations_of(train)  # those, and pieces of one sequence, stay on one side
     train_rows, _ = held_out(len(set(rows)), config.val_share)
     kept = set(train_rows)
     return (
