@@ -45,6 +45,14 @@ def answer_lengths(values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray,
     return lengths, np.searchsorted(offsets - offsets[0], places, side="right") - 1
 
 
+def conversation_numbers(turns: np.ndarray) -> list[int]:
+    """Which conversation each row is of, counted from 0. turns: that each row's first answer is to; a row that goes on
+    with the conversation of the row before begins at a later turn."""
+    begins = np.asarray(turns) == 1
+    begins[:1] = True
+    return (np.cumsum(begins) - 1).tolist()
+
+
 def answers_of(row: Mapping[str, Any]) -> list[list[int]]:
     """Token ids of each answer of a row."""
     return [row["input_ids"][start:end] for start, end in spans(answer_mask(row))]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from draftsmith.data import feature_codec
-from draftsmith.data.answers import answer_lengths
+from draftsmith.data.answers import answer_lengths, conversation_numbers
 from draftsmith.data.features import key, open_texts
 from draftsmith.data.manifest import Manifest, open_artefact
 from draftsmith.data.shards import Rows
@@ -310,10 +310,8 @@ class Answers:
 
     @property
     def conversations(self) -> list[int]:
-        """Which conversation each row is of, counted from 0: one that goes on in another row begins at a later turn."""
-        begins = self._turns == 1
-        begins[:1] = True
-        return (np.cumsum(begins) - 1).tolist()
+        """Which conversation each row is of, counted from 0."""
+        return conversation_numbers(self._turns)
 
 
 def answer_columns(manifest: Manifest) -> list[str]:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from draftsmith.data.conversations import Turns
 from draftsmith.data.manifest import MANIFEST, STARTED, open_artefact
 from draftsmith.data.models import resolve_model, tokenizer_identity
 from draftsmith.data.sources import open_source
-from draftsmith.data.template import Messages, RowError, load_chat_tokenizer, prompt_ids
+from draftsmith.data.template import Messages, RowError, load_chat_tokenizer, prompt_ids, template_hash
+from draftsmith.data.turns import has_later_turns, later_turns
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.modules.types import InputError
-
-# Which user turns of a conversation are asked. `last`: its last one only, after the recorded answers to those before.
-# `first`, `all`: from the first on, without recorded answers.
-Turns = Literal["first", "all", "last"]
 
 
 @dataclass(frozen=True)
 class Row:
     """One prompt before it is selected; its token ids are made only when it is.
 
-    content: token ids, or messages that wait for an answer. later: what the user says after it.
+    content: token ids, or messages that wait for an answer. later: what the user says after it. messages: of the
+    token ids, where there are later turns.
     """
 
     id: str
@@ -31,6 +32,7 @@ class Row:
     split: str
     content: Any
     later: tuple[str, ...] = ()
+    messages: tuple[dict[str, str], ...] = ()
 
 
 def read_prompts(
@@ -44,14 +46,15 @@ def read_prompts(
     """Prompts as token ids: the target's chat template, applied up to where the answer begins.
 
     split: keep rows whose own `split` is this one. keep_tasks: keep rows of these tasks, separated by commas. limit:
-    keep the first so many, 0 all. turns: which user turns of a conversation; a prompts artefact has only the last one.
+    keep the first so many, 0 all. turns: which user turns of a conversation. A prompts artefact begins where it was
+    made to begin (`data prompts --turns`); all asks its later turns too.
 
     Raises:
         InputError: nothing there, rows of an unknown shape, another tokenizer's artefact, or no row left.
     """
     path = Path(resolve_model(source))
     if (path / MANIFEST).exists() or (path / STARTED).exists():
-        rows, prompt_of = artefact_rows(path, target), lambda row: BenchPrompt(row.id, row.content, row.task)
+        rows, prompt_of = artefact_rows(path, target, turns), artefact_prompt
     else:
         rows, prompt_of = chat_rows(source, split, turns), chat_prompt(target)
     wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
@@ -76,8 +79,13 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(name for name in names if name)) or "none"
 
 
-def artefact_rows(directory: Path, target: str) -> Iterator[Row]:
-    """Rows of a prompts artefact made with the target's tokenizer; `content` are token ids."""
+def artefact_prompt(row: Row) -> BenchPrompt:
+    return BenchPrompt(row.id, row.content, row.task, row.messages, row.later)
+
+
+def artefact_rows(directory: Path, target: str, turns: Turns = "last") -> Iterator[Row]:
+    """Rows of a prompts artefact made with the target's tokenizer; `content` are token ids. With turns all they have
+    their later turns, up to one that is more than a user's."""
     import pyarrow.parquet as pq
 
     manifest = open_artefact(directory, kind="prompts")
@@ -85,11 +93,25 @@ def artefact_rows(directory: Path, target: str) -> Iterator[Row]:
     if isinstance(made_with, str) and made_with != ours:
         found = f"{directory} made with tokenizer {made_with}"
         raise InputError("prompts", found, f"tokenizer {ours} of {target}", f"Make it again: {manifest.command}")
+    if turns == "all" and has_later_turns(manifest):
+        ours, theirs = template_hash(load_chat_tokenizer(target)), manifest.identity.get("chat_template")
+        if ours != theirs:
+            found = f"{directory} made with chat template {theirs}"
+            raise InputError("prompts", found, f"{ours}, the target's: later turns need it", "Pass --turns first.")
     for entry in manifest.files:
         if not entry.name.endswith(".parquet"):
             continue
         for row in pq.read_table(directory / entry.name).to_pylist():
-            yield Row(str(row["id"]), row.get("task") or "", row.get("split") or "", list(row["prompt_ids"]))
+            later = user_texts(row) if turns == "all" else ()
+            messages = tuple(json.loads(row["messages"])) if later else ()
+            own_split = row.get("split") or ""
+            yield Row(str(row["id"]), row.get("task") or "", own_split, list(row["prompt_ids"]), later, messages)
+
+
+def user_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Later turns of a row of prompts, up to one that is more than what a user says."""
+    plain = itertools.takewhile(lambda said: [message["role"] for message in said] == ["user"], later_turns(row))
+    return tuple(said[0]["content"] for said in plain)
 
 
 def chat_rows(source: str, split: str | None, turns: Turns) -> Iterator[Row]:

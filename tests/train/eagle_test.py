@@ -222,14 +222,25 @@ def test_the_noise_unit_is_the_features_standard_deviation(artefacts):
 
 def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path)
-    prompts = held_out_prompts(Samples(FeatureDataset(artefacts.features), range(4)), 3)
+    prompts = list(held_out_prompts(Samples(FeatureDataset(artefacts.features), range(4)), 3))
     assert len(prompts) == 3
-    target, tokens, calls = module.target.model, 0, 0
+    target, tokens, calls, behind = module.target.model, 0, 0, 0
+    ends = generate(target, None, prompts[0], SamplingParams(), 10, TorchSource(0)).tokens[3:4]  # as if it ended there
+    target.info = dataclasses.replace(target.info, eos_ids=tuple(ends))
     for prompt in prompts:
         drafter = EagleDrafter(module.head, target, FixedLength(2), 128)
-        generation = generate(target, drafter, prompt, SamplingParams(), 10, TorchSource(0))
+        generation = generate(target, drafter, prompt, SamplingParams(), 10, TorchSource(0), eos_ids=())
         tokens, calls = tokens + len(generation.tokens), calls + 1 + len(generation.trace.steps)
-    assert TauProbe(module, prompts, 2, 10)() == {"tau": tokens / calls}
+        first = generation.tokens.index(ends[0]) if ends[0] in generation.tokens else 9
+        behind += 9 - first
+    assert tokens == 30 and behind > 0
+    probe = TauProbe(module, prompts, 2, 10)
+    assert probe() == {"tau": tokens / calls, "tau_behind_end": behind / tokens}
+    assert probe.measured.endswith("10 tokens each, end tokens ignored, chains of 2")
+    short = TauProbe(module, prompts[:1], 2, 10, ignore_eos=False)()
+    shorter = generate(target, EagleDrafter(module.head, target, FixedLength(2), 128), prompts[0], SamplingParams(), 10,
+                       TorchSource(0))  # fmt: skip
+    assert len(shorter.tokens) < 10 and short == {"tau": len(shorter.tokens) / (1 + len(shorter.trace.steps))}
 
 
 def test_bf16_trains_float32_weights(artefacts, tmp_path):
