@@ -1,8 +1,8 @@
 """Stage `data acceptance`: which tokens would the draft propose along the target's text, and would they be kept?
 
 Labels `mix`, of SpecDec++ (Huang et al. 2024), section 3.3; those of whole drafts, `rollout`, are made in
-data/rollouts.py. X is the target's response. The draft reads prompt and X (teacher forcing)
-and at every position of an answer proposes Y_j ~ q(. | x, X_<j); the target keeps it with P_j = min(1, p(Y_j) / q(Y_j)).
+data/rollouts.py. X is what the target answered, in one turn or several. The draft reads prompt and X (teacher forcing)
+and at every token of an answer proposes Y_j ~ q(. | x, X_<j); the target keeps it with P_j = min(1, p(Y_j) / q(Y_j)).
 Labels hold for the sampling settings they were made with only: those are in the manifest.
 """
 

@@ -222,8 +222,8 @@ def answers_text(part: Mapping[str, Any]) -> str:
         return ""
     few, middle, many = (f"{part[f'tokens_p{rank}']:,.0f}" for rank in (5, 50, 95))
     return (
-        f"; {part['answers']:,} answers of {part['answer_tokens']:,} tokens ({few}, {middle} and {many} an answer at the "
-        f"5th, 50th and 95th percentile; {part['early_share']:.0%} among the first five of an answer)"
+        f"; {part['answers']:,} answers of {part['answer_tokens']:,} tokens ({few}, {middle} and {many} an answer at "
+        f"the 5th, 50th and 95th percentile; {part['early_share']:.0%} among the first five of an answer)"
     )
 
 

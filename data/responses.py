@@ -1,5 +1,5 @@
-"""Stage `data responses`: the target answers the prompts, turn by turn. What is stored is what it sampled: token ids, not
-text."""
+"""Stage `data responses`: the target answers the prompts, turn by turn. What is stored is what it sampled: token ids,
+not text."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -348,7 +349,7 @@ def tau_prompts(config: TrainEagleConfig, val: Samples, context: int) -> list[li
     if not config.tau_prompts:
         return []
     if config.tau_data is None:
-        found = held_out_prompts(val, len(val))
+        found = held_out_prompts(val)
     else:
         tokenizer = tokenizer_identity(config.target)["tokenizer"]
         manifest = open_artefact(config.tau_data, "prompts", {"tokenizer": tokenizer})
@@ -365,11 +366,16 @@ def tau_prompts(config: TrainEagleConfig, val: Samples, context: int) -> list[li
     return chosen or tight
 
 
-def held_out_prompts(samples: Samples, number: int) -> Iterator[list[int]]:
-    """Of the first validation samples what comes before an answer: before the first one of the first sample, the second
-    one of the second, and so on, so that they are as long as conversations get."""
-    for i in range(min(number, len(samples))):
-        item: dict[str, Any] = samples.item(i, 0)
-        starts = [start for start, _ in spans(item["loss_mask"].numpy()) if start > 0]
-        if starts:
-            yield item["input_ids"][: starts[i % len(starts)]].tolist()
+def held_out_prompts(samples: Samples) -> Iterator[list[int]]:
+    """What comes before an answer of each validation sample: before the first one of the first sample, the second one
+    of the second, and so on, so that they are as long as conversations get. Then the samples' other answers."""
+    begins: dict[int, list[int]] = {}
+    for more in itertools.count():
+        for i in range(len(samples)) if more == 0 else list(begins):
+            item: dict[str, Any] = samples.item(i, 0)
+            starts = begins.setdefault(i, [start for start, _ in spans(item["loss_mask"].numpy()) if start > 0])
+            if more < len(starts):
+                yield item["input_ids"][: starts[(i + more) % len(starts)]].tolist()
+        begins = {i: starts for i, starts in begins.items() if more + 1 < len(starts)}
+        if not begins:
+            return

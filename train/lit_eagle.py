@@ -215,10 +215,8 @@ class TauProbe:
         self.ignore_eos = ignore_eos
         lengths = sorted(map(len, prompts))
         sizes = f"{lengths[0]:,}" if lengths[0] == lengths[-1] else f"{lengths[0]:,} to {lengths[-1]:,}"
-        until = (
-            f"{max_new_tokens} tokens each, end tokens ignored" if ignore_eos else f"{max_new_tokens} tokens at most"
-        )
-        self.measured = f"tau on {len(prompts)} prompts of {sizes} tokens, {until}, chains of {k}"
+        until = "each, end tokens ignored" if ignore_eos else "at most"
+        self.measured = f"tau on {len(prompts)} prompt(s) of {sizes} tokens, {max_new_tokens} {until}, chains of {k}"
 
     def __call__(self) -> dict[str, float]:
         """tau over all prompts of all ranks: emitted tokens per target call; and tau_behind_end, the share of these

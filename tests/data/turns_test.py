@@ -36,7 +36,7 @@ TARGET = "embedded:draft-small"  # a trained model of one layer: it ends its ans
 FUNCTIONS = [
     "def area(width: int, height: int) -> int:\n    return width * height",
     "def add(first, second):\n    return first + second",
-    "def total(values: list) -> int:\n    result = 0\n    for value in values:\n        result += value\n    return result",
+    "def total(values: list) -> int:\n    s = 0\n    for value in values:\n        s += value\n    return s",
 ]
 WISHES = ["Remove the type hints:\n\n", "Add a docstring:\n\n", "Rename the function to work:\n\n"]
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
@@ -208,9 +208,7 @@ def test_features_of_a_row_are_those_of_its_tokens(answered, oracle, tmp_path):
 
 
 def test_labels_are_on_answer_tokens_of_every_turn(answered, tmp_path):
-    config = acceptance.AcceptanceConfig(
-        answered, TARGET, tmp_path / "out", TARGET.replace("-small", ""), num_threads=1
-    )
+    config = acceptance.AcceptanceConfig(answered, TARGET, tmp_path / "out", "embedded:draft", num_threads=1)
     rows = rows_of(acceptance.run(config))
     target, draft = load_lm(TARGET), load_lm("embedded:draft")
     for row in rows:
@@ -303,10 +301,8 @@ def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritt
     directory = rewritten[1]
     data = ResponsesDataset(directory, TARGET, load_lm(TARGET).info.identity)
     names = [row["id"].split("/")[0] for row in rows_of(directory)]
-    for dataset, owner in (
-        (data, names),
-        (pieces := in_pieces(data, 40, LOOKAHEAD), [names[row] for row in pieces.rows]),
-    ):
+    pieces = in_pieces(data, 40, LOOKAHEAD)
+    for dataset, owner in ((data, names), (pieces, [names[row] for row in pieces.rows])):
         config = TrainConfig(data=directory, output=tmp_path, val_share=0.4, max_length=0 if dataset is data else 40)
         train, val = split(config, data, None, 4096, LOOKAHEAD)
         sides = [{owner[i] for i in side.indices} for side in (train, val)]
@@ -373,37 +369,29 @@ def test_a_server_is_asked_turn_by_turn(answered, asked, tmp_path, monkeypatch):
     assert len({body["seed"] for _, body in seen}) == len(seen)
 
 
-def test_artefacts_of_earlier_versions_give_the_same_training_data(asked, answered, tmp_path, monkeypatch):
-    once = make_responses(make_prompts_first(asked, tmp_path), tmp_path / "new")
+def training_data(source: Path, root: Path) -> list:
+    """What trainings read of the first turns: texts, features and labels."""
+    texts = make_responses(make_prompts(source, root / "prompts", turns="first"), root / "responses")
+    labels = acceptance.AcceptanceConfig(texts, TARGET, root / "labels", "embedded:draft", num_threads=1)
+    states = features.FeaturesConfig(texts, TARGET, root / "features", num_threads=1)
+    data = ResponsesDataset(texts, TARGET, load_lm(TARGET).info.identity)
+    return [data, AcceptanceDataset(acceptance.run(labels)), FeatureDataset(features.run(states))]
+
+
+def test_artefacts_of_earlier_versions_give_the_same_training_data(source, tmp_path, monkeypatch):
+    news = training_data(source, tmp_path / "new")
     for stage in (responses, features, acceptance):
-        old = tuple(
-            spec for spec in stage.FIELDS if spec.name not in ("turn", *["loss_mask"] * (stage is not features))
-        )
-        monkeypatch.setattr(stage, "FIELDS", old)
-    before = make_responses(make_prompts_first(asked, tmp_path), tmp_path / "old")
-    assert "loss_mask" not in rows_of(before)[0]
-    identity = load_lm(TARGET).info.identity
-    for new, old in zip(
-        ResponsesDataset(once, TARGET, identity), ResponsesDataset(before, TARGET, identity), strict=True
-    ):
-        assert all(torch.equal(new[name], old[name]) for name in new)
-    lengths = [ResponsesDataset(path, TARGET, identity).answers.lengths([1, 2, 4]).tolist() for path in (once, before)]
-    assert lengths[0] == lengths[1]
-    labels = {}
-    for name, path in (("new", once), ("old", before)):
-        config = acceptance.AcceptanceConfig(path, TARGET, tmp_path / f"{name}-labels", "embedded:draft", num_threads=1)
-        labels[name] = AcceptanceDataset(acceptance.run(config))
-        made = features.run(features.FeaturesConfig(path, TARGET, tmp_path / f"{name}-features", num_threads=1))
-        labels[f"{name}-features"] = FeatureDataset(made)
-    for left, right in (("new", "old"), ("new-features", "old-features")):
-        for new, old in zip(labels[left], labels[right], strict=True):
-            assert all(torch.equal(new[name], old[name]) for name in new)
-
-
-def make_prompts_first(asked: Path, root: Path) -> Path:
-    """Prompts of the same source's first turns."""
-    config = Manifest.read(asked).config
-    return make_prompts(Path(config["source"]), root / "first", turns="first")
+        added = ("turn",) if stage is features else ("turn", "loss_mask")
+        monkeypatch.setattr(stage, "FIELDS", tuple(spec for spec in stage.FIELDS if spec.name not in added))
+    monkeypatch.setattr(prompts, "FIELDS", prompts.FIELDS[:-1])
+    olds = training_data(source, tmp_path / "old")
+    assert "loss_mask" not in rows_of(tmp_path / "old" / "labels")[0]
+    assert "later" not in rows_of(tmp_path / "old" / "prompts")[0]
+    for new, old in zip(news, olds, strict=True):
+        assert len(new) == len(old) == NUM_ROWS
+        for i in range(NUM_ROWS):
+            assert all(torch.equal(new[i][name], old[i][name]) for name in new[i])
+        assert new.answers.lengths([1, 2, 4]).tolist() == old.answers.lengths([1, 2, 4]).tolist()
 
 
 def test_prompts_with_later_turns_are_asked_by_the_bench_as_the_file_is(asked, source):
