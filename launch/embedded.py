@@ -62,7 +62,8 @@ def run(config: BuildConfig) -> Path:
     from draftsmith.train.embedded import DRAFTS, train_draft, train_target
 
     torch.set_num_threads(config.num_threads)
-    config.work.mkdir(parents=True, exist_ok=True)
+    for directory in (config.work, config.output):  # both can be written: known before hours of training
+        directory.mkdir(parents=True, exist_ok=True)
     started = time.time()
 
     def log(text: str) -> None:
