@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.data.models import load_lm
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.bench import longest_sequence
 from draftsmith.eval.load import LOADING, load_models, warn_about_sampling
 from draftsmith.eval.measure import BenchPrompt
@@ -100,6 +101,7 @@ class CalibrationConfig:
         return SamplingParams(temperature, self.top_k, self.top_p)
 
 
+@sole_writer()
 def run(config: CalibrationConfig) -> Path:
     """Record rollouts at every temperature, judge them, write output/results.json. Run again, it goes on from the
     rollouts that are there."""

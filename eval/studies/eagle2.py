@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.figures import Figure
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import at_least
@@ -107,6 +108,7 @@ QUICK = {
 }
 
 
+@sole_writer()
 def run(config: Eagle2Config) -> Path:
     """Decode and measure, print the tables and write `output`/results.json, which is there only when complete."""
     if not config.eagle:

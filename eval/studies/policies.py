@@ -9,6 +9,7 @@ from typing import Any
 
 from draftsmith.data.heads import eagle_identity, head_config
 from draftsmith.data.progress import say
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import Models, at_least, between
 from draftsmith.eval.prompts import read_prompts
@@ -126,6 +127,7 @@ class Shelf:
         }
 
 
+@sole_writer()
 def run(config: PoliciesConfig) -> Path:
     """Record, choose, play, decode, print the tables and write `output`/results.json, which is there only when
     complete."""

@@ -15,9 +15,10 @@ import torch
 import yaml
 from rich.console import Console
 
-from draftsmith.data.manifest import write_json
+from draftsmith.data.files import make_directory, write_json, write_text
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.bench import check_device, longest_sequence, model_paths
 from draftsmith.eval.clocks import Clock, clock_of, synchronised
 from draftsmith.eval.costs import AR, Costs, measure_costs
@@ -144,13 +145,14 @@ class Setup:
     labels: list[str]
 
 
+@sole_writer()
 def run(config: TuneConfig) -> Path:
     """Print the reasoning, and write `output`/decode.yaml and results.json."""
     setup = prepare(config)
     choice = tune(config, setup)
     Console(highlight=False).print(reasoning_table(choice))
-    config.output.mkdir(parents=True, exist_ok=True)
-    (config.output / DECODE).write_text(decode_yaml(config, choice), "utf-8")
+    make_directory(config.output)
+    write_text(config.output / DECODE, decode_yaml(config, choice))
     models = {"draft": setup.models.draft}
     more = {"clock": config.clock, "step_costs": setup.models.step_costs}
     meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
