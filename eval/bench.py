@@ -122,7 +122,7 @@ class BenchConfig:
     trust_remote_code: bool = False
     traces: int = 0
     card: bool = False
-    output: Path = Path("runs/bench")
+    output: Path = dataclasses.field(kw_only=True)
 
     @property
     def modes(self) -> list[SamplingParams]:

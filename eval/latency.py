@@ -10,7 +10,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -54,7 +54,7 @@ class LatencyConfig:
     repeats: paired runs of which the median counts.
     """
 
-    output: Path = Path("runs/latency")
+    output: Path = field(kw_only=True)
     device: str = "cpu"
     shape: Literal["88m", "llama-3-8b", "tiny"] = "88m"
     dtypes: str = "float32,bfloat16"

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -59,7 +59,7 @@ class ThroughputConfig:
         seed: Of weights and documents.
     """
 
-    output: Path = Path("runs/throughput")
+    output: Path = field(kw_only=True)
     only: Literal["all", "speed", "memory", "loss-memory"] = "all"
     hidden: int = 512
     vocab: int = 32_000

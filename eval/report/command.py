@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -38,7 +38,7 @@ class ReportConfig:
     """
 
     runs: tuple[Path, ...]
-    output: Path = Path("report.html")
+    output: Path = field(kw_only=True)
     title: str = "Draftsmith report"
     figures: Path | None = None
     formats: tuple[str, ...] = FORMATS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,7 +85,7 @@ class CalibrationConfig:
     packed: bool = True
     trust_remote_code: bool = False
     seed: int = 0
-    output: Path = Path("runs/calibration")
+    output: Path = field(kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.temperatures:

@@ -70,7 +70,6 @@ class Eagle2Config(StudyConfig):
     depths: str = "1,2,3,4,5,6,8"
     measured_nodes: str = "4,8,16,32,60"
     measured_depths: str = "2,4,6"
-    output: Path = Path("runs/eagle2")
 
     @property
     def sizes(self) -> list[Size]:

@@ -70,7 +70,6 @@ class HsddwConfig(StudyConfig):
     windows: str = "2,4,6,8,10,12,15,20"
     max: int = 20
     examples: int = 2
-    output: Path = Path("runs/hsddw")
 
 
 @sole_writer()

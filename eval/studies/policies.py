@@ -74,7 +74,6 @@ class PoliciesConfig(StudyConfig):
     hs: str = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,0.95,0.98,0.99"
     ts: str = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
     bench_limit: int = 40
-    output: Path = Path("runs/policies")
 
     @property
     def drafters(self) -> list[DrafterName]:

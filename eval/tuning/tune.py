@@ -6,6 +6,7 @@ each setting would reach. The few best, one a family, are then decoded for real,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,7 +111,7 @@ class TuneConfig:
     num_threads: int = 1
     seed: int = 0
     trust_remote_code: bool = False
-    output: Path = Path("runs/tune")
+    output: Path = dataclasses.field(kw_only=True)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -286,7 +287,8 @@ def decode_yaml(config: TuneConfig, choice: Choice) -> str:
     about = (
         f"# Chosen by `draftsmith eval tune` among {len(choice.predicted)} settings: {choice.speedup:.2f}x the speed "
         f"of decoding without a draft, {choice.basis}.\n"
-        '# draftsmith decode --config THIS "..."\n# draftsmith eval bench --config THIS --prompts embedded:prompts\n'
+        '# draftsmith decode --config THIS "..."\n'
+        "# draftsmith eval bench --config THIS --prompts embedded:prompts --output DIR\n"
     )
     return about + yaml.safe_dump(content, sort_keys=False)
 
