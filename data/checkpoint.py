@@ -27,7 +27,10 @@ NUMBERS = (
     "rope_local_base_freq",
 )
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-MOST_POSITIONS = 2**27
+# Far beyond every model, and little enough to multiply and to build.
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+MOST_POSITIONS, MOST_SIZE = 2**27, 2**24
+MOST = dict.fromkeys(LAYERS, 10_000) | dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16)
 AGAIN = "Fetch or build it again."
 
 
@@ -77,7 +80,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 def _check_count(section: Mapping[str, Any], name: str, file: Path) -> None:
     value = section.get(name)
-    most = MOST_POSITIONS if name in POSITIONS else 2**31
+    most = MOST.get(name, MOST_POSITIONS if name in POSITIONS else MOST_SIZE)
     least = 0 if name == "max_window_layers" else 1
     for count in value if isinstance(value, list) else [] if value is None else [value]:  # a list has one a layer
         if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= most:
@@ -114,9 +117,8 @@ def check_proportions(raw: Mapping[str, Any], files: list[Path]) -> None:
             raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", AGAIN) from error
     for section in (raw, raw.get("text_config") or {}):
         for name in SIZES:
-            layers = name in ("num_hidden_layers", "n_layer", "num_layers")
             # Quantised weights are packed, at most eight to a stored value.
-            most = tensors if layers else 8 * values
+            most = tensors if name in LAYERS else 8 * values
             if isinstance(section.get(name), int) and section[name] > most:
                 found = f"{section[name]} with {tensors} tensors of {values:,} values"
                 raise InputError(f"{name} of config.json", found, f"at most {most:,}", "Check the checkpoint.")

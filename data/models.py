@@ -27,6 +27,7 @@ from draftsmith.modules.types import InputError
 __all__ = [
     "DTYPES", "EMBEDDED", "check_same_tokenizer", "config_hash", "end_tokens", "load_lm", "load_tokenizer",
     "load_transformers", "model_directory", "read_config", "read_object", "resolve_model", "tensor_hash",
+    "text_identity",
     "tokenizer_identity", "trust_code",
 ]  # fmt: skip
 
@@ -101,13 +102,14 @@ def _load_lean(directory: Path, raw: dict[str, Any], dtype: torch.dtype, device:
     try:
         config = llama_config(raw)
         eos_ids = end_tokens(directory, raw)
-        model = model_from_state(config, read_state(directory), dtype).to(device)
+        model = model_from_state(config, read_state(directory), dtype)
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         # Settings that contradict each other: more heads than width, rope of an unknown spelling.
         found = f"settings that make no model ({type(error).__name__}: {first_line(error)})"
         raise InputError(str(directory / "config.json"), found, "a model's", "Check the checkpoint.") from error
+    model = model.to(device)
     info = ModelInfo(
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -143,17 +145,17 @@ def _load_hf(
             remedy = "This model family is not supported yet."
             raise InputError(field, getattr(text, field), "logits as the output embedding gives them", remedy)
     weight = model.get_output_embeddings().weight
+    outputs = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
+    identity = _identity(directory, raw, outputs)
+    if "lm_head" not in identity:  # of a name that the files do not have
+        identity["lm_head"] = tensor_hash(weight)
     info = ModelInfo(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         num_layers=text.num_hidden_layers,
         max_position=getattr(text, "max_position_embeddings", None) or 2048,
         eos_ids=eos_ids,
-        identity={
-            # Of a name that the files do not have, as it was loaded.
-            "lm_head": tensor_hash(weight),
-            **_identity(directory, raw, [n for n, p in model.named_parameters(remove_duplicate=False) if p is weight]),
-        },
+        identity=identity,
     )
     return HFLM(model, info)
 
@@ -173,6 +175,8 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
         model, loading = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **spread
         )
+    except torch.OutOfMemoryError:
+        raise  # nothing is wrong with the checkpoint
     except ImportError as error:
         found = f"{directory}, which needs a package ({first_line(error)})"
         raise InputError("model", found, "packages that are installed", "Install it.") from error
@@ -244,20 +248,27 @@ def tokenizer_identity(path: str) -> dict[str, str]:
     directory = model_directory(path)
     if not has_tokenizer(directory):
         load_tokenizer(path)  # raises
-    names = sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors")
-    return dict(
-        _tokenizer_identity(str(directory), tuple((str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in names))
+    files = sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors")
+    written = tuple(
+        (file.name, *(file.stat().st_mtime_ns, file.stat().st_ctime_ns, file.stat().st_size)) for file in files
     )
+    return dict(_tokenizer_identity(str(directory), written))
 
 
 @functools.lru_cache(maxsize=16)
-def _tokenizer_identity(directory: str, stamp: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
+def _tokenizer_identity(directory: str, written: tuple[tuple[str, int, int, int], ...]) -> dict[str, str]:
     tokenizer = load_tokenizer(directory)
     return {
         "tokenizer": vocabulary_hash(tokenizer),
         "encoding": encoding_hash(Path(directory)),
         "chat_template": template_hash(tokenizer),
     }
+
+
+def text_identity(path: str) -> dict[str, str]:
+    """Of `tokenizer_identity` what text's token ids depend on."""
+    found = tokenizer_identity(path)
+    return {name: found[name] for name in ("tokenizer", "encoding")}
 
 
 def check_same_tokenizer(target: str, draft: str, flag: str = "draft") -> None:

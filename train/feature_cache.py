@@ -25,7 +25,15 @@ from draftsmith.data import feature_codec
 from draftsmith.data.datasets import Item
 from draftsmith.data.feature_codec import FeatureDtype
 from draftsmith.data.features import check_disk
-from draftsmith.data.manifest import differences, flatten, publish, read_json, write_json
+from draftsmith.data.manifest import (
+    differences,
+    flatten,
+    publish,
+    read_json,
+    warn_not_compared,
+    without_unrecorded,
+    write_json,
+)
 from draftsmith.data.progress import say
 from draftsmith.modules.types import InputError
 
@@ -152,7 +160,8 @@ class FeatureCache:
         directory, path = self._directory, self._directory / ABOUT
         directory.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            differing = differences(flatten(about), flatten(read_json(path)))
+            differing, unrecorded = without_unrecorded(differences(flatten(about), flatten(read_json(path))))
+            warn_not_compared(str(path), unrecorded)
             if differing:
                 found = f"{directory} with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
                 remedy = "Delete it, or pass another --feature-cache."
