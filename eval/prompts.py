@@ -11,7 +11,7 @@ from typing import Any
 
 from draftsmith.data.conversations import Turns
 from draftsmith.data.manifest import MANIFEST, STARTED, open_artefact
-from draftsmith.data.models import resolve_model, tokenizer_identity
+from draftsmith.data.models import resolve_model, text_identity
 from draftsmith.data.sources import open_source
 from draftsmith.data.template import Messages, RowError, load_chat_tokenizer, prompt_ids, template_hash
 from draftsmith.data.turns import has_later_turns, later_turns
@@ -88,11 +88,7 @@ def artefact_rows(directory: Path, target: str, turns: Turns = "last") -> Iterat
     their later turns, up to one that is more than a user's."""
     import pyarrow.parquet as pq
 
-    manifest = open_artefact(directory, kind="prompts")
-    made_with, ours = manifest.identity.get("tokenizer"), tokenizer_identity(target)["tokenizer"]
-    if isinstance(made_with, str) and made_with != ours:
-        found = f"{directory} made with tokenizer {made_with}"
-        raise InputError("prompts", found, f"tokenizer {ours} of {target}", f"Make it again: {manifest.command}")
+    manifest = open_artefact(directory, "prompts", text_identity(target))
     if turns == "all" and has_later_turns(manifest):
         ours, theirs = template_hash(load_chat_tokenizer(target)), manifest.identity.get("chat_template")
         if ours != theirs:

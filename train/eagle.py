@@ -17,8 +17,9 @@ from draftsmith.data.datasets import FeatureDataset, ResponsesDataset, collate_f
 from draftsmith.data.feature_codec import FeatureDtype, rounded
 from draftsmith.data.heads import starting_head, starting_settings, starting_weights
 from draftsmith.data.manifest import Manifest, open_artefact, volatile
-from draftsmith.data.models import load_lm, read_config, tokenizer_identity
+from draftsmith.data.models import load_lm, read_config, text_identity
 from draftsmith.data.shards import Rows
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead, Rope
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
@@ -135,6 +136,7 @@ class TrainEagleConfig(TrainConfig):
                 raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
 
 
+@sole_writer(shared=True)
 def run(config: TrainEagleConfig) -> Path:
     """Train the head; returns its directory, output/best.
 
@@ -351,8 +353,7 @@ def tau_prompts(config: TrainEagleConfig, val: Samples, context: int) -> list[li
     if config.tau_data is None:
         found = held_out_prompts(val)
     else:
-        tokenizer = tokenizer_identity(config.target)["tokenizer"]
-        manifest = open_artefact(config.tau_data, "prompts", {"tokenizer": tokenizer})
+        manifest = open_artefact(config.tau_data, "prompts", text_identity(config.target))
         found = (row["prompt_ids"] for row in Rows(config.tau_data, manifest, ["prompt_ids"]).iterate())
     chosen, longest = [], context - config.tau_max_new_tokens
     tight: list[list[int]] = []
