@@ -73,7 +73,8 @@ class Reader:
 
     def _check_model(self, asked: Asked, reply: dict[str, Any], choice: dict[str, Any], usage: dict[str, Any]) -> None:
         answered = reply.get("model")
-        if isinstance(answered, str) and answered != asked.model:
+        # `transformers serve` adds the revision.
+        if isinstance(answered, str) and asked.model not in (answered, answered.rpartition("@")[0]):
             remedy = "Serve the model of --target, and pass the name by which the server calls it."
             raise InputError("server.model", f"an answer by {answered[:SHOWN_CHARS]!r}", repr(asked.model), remedy)
         counted, own = usage.get("prompt_tokens"), len(asked.prompt_ids)
