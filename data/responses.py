@@ -161,7 +161,7 @@ def in_process(
         shares = {id(talk): 1 / talk.turns_left for talk in held}
         while waiting := [(offset, talk) for offset, talk in enumerate(held) if talk.prompt is not None]:
             answer_turns(lm, waiting, shard.start, config, ends, lambda talk: advance(shares[id(talk)]))
-        return content(held)
+        return content([talk.held() for talk in held])
 
     return make
 
@@ -202,10 +202,13 @@ def check_context(row: int, length: int, max_position: int) -> None:
         )
 
 
-def content(held: Sequence[Talk]) -> ShardContent:
-    """The shard of conversations that were held."""
-    rows = [row for talk in held for row in talk.rows()]
-    return ShardContent(rows, count(rows) | sum((talk.counts for talk in held), Counter()))
+def content(held: Sequence[Mapping[str, Any]]) -> ShardContent:
+    """The shard of conversations that were held, as `Talk.held` has them."""
+    rows = [row for talk in held for row in talk["rows"]]
+    counts: Counter[str] = Counter(count(rows))
+    for talk in held:
+        counts.update(talk["counts"])
+    return ShardContent(rows, dict(counts))
 
 
 def count(rows: list[dict[str, Any]]) -> dict[str, int]:

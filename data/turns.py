@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.manifest import Manifest
+from draftsmith.data.shards import SPLIT
 from draftsmith.data.template import Messages, RowError, load_chat_tokenizer, prompt_ids, template_hash
 from draftsmith.modules.types import InputError
 
@@ -90,6 +91,10 @@ class Talk:
         """Rows of the artefact `responses`: one, but for the breaks that the template makes."""
         return [self._finished(row) for row in self._rows]
 
+    def held(self) -> dict[str, Any]:
+        """What was said, as JSON values: rows and counts."""
+        return {"rows": self.rows(), "counts": dict(self.counts)}
+
     def _row_of(self, prompt: list[int]) -> _Row:
         """The row that the answer to this prompt belongs to, up to where the answer begins."""
         if self._rows:
@@ -98,7 +103,7 @@ class Talk:
                 row.input_ids += prompt[known:]
                 row.loss_mask += [False] * (len(prompt) - known)
                 return row
-            self.counts["rows_split"] += 1
+            self.counts[SPLIT] += 1
         self._rows.append(_Row(self.turn, list(prompt), len(prompt), [False] * len(prompt)))
         return self._rows[-1]
 
@@ -106,7 +111,7 @@ class Talk:
         if not answer.ended:
             self._leave("turns_after_cut_answer")
             return
-        said = answer.text
+        said = answer.text if answer.retokenised else None
         if said is None:
             said = self._tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
         messages = [*self.messages, {"role": "assistant", "content": said}, *self._later[0]]

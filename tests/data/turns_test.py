@@ -23,7 +23,7 @@ from draftsmith.data.manifest import Manifest, file_sha256
 from draftsmith.data.models import load_lm, model_directory
 from draftsmith.data.rollout_dataset import RolloutDataset
 from draftsmith.data.server import ServerEngine
-from draftsmith.data.shards import Rows
+from draftsmith.data.shards import Rows, account
 from draftsmith.data.template import RowError
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.modules.heads.eagle import LOOKAHEAD
@@ -283,6 +283,7 @@ def rewritten(source, tmp_path_factory) -> tuple[Path, Path]:
 def test_a_template_that_rewrites_history_gives_a_row_a_turn_with_what_is_shown(rewritten, oracle, tokenizer):
     rows = rows_of(rewritten[1])
     assert counts_of(rewritten[1])["rows_split"] == len(rows) - NUM_ROWS > 2
+    assert account(counts_of(rewritten[1])) == f"read 7, kept 7 in {len(rows)} rows, dropped 0"
     by_id = {row["id"]: row for row in rows}
     first, second = by_id["row-1"], by_id["row-1/turn-2"]
     assert (first["turn"], second["turn"]) == (1, 2)
