@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.data.manifest import file_sha256
+from draftsmith.data.reading import read_object
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -86,21 +86,18 @@ def head_config(directory: str | Path) -> dict[str, Any]:
         raise InputError(
             "head", directory, "a head directory (config.json, manifest.json)", "Train one, or check the path."
         )
-    try:
-        manifest = json.loads((directory / "manifest.json").read_text())
-    except ValueError as error:
-        raise InputError(
-            str(directory / "manifest.json"), f"damaged ({error})", "JSON", "Copy or train the head again."
-        ) from error
+    again = "Copy or train the head again."
+    manifest = read_object(directory / "manifest.json", {"sha256?": {"*": str}}, again)
     for name, sha256 in manifest.get("sha256", {}).items():
         file = directory / name
         if name != "README.md" and (not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256):
             raise InputError(
                 str(file), "missing or changed content", f"sha256 {sha256[:12]}", "Copy or train the head again."
             )
-    config = json.loads((directory / "config.json").read_text())
-    if config.get("kind") not in HEADS:
-        raise InputError("kind", config.get("kind"), " or ".join(HEADS), f"{directory} is no head of this version.")
+    known = {"target?": (dict, None), "sampling?": (dict, None)}
+    config = read_object(directory / "config.json", {"kind": object, "head": dict, **known}, again)
+    if config["kind"] not in list(HEADS):  # a list: what is read may not be hashable
+        raise InputError("kind", config["kind"], " or ".join(HEADS), f"{directory} is no head of this version.")
     return config
 
 
@@ -177,14 +174,18 @@ def _settings(config: dict[str, Any]) -> Any:
     """The head's own config dataclass."""
     config_class, _ = head_classes(config["kind"])
     fields = dict(config["head"])
-    if "llama" in fields:
-        layer = dict(fields["llama"])
-        fields["llama"] = LlamaConfig(**{**layer, "rope_scaling": RopeScaling(**layer["rope_scaling"])})
-    # JSON has lists only.
-    fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
-    if "knots" in fields:
-        fields["knots"] = tuple(tuple(knot) for knot in fields["knots"])
-    return config_class(**fields)
+    try:
+        if "llama" in fields:
+            layer = dict(fields["llama"])
+            fields["llama"] = LlamaConfig(**{**layer, "rope_scaling": RopeScaling(**layer["rope_scaling"])})
+        # JSON has lists only.
+        fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+        if "knots" in fields:
+            fields["knots"] = tuple(tuple(knot) for knot in fields["knots"])
+        return config_class(**fields)
+    except (TypeError, KeyError) as error:  # a name that is absent, unknown, or of another type
+        found = f"settings that are none of an {config['kind']} head ({error})"
+        raise InputError("config.json", found, "what training wrote", "Copy or train the head again.") from error
 
 
 def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:

@@ -26,8 +26,9 @@ from draftsmith.data.datasets import Item
 from draftsmith.data.feature_codec import FeatureDtype
 from draftsmith.data.features import check_disk
 from draftsmith.data.files import CannotWrite, make_directory, write_json, write_tensors
-from draftsmith.data.manifest import differences, flatten, read_json
+from draftsmith.data.manifest import differences, flatten
 from draftsmith.data.progress import say
+from draftsmith.data.reading import read_object
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class FeatureCache:
         directory, path = self._directory, self._directory / ABOUT
         make_directory(directory)
         if path.exists():
-            differing = differences(flatten(about), flatten(read_json(path)))
+            differing = differences(flatten(about), flatten(read_object(path, {}, "Delete the cache's directory.")))
             if differing:
                 found = f"{directory} with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
                 remedy = "Delete it, or pass another --feature-cache."

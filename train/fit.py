@@ -29,9 +29,9 @@ from draftsmith.data.manifest import (
     flatten,
     git_commit,
     package_versions,
-    read_json,
     resolved,
 )
+from draftsmith.data.reading import read_object
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import BetweenSteps, ProgressBar, SaveHead, say_on_rank_zero
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of
@@ -211,7 +211,8 @@ def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
         return None
     started = config.output / STARTED
     if started.exists():
-        differing = differences(_state(config, provenance), read_json(started))
+        begun = read_object(started, {}, "Restore it, or choose another output.")
+        differing = differences(_state(config, provenance), begun)
         if differing:
             found = "another " + "; ".join(f"{key}: {now}, begun with {was}" for key, now, was in differing)
             remedy = f"Restore it (see {config.output / RESOLVED}), or choose another output."

@@ -96,6 +96,18 @@ class Ground:
         )
 
     @cached_property
+    def interrupted(self) -> Path:
+        """A training that did not come to its end."""
+        path = Path(shutil.copytree(self.eagle_run, self._root / "interrupted"))
+        (path / "training.json").unlink()
+        return path
+
+    @cached_property
+    def exported(self) -> Path:
+        """An EAGLE head as vLLM loads it."""
+        return self._stage("exported", f"export --format vllm --head {self.eagle} --target {self.target}")
+
+    @cached_property
     def bench(self) -> Path:
         """Results of the bench, with traced rounds."""
         return self._stage(
