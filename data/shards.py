@@ -35,6 +35,8 @@ from draftsmith.data.manifest import (
     git_commit,
     package_versions,
     resolved,
+    warn_not_compared,
+    without_unrecorded,
 )
 from draftsmith.data.progress import Advance, bar, say
 from draftsmith.data.ranks import place
@@ -157,7 +159,9 @@ def begin(plan: Plan) -> None:
             raise InputError("output", found, "a new directory, or one that this stage began", "Choose another.")
         write_json(path, {"command": plan.command, "state": state})
         return
-    differing = differences(state, read_object(path, {"state": dict}, BEGIN_AGAIN)["state"])
+    begun = read_object(path, {"state": dict}, BEGIN_AGAIN)["state"]
+    differing, unrecorded = without_unrecorded(differences(state, begun))
+    warn_not_compared(str(path), unrecorded)
     if differing:
         found = f"{directory}, begun with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
         remedy = "Choose another directory or delete it."

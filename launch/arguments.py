@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import types
 import typing
@@ -21,6 +22,8 @@ import yaml
 from draftsmith.launch.errors import UsageError, did_you_mean, one_line, yaml_message
 
 TRUTH = {"true", "false", "yes", "no", "on", "off"}
+MAX_INTEGER = 2**63 - 1  # what torch, Arrow and NumPy hold
+MAX_THREADS = 1024  # more end the process inside the threads' library, without a word of ours
 
 
 def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[str, ...], about: str) -> Any | None:
@@ -71,7 +74,31 @@ def parse_words(prog: str, config_class: type, words: list[str], options: dict[s
     # jsonargparse 4.49 renamed the method.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     values = instantiate(found)
+    check_numbers(found.as_dict())
     return config_class(**{f.name: values[f.name] for f in dataclasses.fields(config_class) if f.init})
+
+
+def check_numbers(settings: dict[str, Any], prefix: str = "") -> None:
+    """What is true of the numbers of every command: finite, within 64 bits; seeds not negative. Their own ranges are
+    checked where they are used."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            check_numbers(value, f"{prefix}{name}.")
+        for number in value if isinstance(value, list | tuple) else (value,):
+            expected = allowed(name, number)
+            if expected is not None:
+                raise UsageError(f"--{prefix}{dashed(name)}: found {number}, expected {expected}. Correct it.")
+
+
+def allowed(name: str, value: object) -> str | None:
+    """What a setting of this name may be, where `value` is not; None where it may be `value`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    if not isinstance(value, int):
+        return None
+    least = 0 if name.endswith("seed") else -MAX_INTEGER
+    most = MAX_THREADS if name == "num_threads" else MAX_INTEGER
+    return None if least <= value <= most else f"an integer from {least} to {most}"
 
 
 def option_types(config_class: type, prefix: str = "") -> dict[str, Any]:

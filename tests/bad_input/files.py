@@ -104,7 +104,9 @@ FEATURES = "data features --responses {responses} --target {target} --output {d}
 REPORT = "eval report {d} --output {out}/report.html"
 COMPARE = "eval compare {d} {bench}"
 DECODE = "decode Hi --target {target} --eagle {d} --method eagle:k=2 --max-new-tokens 4"
-RESUME = "train eagle --data {features} --target {target} --max-steps 2 --batch-size 2 --resume --output {d} --track csv"
+RESUME = (
+    "train eagle --data {features} --target {target} --max-steps 2 --batch-size 2 --resume --output {d} --track csv"
+)
 SHARD = "shard-00000"
 METHODS = [{"method": "ar", "tokens_per_s": "fast"}]
 DEEP = "[" * 100_000
@@ -218,6 +220,13 @@ ROWS = [
         exported("config.json", text("[]"))),
     Row("import: ten million layers", "import {d} --target {target} --output {out}", ("num_hidden_layers",),
         exported("config.json", changed(num_hidden_layers=10_000_000))),
+    *(
+        Row(f"{command}: {name} of {value}", f"{command} {{d}} --target {{target}} {more}", (name, "tensors of"),
+            exported("config.json", changed(**{name: value})))
+        for command, more in (("import", "--output {out}"), ("check", "--format vllm"))
+        for name, value in {"hidden_size": 2**24, "intermediate_size": 10**12, "vocab_size": 10**12, "head_dim": 10**9,
+                            "num_attention_heads": 10**9, "num_key_value_heads": 10**9}.items()
+    ),
     Row("import: weights cut", "import {d} --target {target} --output {out}", ("model.safetensors", "damaged"),
         exported("model.safetensors", cut)),
     # decode.yaml, as an editor may leave it.

@@ -13,3 +13,32 @@ ROWS = [
     Row("a missing setting", "data responses --prompts {prompts} --output {out}", ("target",)),
     Row("negative temperature", "decode Hi --target {target} --method ar --temperature -1", ("temperature", "-1")),
 ]
+
+SEEDED = [
+    BENCH,
+    "eval lossless --target {target} --draft {draft} --prompts {chats} --output {out} ",
+    "data responses --prompts {prompts} --target {target} --output {out} ",
+    "data acceptance --responses {responses} --target {target} --draft {draft} --output {out} ",
+    EAGLE,
+    "train acceptance --data {labels} --draft {draft} --output {out} ",
+    "decode Hi --target {target} --method ar ",
+]
+ROWS += [
+    Row(f"seed {seed} of {words.split(' --')[0]}", words + f"--seed {seed}", ("--seed", str(seed)))
+    for words in SEEDED
+    for seed in (2**70, -1)
+]
+ROWS += [
+    Row(f"{name} {number[1:]} of {words.split(' --')[0]}", words + f"--{name} {number}", (f"--{name}", "finite"))
+    for words, name in [
+        (EAGLE, "lr"), (EAGLE, "weight-decay"), (EAGLE, "clip"), (EAGLE, "noise"), (EAGLE, "feature-weight"),
+        (SEEDED[-1], "temperature"), (SEEDED[2], "top-p"), (BENCH, "temperature"),
+    ]
+    for number in (".nan", ".inf")
+]  # fmt: skip
+ROWS += [
+    Row("a number as text", EAGLE + "--lr nan", ("--lr", "nan", "a number")),
+    Row("threads without end", BENCH + "--num-threads 1000000000", ("--num-threads", "1024")),
+    Row("a batch beyond 64 bits", EAGLE + f"--batch-size {2**70}", ("--batch-size", "integer")),
+    Row("a beta that is not finite", EAGLE + "--betas [.nan,0.9]", ("--betas", "finite")),
+]
