@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.data.manifest import compare_identity, file_sha256, warn_not_compared
-from draftsmith.data.reading import read_object
+from draftsmith.data.reading import check_shape, read_object
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -27,6 +27,8 @@ SCHEMA_VERSION = 1
 HEADS = {"acceptance": ("AcceptanceHeadConfig", "AcceptanceHead"), "eagle": ("EagleConfig", "EagleHead")}
 
 
+# Of their settings, what is read before they are built.
+SIZES = {"acceptance": {"hidden_size": int}, "eagle": {"llama": {"hidden_size": int, "vocab_size": int}}}
 # What an acceptance head says of its labels: mix or rollout, sampling or greedy, of a draft model or of an EAGLE head.
 LABELS = ("labels", "mode", "drafter")
 
@@ -98,6 +100,7 @@ def head_config(directory: str | Path) -> dict[str, Any]:
     config = read_object(directory / "config.json", {"kind": object, "head": dict, **known}, again)
     if config["kind"] not in list(HEADS):  # a list: what is read may not be hashable
         raise InputError("kind", config["kind"], " or ".join(HEADS), f"{directory} is no head of this version.")
+    check_shape(directory / "config.json", config["head"], SIZES[config["kind"]], again, "head")
     return config
 
 
@@ -220,9 +223,16 @@ def head_settings(directory: str | Path, kind: str) -> Any:
 
 def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
     """On the CPU, in the type of its file."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return build_head(config["kind"], _settings(config), load_file(Path(directory) / "model.safetensors"))
+    file = Path(directory) / "model.safetensors"
+    try:
+        state = load_file(file)
+    except (SafetensorError, OSError) as error:
+        remedy = "Copy or train the head again."
+        raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", remedy) from error
+    return build_head(config["kind"], _settings(config), state)
 
 
 def check_sizes(field: str, named: str | Path, head: Mapping[str, Any], width: int, vocab_size: int | None) -> None:

@@ -80,14 +80,16 @@ def _check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     most |= {"max_position_embeddings": MOST_POSITIONS}
     width = count("hidden_size")
     most |= {"hidden_size": math.isqrt(room)}
-    most |= dict.fromkeys(("intermediate_size", "num_key_value_heads", "head_dim"), room // max(width, 1))
-    heads = max(count("num_attention_heads"), count("num_key_value_heads"))
-    most |= {"num_attention_heads": room // max(width * count("head_dim"), 1)}
-    most["head_dim"] = min(most["head_dim"], room // max(width * heads, 1))
+    per_unit = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    most |= dict.fromkeys(per_unit, room // max(width, 1))
     for name, limit in most.items():
         if count(name) > limit:
             found = f"{count(name)} with {len(tensors)} tensors of {values:,} values"
             raise InputError(f"{name} of {file}", found, f"at most {limit:,}", FETCH)
+    heads = max(count("num_attention_heads"), count("num_key_value_heads"))
+    if heads * count("head_dim") * width > room:
+        found = f"{heads} heads of {count('head_dim')} with {values:,} values"
+        raise InputError(f"head_dim of {file}", found, f"at most {room // max(width, 1):,} together", FETCH)
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:

@@ -91,7 +91,7 @@ class Ground:
         """A finished training of an EAGLE head: config, checkpoints, best head."""
         return self._stage(
             "eagle-run",
-            f"train eagle --data {self.features} --target {self.target} --max-steps 2 --batch-size 2 --val-split 0.3 "
+            f"train eagle --data {self.features} --target {self.target} --max-steps 2 --batch-size 2 --val-share 0.3 "
             "--tau-prompts 0 --track none",
         )
 
