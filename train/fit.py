@@ -68,12 +68,22 @@ class Provenance:
 
 
 def finished(config: TrainConfig) -> Path | None:
-    """best/ of a finished run that is asked to be continued.
+    """best/ of a finished run that is asked to be continued; nothing of it changes, which the user is told.
 
     Raises:
-        InputError: the output directory holds a run, and it is not to be continued.
+        InputError: the output directory holds a run, and it is not to be continued; or it is, with other settings.
     """
     done = config.output / FINISHED
+    if config.resume and done.exists():
+        begun = read_object(config.output / STARTED, {}, "Choose another output.")
+        now = flatten({"config": decisive(config)})
+        differing = differences({key: now[key] for key in now if key in begun}, {key: begun.get(key) for key in now})
+        changed = [entry for entry in differing if entry[0] in begun]  # earlier versions had fewer settings
+        if changed:
+            found = "another " + "; ".join(f"{key}: {new}, trained with {was}" for key, new, was in changed)
+            remedy = f"Leave them out, or train anew in another output: {config.output} is finished."
+            raise InputError("resume", found, "the settings of the finished training", remedy)
+        say_on_rank_zero(f"{config.output} holds a finished training: nothing is left to do, and nothing is changed")
     if config.resume:
         return config.output / "best" if done.exists() else None
     if done.exists() or all_in(config.output / FOLDER):

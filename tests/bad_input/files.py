@@ -211,6 +211,24 @@ ROWS = [
     Row("training: started.json cut", RESUME, ("started.json", "damaged"), spoilt("interrupted", "started.json", cut)),
     Row("training: started.json a list", RESUME, ("started.json", "an object"),
         spoilt("interrupted", "started.json", text("[]"))),
+    Row("training: finished, with another rate", RESUME + " --val-share 0.3 --tau-prompts 0 --lr 0.1",
+        ("resume", "config.lr: 0.1, trained with", "is finished"), spoilt("eagle_run", "best/README.md", text("card"))),
+    *(
+        Row(f"training: {words}", f"train eagle --data {{features}} --target {{target}} --output {{out}} --{words}",
+            says)
+        for words, says in {
+            "betas 0.9 1.0": ("betas", "1.0"), "betas -0.1 0.9": ("betas",), "betas nan 0.9": ("betas",),
+            "betas 0.9": ("betas",), "lr -1": ("lr", "-1"), "lr 0": ("lr",), "lr nan": ("lr", "nan"),
+            "lr inf": ("lr",), "lr fast": ("lr", "fast"), "clip -1": ("clip",), "clip nan": ("clip",),
+            "epochs 0": ("epochs",), "epochs 99999999999999": ("epochs",), "batch-size 0": ("batch_size",),
+            "batch-size 99999999999999": ("batch_size",), "tokens-per-batch -5": ("tokens_per_batch",),
+            "max-steps -1": ("max_steps",), "precision 8": ("precision",), "weight-decay nan": ("weight",),
+            "weight-decay -1": ("weight_decay",), "warmup-share 1": ("warmup_share",), "val-share 1.5": ("val_share",),
+            "min-lr-share -0.1": ("min_lr_share",), "seed -1": ("seed",), f"seed {2**70}": ("seed",),
+            "max-length 3": ("max_length",), "accumulate 0": ("accumulate",), "keep 0": ("keep",),
+            "noise nan": ("noise",), "feature-weight inf": ("feature",), "unroll-decay 0": ("unroll_decay",),
+        }.items()
+    ),
     # Exports.
     Row("check: draftsmith.json cut", "check {d} --format vllm --target {target}", ("draftsmith.json", "damaged"),
         exported("draftsmith.json", cut)),
