@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftsmith.data.files import make_directory, write_json, write_table, write_tensors
 from draftsmith.data.manifest import (
+    FILE,
     MANIFEST,
     STARTED,
     Field,
@@ -33,13 +34,13 @@ from draftsmith.data.manifest import (
     flatten,
     git_commit,
     package_versions,
-    read_json,
     resolved,
     warn_not_compared,
     without_unrecorded,
 )
 from draftsmith.data.progress import Advance, bar, say
 from draftsmith.data.ranks import place
+from draftsmith.data.reading import read_object
 from draftsmith.data.writer import HOLDER, LOCK
 from draftsmith.modules.types import InputError
 
@@ -54,6 +55,8 @@ ARROW = {
 }
 DROPPED = "_dropped"  # behind the reason, in counts
 SPLIT = "rows_split"  # in counts: rows of the table that an input row has beyond its first
+DONE = {"files": [FILE], "counts": {"rows": int, "*": int}}
+BEGIN_AGAIN = "Delete the directory and run the stage again."
 POLL_S = 0.1  # and 5 ms a shard: looking costs one stat for each
 
 
@@ -160,7 +163,8 @@ def begin(plan: Plan) -> None:
             raise InputError("output", found, "a new directory, or one that this stage began", "Choose another.")
         write_json(path, {"command": plan.command, "state": state})
         return
-    differing, unrecorded = without_unrecorded(differences(state, read_json(path)["state"]))
+    begun = read_object(path, {"state": dict}, BEGIN_AGAIN)["state"]
+    differing, unrecorded = without_unrecorded(differences(state, begun))
     warn_not_compared(str(path), unrecorded)
     if differing:
         found = f"{directory}, begun with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
@@ -172,7 +176,7 @@ def read_done(directory: Path, shard: Shard) -> dict[str, Any] | None:
     """The record of a finished shard; None where it is not finished or its files are gone or of another size."""
     path = directory / f"{shard.name}.done.json"
     try:
-        done = read_json(path)
+        done = read_object(path, DONE)
         intact = all((directory / f["name"]).stat().st_size == f["bytes"] for f in done["files"])
     except OSError:
         return None
@@ -225,7 +229,7 @@ def _finish(plan: Plan) -> Manifest:
         done = read_done(plan.directory, shard)
         assert done is not None
         counts.update(done["counts"])
-        files += [FileEntry(**entry) for entry in done["files"]]
+        files += [FileEntry(**{name: entry[name] for name in FILE}) for entry in done["files"]]
     if counts["rows"] == 0:
         remedy = "Check the filters and what was dropped."
         raise InputError(f"{plan.stage}: output", f"no rows left ({account(counts)})", "at least one", remedy)
@@ -316,6 +320,6 @@ class Rows:
         path = self._directory / self._files[index].name
         try:
             return pq.read_table(path, columns=self._columns, partitioning=None)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError, KeyError) as error:
             remedy = "Delete it and run its stage again, which rebuilds just this shard."
             raise InputError(str(path), f"unreadable ({error})", "a Parquet shard", remedy) from error
