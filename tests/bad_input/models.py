@@ -23,7 +23,8 @@ DEVICES = {
     "eval eagle2": "eval eagle2 --target {target} --eagle {eagle} --prompts {chats} --output {out} ",
     "eval hsddw": "eval hsddw " + PAIR + "--mid {draft} --prompts {chats} --output {out} ",
     "eval policies": "eval policies " + PAIR + "--prompts embedded:prompts --output {out} ",
-    "eval calibration": "eval calibration " + PAIR + "--acceptance {acceptance} --prompts embedded:prompts --output {out} ",
+    "eval calibration": "eval calibration " + PAIR + "--acceptance {acceptance} --prompts embedded:prompts "
+    "--output {out} ",
     "check": "check {eagle} --format vllm --target {target} ",
     "export": "export --format vllm --head {eagle} --target {target} --output {out} ",
 }
@@ -126,7 +127,7 @@ ROWS += [
     Row("ten million layers to plan", "plan eagle --target {model}", ("num_hidden_layers",),
         spoiled(setting(num_hidden_layers=10**7))),
     Row("text to plan", "plan eagle --target {model}", ("hidden_size",), spoiled(setting(hidden_size="wide"))),
-    Row("a path that is not there", "decode Hi --target ./no/such/model --method ar", ("no directory ./no/such/model",)),
+    Row("a path that is not there", "decode Hi --target ./no/model --method ar", ("no directory ./no/model",)),
     Row("a revision of a directory", "decode Hi --target {target} --method ar --revision v1", ("--revision", "v1")),
     Row("a revision of a shipped model", "decode Hi --target embedded:target --method ar --revision v1",
         ("--revision", "v1")),
