@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.data.models import load_lm
+from draftsmith.data.naming import naming
 from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import check_device, longest_sequence, model_paths
 from draftsmith.eval.load import LOADING, load_models, reads
@@ -116,12 +117,13 @@ def run(config: DecodeConfig) -> Generation:
     def on_round(done: Round) -> None:
         show(stream.push(done.tokens, done.num_accepted))
 
-    runner = EngineRunner(target, drafter, params, tuple(eos_ids), on_round)
+    runner = EngineRunner(target, drafter, params, tuple(eos_ids), on_round, paths=models.paths)
     trace = TraceFile(config.trace) if config.trace is not None else None
     place = about(named.label, config.temperature, bench_prompt)
     run_once: Runner = runner if trace is None else TracedRunner(place, runner, trace)
     start = time.perf_counter()
-    generation = run_once(prompt, config.max_new_tokens, config.seed)
+    with naming(prompts=[bench_prompt.id]):
+        generation = run_once(prompt, config.max_new_tokens, config.seed)
     elapsed = time.perf_counter() - start
     if trace is not None:
         trace.flush()

@@ -14,6 +14,7 @@ from draftsmith.data.datasets import AcceptanceDataset, collate_acceptance
 from draftsmith.data.heads import eagle_identity, load_head, starting_head, starting_settings, starting_weights
 from draftsmith.data.manifest import MANIFEST, Manifest, volatile
 from draftsmith.data.models import load_lm
+from draftsmith.data.naming import naming
 from draftsmith.data.rollout_dataset import RolloutDataset, collate_rollouts
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.types import InputError
@@ -143,7 +144,8 @@ def run(config: TrainAcceptanceConfig) -> Path:
     if done is not None:
         return done
     announce(config)
-    return fit(*prepare(config))
+    with naming({"draft": config.draft, "eagle": str(config.eagle)}):
+        return fit(*prepare(config))
 
 
 def labels_of(config: TrainAcceptanceConfig) -> tuple[Labels, Manifest | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from draftsmith.data.naming import naming
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.rollouts.record import Answers, Recording, walk
@@ -41,13 +42,17 @@ class TreeRecorder:
         keeps neither."""
         assert isinstance(models.eagle, EagleHead) and topk <= models.target.info.vocab_size
         self._answers, self._how, self._topk = answers or Answers(models.target, how), how, topk
-        self._keep_values = keep_values
+        self._keep_values, self._paths = keep_values, models.paths
         everything = DynamicTree(num_candidates(topk, how.depth + 1), how.depth, topk)
         self._drafter = EagleTreeDrafter(models.eagle, models.target, everything, models.capacity, judge=judge)
 
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> TreeRollouts:
         """number: of the answer, which seeds it."""
+        with naming(self._paths, [prompt.id]):
+            return self._record(prompt, number)
+
+    def _record(self, prompt: BenchPrompt, number: int) -> TreeRollouts:
         how = self._how
         num_levels = how.depth + 1
         reading = self._answers.read(prompt, number, num_levels)

@@ -10,6 +10,7 @@ from torch import Tensor
 from draftsmith.modules.decoding.protocols import DraftTree, NestedDrafter, Outcome, Source
 from draftsmith.modules.decoding.stop import RunningEntropy, entropy
 from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM, Scores
 from draftsmith.modules.types import SamplingParams
@@ -60,7 +61,8 @@ class HierarchicalDrafter:
         start = len(self._tokens)  # what is drafted follows the committed tokens, until it is handed over
         laws: list[Tensor] = []
         while (room := limit - (len(self._tokens) - start)) > 0:
-            rows = self._round(room, params, source)
+            with blame("mid", len(self._tokens) - start):
+                rows = self._round(room, params, source)
             laws += rows
             if not self._dynamic or max(self.rule.entropies[-len(rows) :]) > self.rule.threshold:
                 break
