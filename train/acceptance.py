@@ -16,6 +16,7 @@ from draftsmith.data.manifest import MANIFEST, Manifest, volatile
 from draftsmith.data.models import load_lm
 from draftsmith.data.naming import naming
 from draftsmith.data.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
@@ -128,6 +129,7 @@ class TrainAcceptanceConfig(TrainConfig):
         return self.target
 
 
+@sole_writer(shared=True)
 def run(config: TrainAcceptanceConfig) -> Path:
     """Train the head; returns its directory, output/best.
 
