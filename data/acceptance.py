@@ -204,7 +204,7 @@ def run(config: AcceptanceConfig) -> Path:
         drafter, context, drafter_identity = load_drafter(config, target, draft)
         settings = rollouts_of(config, sampling, context, target.info.vocab_size)
         fields = settings.fields
-        make = functools.partial(rollouts.label_shard, target, drafter, rows, rollouts=settings, paths=vars(config))
+        make = functools.partial(rollouts.label_shard, target, drafter, rows, rollouts=settings)
     plan = Plan(
         kind="rollouts" if rollout else "acceptance",
         stage="data acceptance",
@@ -295,7 +295,7 @@ def label_shard(
             row_uniforms("acceptance", config.seed, shard.start + i, len(rows[i]["input_ids"]) - start)
             for i, start in zip(batch, starts, strict=True)
         ]
-        with naming(vars(config), [rows[i]["id"] for i in batch]):
+        with naming([rows[i]["id"] for i in batch]):
             labels = label(target, draft, ids, starts, params, torch.from_numpy(np.concatenate(drawn)), config.chunk)
         for i, own in zip(batch, split(labels, [len(uniforms) for uniforms in drawn]), strict=True):
             kept = ("id", "input_ids", "prompt_length", "task")

@@ -197,7 +197,7 @@ def read_shard(lm: CausalLM, source: Rows, shard: Shard, config: FeaturesConfig,
             own = padded[: len(rows[i]["input_ids"])]
             place = first_broken(own)
             if place is not None:
-                with naming({"target": config.target}, [rows[i]["id"]]):
+                with naming([rows[i]["id"]]):
                     raise NonFinite("hidden states", "target", place)
             stored = feature_codec.encode(own, config.feature_dtype)
             # A copy: a view would keep, and safetensors would refuse, the padded batch behind it.

@@ -1,4 +1,4 @@
-"""What users know models and prompts by, for errors that the core can only say the kind of."""
+"""What users know models and prompts by, for errors of the core, which knows neither ids nor paths."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from draftsmith.modules.finite import NonFinite
 
 
 @contextmanager
-def naming(paths: Mapping[str, str | None] | None = None, prompts: Sequence[str] = ()) -> Iterator[None]:
-    """A NonFinite that leaves the block says what the user passed its model as, and of which prompt it is.
+def naming(prompts: Sequence[str] = (), paths: Mapping[str, str | None] | None = None) -> Iterator[None]:
+    """A NonFinite that leaves the block says of which prompt it is, and what the user passed its model as.
 
-    paths: flag -> what the user passed. prompts: the prompts' ids, by their places in the batch.
+    prompts: ids, by their places in the batch. paths: flag -> what was passed; the command line adds its own settings'
+    (`launch/errors.py`), so they are needed only where the error does not get there.
     """
     try:
         yield
     except NonFinite as error:
-        if paths:
-            error.path = error.path or str(paths.get(error.model or "") or "") or None
         if prompts:
             error.prompt = error.prompt or prompts[error.row or 0]
+        if paths:
+            error.path = error.path or paths.get(error.model or "")
         raise

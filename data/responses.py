@@ -134,7 +134,7 @@ def in_process(lm: CausalLM, prompts: Rows, config: ResponsesConfig) -> Callable
         def uniforms(offset: int) -> np.ndarray:
             return row_uniforms("responses", config.seed, shard.start + offset, config.max_new_tokens)
 
-        with naming({"target": config.target}, [row["id"] for row in rows]):
+        with naming([row["id"] for row in rows]):
             answers = answer_all(lm, ids, config.params, config.max_new_tokens, config.batch_size, uniforms, advance)
         return content(rows, answers, lm.info.eos_ids)
 

@@ -8,7 +8,7 @@ that a round comes that far.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,20 +87,14 @@ class Rollouts:
 
 
 def label_shard(
-    target: CausalLM,
-    drafter: BranchDrafter,
-    source: Rows,
-    shard: Shard,
-    advance: Advance,
-    rollouts: Rollouts,
-    paths: Mapping[str, str | None] | None = None,
+    target: CausalLM, drafter: BranchDrafter, source: Rows, shard: Shard, advance: Advance, rollouts: Rollouts
 ) -> ShardContent:
-    """Labelled drafts of every response of a shard that has room for one. paths: as `naming` takes them."""
+    """Labelled drafts of every response of a shard that has room for one."""
     rows, made = source.read(shard.start, shard.stop), []
     check_lengths(rows, shard.start, rollouts.context)
     text = BranchedText(target, rollouts.depth)
     for offset, row in enumerate(rows):
-        with naming(paths, [row["id"]]):
+        with naming([row["id"]]):
             labelled = label_response(target, text, drafter, row, shard.start + offset, rollouts)
         made += [labelled] if labelled else []
         advance(1)

@@ -117,12 +117,12 @@ def run(config: DecodeConfig) -> Generation:
     def on_round(done: Round) -> None:
         show(stream.push(done.tokens, done.num_accepted))
 
-    runner = EngineRunner(target, drafter, params, tuple(eos_ids), on_round, paths=models.paths)
+    runner = EngineRunner(target, drafter, params, tuple(eos_ids), on_round)
     trace = TraceFile(config.trace) if config.trace is not None else None
     place = about(named.label, config.temperature, bench_prompt)
     run_once: Runner = runner if trace is None else TracedRunner(place, runner, trace)
     start = time.perf_counter()
-    with naming(prompts=[bench_prompt.id]):
+    with naming([bench_prompt.id]):
         generation = run_once(prompt, config.max_new_tokens, config.seed)
     elapsed = time.perf_counter() - start
     if trace is not None:

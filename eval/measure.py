@@ -46,7 +46,7 @@ class EngineRunner:
     paths: Mapping[str, str | None] = field(default_factory=dict)
 
     def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
-        with naming(self.paths):
+        with naming(paths=self.paths):
             return generate(
                 self.target,
                 self.drafter,
@@ -90,7 +90,7 @@ class BatchRunner:
     paths: Mapping[str, str | None] = field(default_factory=dict)
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
-        with naming(self.paths):
+        with naming(paths=self.paths):
             return generate_batch(
                 self.target, self.drafter, prompts, self.params, max_new_tokens, seeds, self.eos_ids, self.session
             )
@@ -165,7 +165,7 @@ def answered(
 ) -> Run:
     """`timed`; raises Failed where the prompts make the method fail."""
     try:
-        with naming(prompts=[prompt.id for prompt in group]):
+        with naming([prompt.id for prompt in group]):
             return timed(runner, group, max_new_tokens, seeds)
     except REFUSALS as error:
         together = f" (with {len(group) - 1} others)" if len(group) > 1 else ""

@@ -76,7 +76,7 @@ class TracedRunner:
 
         try:
             source = TorchSource(seed)
-            with naming(runner.paths):
+            with naming(paths=runner.paths):
                 return generate(
                     target, drafter, prompt, runner.params, max_new_tokens, source, runner.eos_ids, on_round=on_round
                 )

@@ -14,7 +14,6 @@ from draftsmith.data.datasets import AcceptanceDataset, collate_acceptance
 from draftsmith.data.heads import eagle_identity, load_head, starting_head, starting_settings, starting_weights
 from draftsmith.data.manifest import MANIFEST, Manifest, volatile
 from draftsmith.data.models import load_lm
-from draftsmith.data.naming import naming
 from draftsmith.data.rollout_dataset import RolloutDataset, collate_rollouts
 from draftsmith.data.writer import sole_writer
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, Feature, State
@@ -146,8 +145,7 @@ def run(config: TrainAcceptanceConfig) -> Path:
     if done is not None:
         return done
     announce(config)
-    with naming({"draft": config.draft, "eagle": str(config.eagle)}):
-        return fit(*prepare(config))
+    return fit(*prepare(config))
 
 
 def labels_of(config: TrainAcceptanceConfig) -> tuple[Labels, Manifest | None]:

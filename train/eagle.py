@@ -16,7 +16,6 @@ from draftsmith.data.feature_codec import FeatureDtype, rounded
 from draftsmith.data.heads import starting_head, starting_settings, starting_weights
 from draftsmith.data.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.models import load_lm, read_config
-from draftsmith.data.naming import naming
 from draftsmith.data.writer import sole_writer
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead, Rope
@@ -146,8 +145,7 @@ def run(config: TrainEagleConfig) -> Path:
     if done is not None:
         return done
     announce(config)
-    with naming({"target": config.target}):
-        return fit(*prepare(config))
+    return fit(*prepare(config))
 
 
 def prepare(config: TrainEagleConfig) -> tuple[Any, ...]:

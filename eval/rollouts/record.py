@@ -170,7 +170,7 @@ class ChainRecorder:
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:
         """number: of the answer, which seeds it."""
-        with naming(self._models.paths, [prompt.id]):
+        with naming([prompt.id]):
             return self._record(prompt, number)
 
     def _record(self, prompt: BenchPrompt, number: int) -> ChainRollouts:

@@ -42,14 +42,14 @@ class TreeRecorder:
         keeps neither."""
         assert isinstance(models.eagle, EagleHead) and topk <= models.target.info.vocab_size
         self._answers, self._how, self._topk = answers or Answers(models.target, how), how, topk
-        self._keep_values, self._paths = keep_values, models.paths
+        self._keep_values = keep_values
         everything = DynamicTree(num_candidates(topk, how.depth + 1), how.depth, topk)
         self._drafter = EagleTreeDrafter(models.eagle, models.target, everything, models.capacity, judge=judge)
 
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> TreeRollouts:
         """number: of the answer, which seeds it."""
-        with naming(self._paths, [prompt.id]):
+        with naming([prompt.id]):
             return self._record(prompt, number)
 
     def _record(self, prompt: BenchPrompt, number: int) -> TreeRollouts:
