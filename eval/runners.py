@@ -52,7 +52,7 @@ def make_runners(
             made = []
             for params in modes:
                 drafter = method.build_batch(models, config.batch_size) if method.learns else shared
-                made.append(BatchRunner(target, session, drafter, params, eos_ids))
+                made.append(BatchRunner(target, session, drafter, params, eos_ids, models.paths))
         else:
             # On a GPU the graphs of a session are worth keeping.
             if fixed is None and models.target.device.type == "cuda":
@@ -71,7 +71,7 @@ def one_by_one(
     session: Session | None = None,
 ) -> list[EngineRunner]:
     """A method of this engine, one prompt at a time: a runner for every way of sampling."""
-    runner = EngineRunner(models.target, method.build(models), modes[0], eos_ids, session=session)
+    runner = EngineRunner(models.target, method.build(models), modes[0], eos_ids, session=session, paths=models.paths)
     others = [
         dataclasses.replace(runner, params=params, drafter=method.build(models) if method.learns else runner.drafter)
         for params in modes[1:]
