@@ -139,9 +139,8 @@ def run(config: PoliciesConfig) -> Path:
     ground = prepare(config, [DRAFTERS[name] for name in config.drafters], dev)
     known = {tuple(prompt.prompt_ids) for prompt in dev}
     if both := sum(tuple(prompt.prompt_ids) in known for prompt in ground.prompts):
-        say(
-            f"{both} of {len(ground.prompts)} reported prompts are among those that settings are chosen on: gains flatter."
-        )
+        total = len(ground.prompts)
+        say(f"{both} of {total} reported prompts are among those that settings are chosen on: gains flatter.")
     shelves = {name: shelf_of(config, ground.models, name) for name in config.drafters}
     train = known_grams(training_texts(config), config.ngram)
     own = {name: own_c(config, ground.models, name) for name in config.drafters}
