@@ -21,7 +21,7 @@ from draftsmith.data.conversations import (
     up_to_last_user,
 )
 from draftsmith.data.manifest import Field, volatile
-from draftsmith.data.models import tokenizer_identity
+from draftsmith.data.models import text_identity
 from draftsmith.data.progress import Advance
 from draftsmith.data.shards import Plan, Shard, ShardContent, run_stage
 from draftsmith.data.sources import Row, Source, first_rows, named_split, open_source
@@ -33,6 +33,7 @@ from draftsmith.data.template import (
     supervised_ids,
     template_hash,
 )
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.types import InputError
 
 FIELDS = (
@@ -118,6 +119,7 @@ def check_not_negative(config: Any, *names: str) -> None:
             raise InputError(name, getattr(config, name), "0 (off) or more", "Pass a number that is not negative.")
 
 
+@sole_writer(shared=True)
 def run(config: PromptsConfig) -> Path:
     """Write the artefact `prompts`; returns its directory."""
     source = open_source(config.source, config.split, config.subset, config.revision)
@@ -126,7 +128,7 @@ def run(config: PromptsConfig) -> Path:
     selection = select(source, mapping, config)
     tokenizer = load_chat_tokenizer(config.target, config.chat_template, config.supervised)
     context = config.max_length or context_length(config.target)
-    identity = {"tokenizer": tokenizer_identity(config.target)["tokenizer"], "chat_template": template_hash(tokenizer)}
+    identity = {**text_identity(config.target), "chat_template": template_hash(tokenizer)}
     plan = Plan(
         kind="prompts",
         stage="data prompts",

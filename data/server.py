@@ -114,14 +114,14 @@ class ServerEngine:
     """
 
     def __init__(self, config: ResponsesConfig, template: str):
-        from draftsmith.data.models import config_hash, end_tokens, load_tokenizer, model_directory
+        from draftsmith.data.models import config_hash, end_tokens, load_tokenizer, model_directory, read_config
         from draftsmith.data.template import context_length, template_hash
 
         _need_extra()
         self.config, self.server, self.params = config, config.server, config.params
         self.tokenizer = load_tokenizer(config.target)
         directory = model_directory(config.target)
-        raw = json.loads((directory / "config.json").read_text("utf-8"))
+        raw = read_config(config.target)
         self.eos_ids, self.context = end_tokens(directory, raw), context_length(config.target)
         vocab_size = (raw.get("text_config") or raw).get("vocab_size") or len(self.tokenizer)
         self.reader = Reader(self.tokenizer, vocab_size, self.eos_ids)
