@@ -100,8 +100,8 @@ def label_shard(
         advance(1)
     drafts = sum(len(row["starts"]) for row in made)
     counts = {"tokens": sum(len(row["input_ids"]) for row in made), "drafts": drafts}
-    left_out = shard.stop - shard.start - len(made)
-    return ShardContent(made, {**counts, "drafted_tokens": drafts * rollouts.depth, "responses_left_out": left_out})
+    short = shard.stop - shard.start - len(made)
+    return ShardContent(made, {**counts, "drafted_tokens": drafts * rollouts.depth, "too_short_dropped": short})
 
 
 @torch.inference_mode()
