@@ -44,7 +44,6 @@ class Method:
     uses: flags of the models that it needs whatever its settings.
     eagle_for: flag of the model whose features its EAGLE head reads, where it uses one.
     judged: what its acceptance head has to judge, where it uses one.
-    learns: from the verdicts, while it decodes; a drafter of its own for every way of sampling keeps that apart.
     batchable: several prompts can be decoded together (`build_batch`).
     """
 
@@ -52,7 +51,6 @@ class Method:
     uses: ClassVar[tuple[str, ...]] = ()
     eagle_for: ClassVar[str] = "target"
     judged: ClassVar[Literal["chain", "tree"]] = "chain"
-    learns: ClassVar[bool] = False
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -150,7 +150,8 @@ class _Batch:
             if not row.done:
                 row.take(row_tokens, len(row_tokens) - 1, num_drafted)
         if self._drafter is not None:
-            self._drafter.advance(BatchOutcome(emitted, tokens, num_accepted, features))
+            done = [row.done for row in rows]
+            self._drafter.advance(BatchOutcome(emitted, tokens, num_accepted, features, done))
 
     def _draft(self, root: Tensor, uniforms: Tensor) -> Chains:
         """The round's chains, as long as `loop.generate` allows each row's to be; a row that is done has none."""
