@@ -109,7 +109,8 @@ def kl_figures(rows: Sequence[Mapping[str, Any]], constant: float | None) -> lis
         "Mean binary KL in nats over drafted tokens, each alike. Raw: the head's output as the paper's threshold reads "
         "it, which w_rej above 1 biases towards rejection; corrected: log(w_rej/w_acc) added to its logit. "
         + ("" if constant is None else f"The best constant has {constant:.4f}. ")
-        + "The paper's pair is llama-2-chat 7B for 70B: compare directions, not sizes."
+        + "The paper's pair is llama-2-chat 7B for 70B: compare directions, not sizes. Heads that read more than the "
+        "state after a token are not here: labels of mixed text have no rounds for them."
     )
     lines = [
         plain({"series": f"w_rej {row['w_rej']:g}, {what}", "depth": row["depth"], "kl": row[key]})

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
 from draftsmith.eval.rollouts import replay
-from draftsmith.eval.rollouts.rollouts import ChainRollouts, Floats
+from draftsmith.eval.rollouts.rollouts import ChainRollouts
 from draftsmith.eval.studies.pareto import pareto_front
 from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
 from draftsmith.modules.heads.acceptance import AcceptanceHead
@@ -106,20 +103,16 @@ def replayed(rollouts: ChainRollouts, rule: Rule, grid: Grid, heads: Mapping[str
     elif rule.head is None:
         lengths = replay.oracle(rollouts)
     else:
-        probs = head_prob(rollouts.heads[rule.head], heads[rule.head], rule.calibrated)
-        lengths = replay.threshold(rollouts, probs, rule.h, grid.minimum, grid.maximum)
+        head = heads[rule.head]
+        probs = replay.head_probs(rollouts.heads[rule.head], head, rule.calibrated)
+        lengths = replay.threshold(rollouts, probs, rule.h, (grid.minimum, grid.maximum), head.config.late)
     return replay.replay(rollouts, lengths)
 
 
-def head_prob(logit: Floats, head: AcceptanceHead, calibrated: bool) -> Floats:
-    """Acceptance probabilities of raw logits, each calibrated where asked for; of any shape."""
-    raw = torch.from_numpy(np.asarray(logit, dtype=np.float64))
-    return torch.sigmoid(head.calibrated(raw) if calibrated else raw).numpy()
-
-
 def published_head(heads: Mapping[str, AcceptanceHead]) -> str | None:
-    """The head of the paper's w_rej and depth, where it is among these; not one with tied blocks first."""
-    for name, head in sorted(heads.items(), key=lambda item: item[1].config.tied):
+    """The head of the paper's inputs, w_rej and depth, where it is among these; not one with tied blocks first."""
+    alike = {name: head for name, head in heads.items() if head.config.as_published}
+    for name, head in sorted(alike.items(), key=lambda item: item[1].config.tied):
         if (head.config.w_rej / head.config.w_acc, head.config.num_blocks) == (PUBLISHED_W_REJ, PUBLISHED_DEPTH):
             return name
     return None
