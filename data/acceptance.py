@@ -27,6 +27,7 @@ from draftsmith.data.models import check_same_tokenizer, load_lm, tokenizer_iden
 from draftsmith.data.progress import Advance
 from draftsmith.data.prompts import check_not_negative, check_positive, numbers
 from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, run_stage
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
 from draftsmith.modules.heads.eagle import EagleHead
 from draftsmith.modules.heads.eagle_branches import EagleBranches
@@ -172,6 +173,7 @@ class Labels:
     overlap: Tensor
 
 
+@sole_writer(shared=True)
 def run(config: AcceptanceConfig) -> Path:
     """Write the artefact `acceptance`, or `rollouts`; returns its directory."""
     set_threads(config.num_threads)

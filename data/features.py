@@ -24,6 +24,7 @@ from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
 from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, read_done, run_stage
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -84,6 +85,7 @@ class FeaturesConfig:
         check_not_negative(self, "limit", "num_threads", "max_bytes")
 
 
+@sole_writer(shared=True)
 def run(config: FeaturesConfig) -> Path:
     """Write the artefact `features`; returns its directory."""
     set_threads(config.num_threads)

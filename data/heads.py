@@ -9,11 +9,11 @@ import dataclasses
 import hashlib
 import importlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.data.manifest import file_sha256
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.targets.base import CausalLM
@@ -55,12 +55,7 @@ def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any
     manifest: what it was made from: `target` (identity), `sampling`, what LABELS names, inputs, seed, versions,
         measured numbers. The files' sha256 are added here.
     """
-    from safetensors.torch import save_file
-
     directory = Path(directory)
-    partial = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     config = {
         "kind": kind_of(head),
         "schema_version": SCHEMA_VERSION,
@@ -69,21 +64,14 @@ def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any
         "sampling": manifest.get("sampling"),
         **{name: manifest[name] for name in LABELS if name in manifest},
     }
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     # Tied blocks share storage, which safetensors refuses: each tensor is stored once, under its first name.
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.named_parameters()}
-    save_file(state, partial / "model.safetensors")
-    (partial / "README.md").write_text(card)
-    sha256 = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(partial.iterdir())}
-    (partial / "manifest.json").write_text(json.dumps({"kind": "head", **manifest, "sha256": sha256}, indent=2) + "\n")
-    if directory.exists():
-        old = directory.with_name(directory.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        directory.rename(old)
-        partial.rename(directory)
-        shutil.rmtree(old)
-    else:
-        partial.rename(directory)
+    with whole_directory(directory) as partial:
+        write_json(partial / "config.json", config, indent=2)
+        write_tensors(partial / "model.safetensors", state)
+        write_text(partial / "README.md", card)
+        sha256 = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(partial.iterdir())}
+        write_json(partial / "manifest.json", {"kind": "head", **manifest, "sha256": sha256}, indent=2)
     return directory
 
 

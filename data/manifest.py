@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import os
 import shlex
 import subprocess
 import tomllib
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.files import write_json
 from draftsmith.modules.types import InputError
 
 SCHEMA_VERSION = 1
@@ -208,27 +208,6 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise InputError(str(path), f"damaged ({error})", "JSON", "Delete it and run the stage again.") from error
-
-
-def write_json(path: Path, content: object) -> None:
-    """Atomically: the file is there whole or not at all, also after a kill or a power cut."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    publish(temporary, path)
-
-
-def publish(temporary: Path, path: Path) -> None:
-    """Give a written and synced file its name, durably."""
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def package_versions() -> dict[str, str | None]:

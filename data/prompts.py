@@ -23,6 +23,7 @@ from draftsmith.data.template import (
     supervised_ids,
     template_hash,
 )
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.types import InputError
 
 FIELDS = (
@@ -108,6 +109,7 @@ def check_not_negative(config: Any, *names: str) -> None:
             raise InputError(name, getattr(config, name), "0 (off) or more", "Pass a number that is not negative.")
 
 
+@sole_writer(shared=True)
 def run(config: PromptsConfig) -> Path:
     """Write the artefact `prompts`; returns its directory."""
     source = open_source(config.source, config.split, config.subset, config.revision)

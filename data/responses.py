@@ -16,6 +16,7 @@ from draftsmith.data.progress import Advance
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.server import ServerConfig
 from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, run_stage
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -85,6 +86,7 @@ class ResponsesConfig:
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
 
+@sole_writer(shared=True)
 def run(config: ResponsesConfig) -> Path:
     """Write the artefact `responses`; returns its directory."""
     set_threads(config.num_threads)

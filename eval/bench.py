@@ -14,10 +14,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from draftsmith.data.manifest import file_sha256, write_json
+from draftsmith.data.files import write_json
+from draftsmith.data.manifest import file_sha256
 from draftsmith.data.measured import CARD, WEIGHTS
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.asking import Asking, ask_all, every_prompt_failed
 from draftsmith.eval.cards import check_cards, heads_of, write_cards
 from draftsmith.eval.journal import JOURNAL, Journal
@@ -120,7 +122,7 @@ class BenchConfig:
     trust_remote_code: bool = False
     traces: int = 0
     card: bool = False
-    output: Path = Path("runs/bench")
+    output: Path = dataclasses.field(kw_only=True)
 
     @property
     def modes(self) -> list[SamplingParams]:
@@ -167,6 +169,7 @@ def run(config: BenchConfig) -> int:
     return 1 if results["failures"] else 0
 
 
+@sole_writer()
 def bench(config: BenchConfig) -> dict[str, Any]:
     """What results.json holds: {"meta": ..., "methods": [...], "failures": [...]}. Writes it too.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from draftsmith.data.files import make_directory, write_text
 from draftsmith.data.manifest import differences, flatten, read_json
 from draftsmith.data.progress import say
 from draftsmith.eval import figures
@@ -78,9 +79,9 @@ def run(config: CompareConfig) -> None:
     for table in tables:
         console.print(on_screen(table))
     if config.output is not None:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(config.output.parent)
         lines = [*(f"- {note}" for note in notes), "", *(markdown(table) for table in tables)]
-        config.output.write_text("\n".join(lines), "utf-8")
+        write_text(config.output, "\n".join(lines))
         say(f"Written to {config.output}")
 
 

@@ -21,6 +21,7 @@ import yaml
 from torch import nn
 
 from draftsmith.data.card import model_card
+from draftsmith.data.files import make_directory, write_json, write_text
 from draftsmith.data.heads import head_fields, save_head
 from draftsmith.data.manifest import (
     decisive,
@@ -30,7 +31,6 @@ from draftsmith.data.manifest import (
     package_versions,
     read_json,
     resolved,
-    write_json,
 )
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import BetweenSteps, ProgressBar, SaveHead, say_on_rank_zero
@@ -220,12 +220,12 @@ def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
 
 
 def _begin(config: TrainConfig, provenance: Provenance) -> None:
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     if config.resume and (config.output / STARTED).exists():
         return
     plain = resolved(dataclasses.replace(config, resume=False))
     text = yaml.safe_dump(plain, sort_keys=False)
-    (config.output / RESOLVED).write_text(f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
+    write_text(config.output / RESOLVED, f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
     write_json(config.output / STARTED, _state(config, provenance))
 
 

@@ -77,7 +77,7 @@ class StudyConfig:
     repeats: int = 2
     trust_remote_code: bool = False
     quick: bool = False
-    output: Path = Path("runs/study")
+    output: Path
 
     @property
     def acceptance(self) -> str | None:
