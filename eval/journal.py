@@ -23,9 +23,10 @@ JOURNAL = "journal.jsonl"
 class Journal:
     """Entries of one run, `entries` those that were there when it was opened."""
 
-    def __init__(self, directory: Path, decided_by: Mapping[str, Any]):
+    def __init__(self, directory: Path, decided_by: Mapping[str, Any], auto: Mapping[str, Any] | None = None):
         """
-        decided_by: all that a measurement depends on, as JSON values.
+        decided_by: all that a measurement depends on, as JSON values. auto: what the run's first start has measured,
+            for whoever goes on (`unfinished_auto`).
 
         Raises:
             InputError: the directory holds an unfinished run of something else, or a damaged journal.
@@ -39,7 +40,8 @@ class Journal:
             self.entries = lines[1:]
             cut(self.path, self._length)
         else:
-            write_text(self.path, json.dumps({"settings": dict(decided_by), "sha256": digest(decided_by)}) + "\n")
+            head = {"settings": dict(decided_by), "sha256": digest(decided_by), "auto": dict(auto or {})}
+            write_text(self.path, json.dumps(head) + "\n")
 
     def _check(self, head: Any, decided_by: Mapping[str, Any]) -> None:
         if head.get("sha256") == digest(decided_by):
@@ -57,6 +59,12 @@ class Journal:
     def remove(self) -> None:
         """The run is complete."""
         self.path.unlink()
+
+
+def unfinished_auto(directory: Path) -> dict[str, Any]:
+    """What the first start of an unfinished run has measured: drafts are of other lengths with other numbers."""
+    lines, _ = _whole_lines(directory / JOURNAL)
+    return lines[0].get("auto", {}) if lines and isinstance(lines[0], dict) else {}
 
 
 def digest(content: Mapping[str, Any]) -> str:

@@ -22,8 +22,10 @@ class Models:
 
     paths: flag (`target`, `draft`, ...) -> what the user passed, for methods that load models in their own way.
     capacity: most tokens that a sequence of this run can hold, drafts included.
-    measured: what was measured of these models in this run, by name, so that it is measured once (`eval.tree_times`).
-    step_costs: what `step_cost` has measured in this run.
+    measured: seconds that were measured of these models in this run, by name, so that it is done once
+        (`eval.tree_times`).
+    step_costs: c by what drafts (`eval.step_cost`). Both are JSON values, and kept with the run's results
+        (`eval.auto`).
     """
 
     target: CausalLM
