@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from draftsmith.eval.rollouts import replay
-from draftsmith.eval.rollouts.rollouts import ChainRollouts
+from draftsmith.eval.rollouts.rollouts import ChainRollouts, Floats
 from draftsmith.eval.studies.pareto import pareto_front
 from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
 from draftsmith.modules.heads.acceptance import AcceptanceHead
@@ -20,8 +22,9 @@ class Rule:
     """How long a draft gets.
 
     k: that many tokens, where it is above 0. head, h: SpecDec++'s threshold on the product of this head's outputs,
-    calibrated or as they are. t: until a token whose own q is below it, the baseline that needs no head. None of them:
-    the greedy oracle of lemma 2.1, which drafts what will be accepted.
+    calibrated or as they are. t: until a token whose own q is below it, the baseline that needs no head. known, h: the
+    threshold on true probabilities min(1, p/q), which only the target knows. None of them: the greedy oracle of lemma
+    2.1, which drafts what will be accepted.
     """
 
     k: int = 0
@@ -29,6 +32,7 @@ class Rule:
     h: float = 0.0
     calibrated: bool = False
     t: float = 0.0
+    known: bool = False
 
     @property
     def label(self) -> str:
@@ -37,17 +41,20 @@ class Rule:
             return f"K={self.k}"
         if self.t:
             return f"t={self.t:g}"
+        if self.known:
+            return f"h={self.h:g}, true p/q"
         if self.head is None:
             return "oracle"
         return f"h={self.h:g}" + (", calibrated" if self.calibrated else "")
 
     @property
-    def is_oracle(self) -> bool:
-        return self == Rule()
+    def can_run(self) -> bool:
+        """A decoder can do it: neither the oracle's rule nor one that knows p."""
+        return not self.known and self != Rule()
 
     def method(self, minimum: int, maximum: int) -> str:
         """As `eval bench` calls it; the head is passed beside it."""
-        assert not self.is_oracle, "no decoder can run the oracle"
+        assert self.can_run
         if self.k:
             return f"spec:k={self.k}"
         if self.t:
@@ -100,6 +107,8 @@ def replayed(rollouts: ChainRollouts, rule: Rule, grid: Grid, heads: Mapping[str
         lengths = replay.fixed_k(rollouts, rule.k)
     elif rule.t:
         lengths = replay.confidence(rollouts, rule.t, 1, grid.maximum)
+    elif rule.known:
+        lengths = replay.threshold(rollouts, true_probs(rollouts), rule.h, (1, grid.maximum), late=False)
     elif rule.head is None:
         lengths = replay.oracle(rollouts)
     else:
@@ -107,6 +116,13 @@ def replayed(rollouts: ChainRollouts, rule: Rule, grid: Grid, heads: Mapping[str
         probs = replay.head_probs(rollouts.heads[rule.head], head, rule.calibrated)
         lengths = replay.threshold(rollouts, probs, rule.h, (grid.minimum, grid.maximum), head.config.late)
     return replay.replay(rollouts, lengths)
+
+
+def true_probs(rollouts: ChainRollouts) -> Floats:
+    """[S, K]: min(1, p/q) of every drafted token; greedy 1 or 0, and 0 below the first rejection, where nobody asks."""
+    if rollouts.accept_along is not None:
+        return rollouts.accept_along
+    return np.nan_to_num(rollouts.accept_prob)
 
 
 def published_head(heads: Mapping[str, AcceptanceHead]) -> str | None:

@@ -19,12 +19,23 @@ from draftsmith.eval.methods.chains import ConfidenceStop, FixedK, SpecDecPlusPl
 from draftsmith.eval.rollouts.replay import head_probs
 from draftsmith.eval.studies.forward_times import ForwardTimes
 from draftsmith.eval.studies.heads import head_directories, load_heads
-from draftsmith.eval.studies.specdecpp import BEST_HEAD, BEST_K, PUBLISHED, Choice, SpecDecPPConfig
+from draftsmith.eval.studies.specdecpp import (
+    BEST_HEAD,
+    BEST_K,
+    BOUND,
+    PUBLISHED,
+    Choice,
+    SpecDecPPConfig,
+    Study,
+    choose,
+    theorem_h,
+)
 from draftsmith.eval.studies.specdecpp_kl import JudgedTokens, constant_kl, kl_rows
-from draftsmith.eval.studies.specdecpp_sweep import Grid, Rule, best, front, published_head, sweep
+from draftsmith.eval.studies.specdecpp_sweep import Grid, Rule, best, front, published_head, replayed, sweep
 from draftsmith.launch import specdecpp
 from draftsmith.launch.arguments import parse
 from draftsmith.launch.cli import COMMANDS, main
+from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
 
@@ -52,7 +63,7 @@ def test_fixed_k_and_the_oracle_by_hand(settings):
     assert counts["K=2"] == (1 + 4, 4 * 2) and counts["K=4"] == (1 + 4, 4 * 4)
     # K=1: 1 accepted and 2; then 3 is the target's and the draft for it is lost, and so on.
     assert counts["K=1"] == (1 + 8, 8)
-    oracle = next(s for s in settings if s.rule.is_oracle)
+    oracle = next(s for s in settings if s.rule == Rule())
     assert counts["oracle"] == counts["K=2"] and oracle.totals.num_discarded == 0
     assert all(s.totals.num_tokens == 13 for s in settings)
 
@@ -113,6 +124,24 @@ def test_kl_raw_and_corrected_by_the_formula():
     said = p.mean()
     expected = (p * (p / said).log() + (1 - p) * ((1 - p) / (1 - said)).log()).mean()
     assert constant_kl(tokens) == pytest.approx(float(expected))
+
+
+def test_a_rule_that_knows_p_ends_with_the_token_that_is_rejected():
+    """Greedily true probabilities are 1 and 0, and any threshold between sees the first 0."""
+    rollouts, grid = hand_rollouts([[i % 3 != 0 for i in range(13)]], depth=4), Grid((), (), [], 3, 4)
+    known, oracle = (pool(replayed(rollouts, rule, grid, {})) for rule in (Rule(known=True, h=0.8), Rule()))
+    assert known.num_target_calls == oracle.num_target_calls == 1 + 4
+    assert (known.num_draft_tokens, oracle.num_draft_tokens) == (8 + 4, 8)
+    assert Rule(known=True, h=0.8).label == "h=0.8, true p/q" and not Rule(known=True, h=0.8).can_run
+
+
+def test_the_theorems_threshold_is_chosen_where_it_is_one(settings):
+    heads = {"w6-d3": head_of()}
+    study = Study(config_of(), None, heads, {}, {})
+    rule = choose(study, settings, ForwardTimes(0.2, 1.0, 1.0, 9)).settings[BOUND]
+    assert (rule.head, rule.h, rule.calibrated) == ("w6-d3", 0.8, True)
+    assert theorem_h(ForwardTimes(1.0, 0.5, 1.0, 9)) is None and theorem_h(ForwardTimes(-0.1, 1.0, 1.0, 9)) is None
+    assert BOUND not in choose(study, settings, ForwardTimes(1.0, 0.5, 1.0, 9)).settings
 
 
 @pytest.mark.parametrize("more", [{"state": "before", "features": ("log_q",)}, {"features": ("entropy",)}])
