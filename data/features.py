@@ -16,9 +16,10 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.data import feature_codec
-from draftsmith.data.batched import by_length, pad_right, pick_device, set_threads
+from draftsmith.data.batched import by_length, pad_right, set_threads
+from draftsmith.data.device import pick_device
 from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
-from draftsmith.data.models import load_lm, tokenizer_identity
+from draftsmith.data.models import load_lm, text_identity
 from draftsmith.data.parallel import DONE, tell, told
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
@@ -140,7 +141,7 @@ def open_texts(
     Raises:
         InputError: another artefact, or prompts without answers.
     """
-    expected: dict[str, Any] = {"tokenizer": tokenizer_identity(target)["tokenizer"]}
+    expected: dict[str, Any] = text_identity(target)
     if Manifest.read(directory).kind == "responses":
         expected["target"] = dict(identity)
     manifest = open_artefact(directory, ("responses", "prompts"), expected, check)

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.data.checkpoint import read_object
 from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text
-from draftsmith.data.manifest import file_sha256
+from draftsmith.data.manifest import compare_identity, file_sha256, read_json, warn_not_compared
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -98,7 +99,7 @@ def head_config(directory: str | Path) -> dict[str, Any]:
             raise InputError(
                 str(file), "missing or changed content", f"sha256 {sha256[:12]}", "Copy or train the head again."
             )
-    config = json.loads((directory / "config.json").read_text())
+    config = read_object(directory / "config.json")
     if config.get("kind") not in HEADS:
         raise InputError("kind", config.get("kind"), " or ".join(HEADS), f"{directory} is no head of this version.")
     return config
@@ -244,16 +245,24 @@ def check_sizes(field: str, named: str | Path, head: Mapping[str, Any], width: i
 
 def _check_identity(directory: str | Path, config: dict[str, Any], identity: Mapping[str, str]) -> None:
     recorded = config.get("target")
-    if recorded:
-        different = [key for key, value in recorded.items() if identity.get(key) != value]
-        different += [key for key in identity if key == "eagle" and key not in recorded]
-        if different:
-            raise InputError(
-                "head",
-                f"{directory} trained for another model ({', '.join(different)} differ)",
-                "the model it was trained for",
-                "Train a head for this model.",
-            )
+    if not recorded:
+        return
+    # Heads of earlier versions have the tokenizer in their manifest only, of the texts that they were trained on.
+    models = read_json(Path(directory) / "manifest.json").get("models") or {}
+    if isinstance(models.get("tokenizer"), str):
+        recorded = {"tokenizer": models["tokenizer"], **recorded}
+    differing, unrecorded = compare_identity({"model": identity}, {"model": recorded})
+    if differing:
+        names = ", ".join(key.removeprefix("model.") for key, _, _ in differing)
+        reads = "--target TARGET" if config["kind"] == "eagle" or "eagle" in recorded else "--draft DRAFT"
+        start = f"draftsmith train {config['kind']} --init {directory} {reads} --data DATA --output DIR"
+        raise InputError(
+            "head",
+            f"{directory} trained for another model ({names} differ)",
+            "the model it was trained for",
+            f"Pass that one, or train this head on for the other, on data made with it: {start}",
+        )
+    warn_not_compared(str(directory), [key.removeprefix("model.") for key in unrecorded])
 
 
 def starting_settings(directory: str | Path, kind: str, width: int | None = None, vocab_size: int | None = None) -> Any:

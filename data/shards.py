@@ -35,6 +35,8 @@ from draftsmith.data.manifest import (
     package_versions,
     read_json,
     resolved,
+    warn_not_compared,
+    without_unrecorded,
 )
 from draftsmith.data.progress import Advance, bar, say
 from draftsmith.data.ranks import place
@@ -154,7 +156,8 @@ def begin(plan: Plan) -> None:
             raise InputError("output", found, "a new directory, or one that this stage began", "Choose another.")
         write_json(path, {"command": plan.command, "state": state})
         return
-    differing = differences(state, read_json(path)["state"])
+    differing, unrecorded = without_unrecorded(differences(state, read_json(path)["state"]))
+    warn_not_compared(str(path), unrecorded)
     if differing:
         found = f"{directory}, begun with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
         remedy = "Choose another directory or delete it."

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from draftsmith.data.device import check_device
 from draftsmith.data.files import write_json
 from draftsmith.data.manifest import file_sha256
 from draftsmith.data.measured import CARD, WEIGHTS
@@ -330,15 +331,6 @@ def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
         if not item.method.batchable:
             able = ", ".join(name for name, method in METHODS.items() if method.batchable)
             raise InputError("methods", f"{item.label} {size}", f"some of {able}", "Measure it with --batch-size 1.")
-
-
-def check_device(name: str) -> None:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError("device", repr(name), "cpu, cuda or cuda:N", "Correct it.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("device", name, "a device of this machine (no GPU is visible)", "Pass --device cpu.")
 
 
 def model_paths(config: Any) -> dict[str, str | None]:

@@ -18,11 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.data.device import check_device
 from draftsmith.data.files import make_directory, write_json
 from draftsmith.data.manifest import package_versions, resolved
 from draftsmith.data.models import load_lm
 from draftsmith.data.writer import sole_writer
-from draftsmith.eval.bench import check_device, longest_sequence, model_paths
+from draftsmith.eval.bench import longest_sequence, model_paths
 from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner
 from draftsmith.eval.methods import check_needs, parse_methods

@@ -16,12 +16,13 @@ import torch
 import yaml
 from rich.console import Console
 
+from draftsmith.data.device import check_device
 from draftsmith.data.files import make_directory, write_json, write_text
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
 from draftsmith.data.writer import sole_writer
 from draftsmith.eval.auto import resolved_auto
-from draftsmith.eval.bench import check_device, longest_sequence, model_paths
+from draftsmith.eval.bench import longest_sequence, model_paths
 from draftsmith.eval.clocks import Clock, clock_of, synchronised
 from draftsmith.eval.costs import AR, Costs, measure_costs
 from draftsmith.eval.figures import to_json
