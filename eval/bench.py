@@ -45,6 +45,7 @@ INCIDENTAL = ("output", "card", "traces")
 
 ENTRY = {"group": int, "temperature": float, "rows": [ROW]}  # of the journal
 
+
 @dataclass(frozen=True)
 class BenchConfig:
     """Measures decoding methods against this engine's own autoregressive decoding.
