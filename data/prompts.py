@@ -72,6 +72,7 @@ class PromptsConfig:
         overlong: What happens to longer ones: an error, or dropped and counted.
         invalid: What happens to rows that can not be used (no user turn, no text): an error, or dropped and counted.
         rows_per_shard: Rows of the source in each shard.
+        trust_remote_code: Let the target's repository run its own code.
     """
 
     source: str = volatile()
@@ -90,6 +91,7 @@ class PromptsConfig:
     overlong: Literal["error", "drop"] = "error"
     invalid: Literal["error", "drop"] = "error"
     rows_per_shard: int = 4096
+    trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
         check_positive(self, "rows_per_shard")

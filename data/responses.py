@@ -17,6 +17,7 @@ from draftsmith.data.datasets import Lists
 from draftsmith.data.device import pick_device
 from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.models import load_lm, text_identity
+from draftsmith.data.naming import naming
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
@@ -186,9 +187,10 @@ def answer_turns(
             done(waiting[i][1])
 
     asked = [talk.asked()["prompt_ids"] for _, talk in waiting]
-    answers = answer_all(
-        lm, asked, config.params, config.max_new_tokens, config.batch_size, uniforms, advance, eos_ids=ends
-    )
+    with naming([talk.asked()["id"] for _, talk in waiting]):
+        answers = answer_all(
+            lm, asked, config.params, config.max_new_tokens, config.batch_size, uniforms, advance, eos_ids=ends
+        )
     for (_, talk), tokens in zip(waiting, answers, strict=True):
         talk.hear(Answer(tokens, ended=tokens[-1] in ends))
 

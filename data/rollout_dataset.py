@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from draftsmith.data.datasets import Answers, Item, Lists, answer_columns
+from draftsmith.data.datasets import Answers, Item, Lists, answer_columns, check_labels
 from draftsmith.data.manifest import Manifest, open_artefact
 from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
 from draftsmith.data.shards import Rows
@@ -86,6 +86,7 @@ class RolloutDataset(Dataset):
         self.answers = Answers(table)
         self._names = Rows(directory, self.manifest, ["id"])
         self._lists = {name: Lists(table[name]) for name in columns}
+        check_labels(directory, self._names, self._lists["accept_prob"])
 
     @property
     def lengths(self) -> list[int]:

@@ -40,27 +40,34 @@ def read_prompts(
     keep_tasks: str | None = None,
     limit: int = 0,
     turns: Turns = "last",
+    skip: int = 0,
 ) -> list[BenchPrompt]:
     """Prompts as token ids: the target's chat template, applied up to where the answer begins.
 
     split: keep rows whose own `split` is this one; `none` keeps all. keep_tasks: keep rows of these tasks, separated by
     commas. limit: keep the first so many, 0 all. turns: which user turns of a conversation. A prompts artefact begins
-    where it was made to begin (`data prompts --turns`); all asks its later turns too.
+    where it was made to begin (`data prompts --turns`); all asks its later turns too. skip: leave out the first so many
+    of what would be kept.
 
     Raises:
-        InputError: nothing there, rows of an unknown shape, two of one id, an artefact of another
-            tokenizer, or no row left.
+        InputError: nothing there, rows of an unknown shape, two of one id, an artefact of another tokenizer, or no row
+            left.
     """
+    prompt_of = artefact_prompt(turns) if is_artefact(source) else chat_prompt(target, turns)
+    rows = kept_rows(source, target, split, keep_tasks, turns)
+    return [prompt_of(row) for row in itertools.islice(rows, skip, skip + limit if limit else None)]
+
+
+def kept_rows(
+    source: str, target: str, split: str | None, keep_tasks: str | None, turns: Turns = "last"
+) -> Iterator[Row]:
+    """Rows of this split and these tasks, as of `read_prompts`; at least one."""
     path, split = Path(resolve_model(source)), named_split(split)
-    if (path / MANIFEST).exists() or (path / STARTED).exists():
-        rows, prompt_of = artefact_rows(path, target, turns), artefact_prompt(turns)
-    else:
-        rows, prompt_of = chat_rows(source, split), chat_prompt(target, turns)
     wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
-    found: list[BenchPrompt] = []
     seen_tasks, seen_splits = set(), set()
     places: dict[str, str] = {}
-    for row in rows:
+    found = False
+    for row in artefact_rows(path, target, turns) if is_artefact(source) else chat_rows(source, split):
         seen_tasks.add(row.task)
         seen_splits.add(row.split)
         if (split and row.split != split) or (wanted is not None and row.task not in wanted):
@@ -68,14 +75,30 @@ def read_prompts(
         if row.where and places.setdefault(row.id, row.where) != row.where:  # results are told apart by ids
             again = f"the id {row.id!r}, which {places[row.id]} has too"
             raise InputError(row.where, again, "an id of its own", "Correct the row.")
-        found.append(prompt_of(row))
-        if len(found) == limit:
-            break
+        found = True
+        yield row
     if not found:
         there = f"tasks {listed(seen_tasks)}; splits {listed(seen_splits)}"
         remedy = "Check --split and --keep-tasks; --split none takes all splits."
         raise InputError("prompts", f"no matching row in {source} ({there})", "at least one", remedy)
-    return found
+
+
+def is_artefact(source: str) -> bool:
+    """A directory that `data prompts` wrote, or began."""
+    path = Path(resolve_model(source))
+    return (path / MANIFEST).exists() or (path / STARTED).exists()
+
+
+def has_splits(source: str, target: str) -> bool:
+    """Whether its rows, or those of some, say which split they are of."""
+    if is_artefact(source):
+        return any(row.split for row in artefact_rows(Path(resolve_model(source)), target))
+    try:
+        return any(row.split for row in chat_rows(source, None))
+    except InputError as error:
+        if error.field == "split":  # a data set of several splits, each of its own files
+            return True
+        raise
 
 
 def listed(names: Iterable[str]) -> str:
