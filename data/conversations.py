@@ -196,7 +196,8 @@ def asked_of(conversation: Conversation, turns: Turns) -> Asked:
         opening = up_to_last_user(conversation.messages)
         before = sum(message["role"] == "user" for message in opening) - 1
         return Asked(opening, not_asked=before + len(further))
-    opening, *later = [*_stretches(conversation.messages), *further]
+    stretches = [*_stretches(conversation.messages), *further]
+    opening, later = stretches[0], stretches[1:]
     return Asked(opening, tuple(later)) if turns == "all" else Asked(opening, not_asked=len(later))
 
 

@@ -327,6 +327,7 @@ class Answers:
     def lengths(self, rows: Sequence[int]) -> np.ndarray:
         """Tokens of every answer of these rows."""
         if self._masks is None:
+            assert self._starts is not None and self._ends is not None
             return (self._ends - self._starts)[np.asarray(rows, dtype=np.int64)]
         wanted = np.zeros(len(self), dtype=bool)
         wanted[np.asarray(rows, dtype=np.int64)] = True
