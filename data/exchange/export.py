@@ -58,7 +58,7 @@ class ExportConfig:
         format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE heads; specdec_pp an acceptance head with tied
             blocks; acceptance any acceptance head, with a statement of what a server must feed it; hf-assisted a draft
             model, for transformers' assisted generation.
-        output: The directory to write; it must not exist.
+        output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
         draft: The draft model to be exported as hf-assisted, or whose hidden states an acceptance head reads (default:

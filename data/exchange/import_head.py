@@ -39,7 +39,7 @@ class ImportConfig:
 
     Attributes:
         directory: The head: a local directory or a hub id, with config.json and model.safetensors or pytorch_model.bin.
-        output: The head directory to write; it must not exist.
+        output: The head directory to write; new or empty.
         target: The model that an EAGLE head drafts for. It is recorded, and the head is refused on other models.
         draft: The draft model that an acceptance head was trained for; recorded in the same way.
         format: Whose head it is: eagle (SafeAILab), vllm, sglang, specdec_pp, or acceptance, which export writes; auto
