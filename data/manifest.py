@@ -163,7 +163,7 @@ def open_artefact(
     differing, unrecorded = compare_identity(identity or {}, manifest.identity)
     if differing:
         found = "made with another " + "; ".join(f"{k}: {theirs} here, {ours} given" for k, ours, theirs in differing)
-        remedy = f"Make it again: {manifest.command}"
+        remedy = f"Make it again: {manifest.command} (with the models given here, and another output)"
         raise InputError(str(directory), found, "the same identity", remedy)
     warn_not_compared(str(directory), unrecorded)
     for entry in manifest.files:

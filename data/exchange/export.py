@@ -27,9 +27,10 @@ from draftsmith.data.exchange.directory import SAFEAI
 from draftsmith.data.exchange.record import RECORD, make_record
 from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text, write_torch
 from draftsmith.data.heads import build_head, head_config, head_fields
+from draftsmith.data.hub import loadable
 from draftsmith.data.manifest import git_commit, package_versions
 from draftsmith.data.measured import measured_of
-from draftsmith.data.models import DTYPES, load_lm, model_directory, read_config, resolve_model, tokenizer_identity
+from draftsmith.data.models import DTYPES, load_lm, model_directory, read_config, tokenizer_identity
 from draftsmith.data.reading import read_object
 from draftsmith.data.writer import occupied, sole_writer
 from draftsmith.modules.interop import FORMATS, hf_assisted
@@ -155,10 +156,10 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     tensors = state if kind == "eagle" else package.tensors
     write_json(directory / RECORD, make_record(config.format, head.config, tensors, origin, made_with()))
     report = check_head(directory, config.format, drafter, build_head(kind, head.config, state))
-    more = {"verifier": resolve_model(config.target)} if config.format == "specdec_pp" and config.target else {}
+    more = {"verifier": loadable(config.target)} if config.format == "specdec_pp" and config.target else {}
     if config.format == "acceptance" and drafter.eagle is not None:
         more["eagle"] = str(paths["eagle"])
-    command = module.serve(resolve_model(drafter.path), str(config.output), num_drafted(config, kind), **more)
+    command = module.serve(loadable(drafter.path), str(config.output), num_drafted(config, kind), **more)
     export = {
         "format": config.format,
         "command": command,
@@ -239,7 +240,7 @@ def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str
         raise InputError("results", f"{results} without results.json", "a directory of eval bench", "Check the path.")
     identity = load_lm(draft, "auto", engine=config.engine, trust_remote_code=config.trust_remote_code).info.identity
     tuning = hf_assisted.choose_tuning(read_object(results / "results.json", RESULTS), identity)
-    command = hf_assisted.serve(resolve_model(target), str(config.output))
+    command = hf_assisted.serve(loadable(target), str(config.output))
     write_assistant(draft, tuning, directory)
     report = report_of_assistant(directory, target)
     export = {"format": config.format, "command": command, "target": target, "draft": draft, "checks": passed(report)}

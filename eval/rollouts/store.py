@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from draftsmith.data.files import make_directory, write_json, write_table
-from draftsmith.data.manifest import differences
+from draftsmith.data.manifest import differences, flatten, warn_not_compared, without_unrecorded
 from draftsmith.data.reading import read_object
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Rollouts, TreeRollouts, joined, of_answer
@@ -59,7 +59,9 @@ def recorded(
     made_with = json.loads(json.dumps({**settings, "prompts": [prompt.id for prompt in prompts]}))
     path = directory / SETTINGS
     if path.exists():
-        if different := differences(read_object(path, {}), made_with):
+        different, unrecorded = without_unrecorded(differences(flatten(read_object(path, {})), flatten(made_with)))
+        warn_not_compared(str(path), unrecorded)
+        if different:
             found = f"rollouts in {directory} made with another {', '.join(name for name, _, _ in different)}"
             raise InputError("output", found, "the settings of this run", "Choose another directory, or remove it.")
     else:
