@@ -73,7 +73,7 @@ def test_a_damaged_manifest_and_another_schema(copy):
         Manifest.read(directory)
     for content in ("{", "[]", json.dumps({**raw, "surprise": 1})):
         (directory / MANIFEST).write_text(content)
-        with pytest.raises(InputError, match="damaged"):
+        with pytest.raises(InputError, match=r"damaged|expected an object"):
             Manifest.read(directory)
 
 
