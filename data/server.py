@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from draftsmith.data.manifest import read_json, volatile, write_json
+from draftsmith.data.files import write_json
+from draftsmith.data.manifest import volatile
+from draftsmith.data.reading import read_json
 from draftsmith.data.server_answer import SHOWN_CHARS, Asked, BadAnswer, Reader, named_failures
 from draftsmith.data.turns import Answer, Talk
 from draftsmith.modules.types import InputError

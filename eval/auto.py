@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.manifest import read_json
+from draftsmith.data.reading import read_json
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.provenance import RESULTS
 from draftsmith.modules.types import InputError
