@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from draftsmith.data.files import write_json
 from draftsmith.data.manifest import volatile
-from draftsmith.data.reading import read_json
+from draftsmith.data.reading import read_object
 from draftsmith.data.server_answer import SHOWN_CHARS, Asked, BadAnswer, Reader, named_failures
 from draftsmith.data.turns import Answer, Talk
 from draftsmith.modules.types import InputError
@@ -350,13 +350,13 @@ def _answers_before(path: Path, rows: dict[int, dict[str, Any]]) -> dict[int, di
     """What an earlier start was answered in a shard that it did not finish."""
     if not path.exists():
         return {}
-    found = {int(number): row for number, row in read_json(path).items()}
+    found = {int(number): row for number, row in read_object(path, {}).items()}
     return {number: row for number, row in found.items() if number in rows}
 
 
 def _failed_before(directory: Path) -> int:
     """Prompts that finished shards lack."""
-    records = (read_json(path) for path in directory.glob("shard-*.done.json"))
+    records = (read_object(path, {}) for path in directory.glob("shard-*.done.json"))
     return sum(record["counts"].get("failed_dropped", 0) for record in records)
 
 
