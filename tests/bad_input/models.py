@@ -34,7 +34,8 @@ ROWS = [
     for device in ("cuda", "toaster")
 ]
 ROWS += [
-    Row("train on no GPU", "train eagle --data {features} --target {target} --output {out} --accelerator gpu", ("CUDA",)),
+    Row("train on no GPU", "train eagle --data {features} --target {target} --output {out} --accelerator gpu",
+        ("CUDA",)),
     Row("train on a toaster", "train eagle --data {features} --target {target} --output {out} --accelerator toaster",
         ("accelerator", "toaster")),
 ]  # fmt: skip
