@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from draftsmith.data.manifest import read_json, volatile, write_json
+from draftsmith.data.files import write_json
+from draftsmith.data.manifest import read_json, volatile
 from draftsmith.data.server_answer import SHOWN_CHARS, Asked, BadAnswer, Reader, named_failures
 from draftsmith.modules.types import InputError
 
