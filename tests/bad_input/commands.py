@@ -102,7 +102,8 @@ ROWS = [
     # Studies.
     Row("eagle2: a model for a head", f"eval eagle2 {STUDY}--eagle {{draft}}", ("draft",)),
     Row("hsddw: no mid", f"eval hsddw {STUDY}--draft {{draft}} --mid ./nosuch", ("nosuch",)),
-    Row("calibration: a drafting head", f"eval calibration {STUDY}--fit-split test --draft {{draft}} --acceptance {{eagle}}",
+    Row("calibration: a drafting head", f"eval calibration {STUDY}--fit-split test --draft {{draft}} "
+        "--acceptance {eagle}",
         ("eagle",)),
     Row("policies: nobody drafts", f"eval policies {STUDY}", ("draft",)),
     Row("specdecpp: no such heads", f"eval specdecpp {STUDY}--train-split dev --dev-split train --draft {{draft}} "
