@@ -83,4 +83,10 @@ ROWS += [
     Row("server: no time", SERVER + "--server.timeout-s 0", ("timeout", "0")),
     Row("server: time without end", SERVER + "--server.timeout-s .inf", ("timeout", "inf")),
     Row("server: fewer than no failures", SERVER + "--server.max-failed -1", ("max_failed", "-1")),
+    Row("decode: half of a surrogate pair", "decode a\udce9 --target {target} --method ar", ("prompt", "surrogate")),
+    Row("decode: a system prompt that is no text", "decode Hi --system a\udce9 --target {target} --method ar",
+        ("prompt", "surrogate")),
+    Row("tasks: a name that is no text", BENCH + "--tasks {tmp}", ("tasks", "printable"), file(GOOD, "q\udce9.jsonl")),
+    Row("a tree nested too deeply", "decode Hi --target {target} --eagle {eagle} --method eagle-tree:tree={file}",
+        ("tree", "recursion"), file(b"- " + b"[" * 3000, "t.yaml")),
 ]  # fmt: skip
