@@ -350,13 +350,13 @@ def _answers_before(path: Path, rows: dict[int, dict[str, Any]]) -> dict[int, di
     """What an earlier start was answered in a shard that it did not finish."""
     if not path.exists():
         return {}
-    found = {int(number): row for number, row in read_object(path, {}).items()}
-    return {number: row for number, row in found.items() if number in rows}
+    found = read_object(path, {"*": {"rows": [dict], "counts": {"*": int}}})
+    return {number: found[str(number)] for number in rows if str(number) in found}
 
 
 def _failed_before(directory: Path) -> int:
     """Prompts that finished shards lack."""
-    records = (read_object(path, {}) for path in directory.glob("shard-*.done.json"))
+    records = (read_object(path, {"counts": {"*": int}}) for path in directory.glob("shard-*.done.json"))
     return sum(record["counts"].get("failed_dropped", 0) for record in records)
 
 
