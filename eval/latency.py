@@ -17,13 +17,13 @@ from typing import Literal
 import torch
 from rich.console import Console
 
+from draftsmith.data.device import check_device
 from draftsmith.data.files import make_directory, write_json, write_text
 from draftsmith.data.manifest import git_commit, package_versions, resolved
 from draftsmith.data.markdown import markdown_lines
 from draftsmith.data.models import DTYPES
 from draftsmith.data.progress import say
 from draftsmith.data.writer import sole_writer
-from draftsmith.eval.bench import check_device
 from draftsmith.eval.clocks import clock_of, interleaved, paired_ratio
 from draftsmith.eval.decoder_cost import Row, dispatch, fixed_shapes, ideals, long_context, overheads, trace_cost
 from draftsmith.eval.hf_baseline import HFRunner

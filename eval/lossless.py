@@ -18,11 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.data.device import check_device
 from draftsmith.data.files import make_directory, write_json
 from draftsmith.data.manifest import package_versions, resolved
 from draftsmith.data.models import load_lm
 from draftsmith.data.writer import sole_writer
-from draftsmith.eval.bench import check_device, longest_sequence, model_paths
+from draftsmith.eval.bench import longest_sequence, model_paths
 from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner
 from draftsmith.eval.methods import check_needs, parse_methods
@@ -55,6 +56,7 @@ class LosslessConfig:
     keep_tasks: keep prompts of these tasks, separated by commas.
     limit: prompts of the greedy test.
     max_new_tokens: longest answer of the greedy test.
+    ignore_eos: in the greedy test go on after the end token, up to max_new_tokens.
     sampled_prompts: prompts of the sampling test; 0 leaves it out.
     samples: answers sampled to each.
     temperature: of the sampling test.
@@ -83,6 +85,7 @@ class LosslessConfig:
     keep_tasks: str | None = None
     limit: int = 20
     max_new_tokens: int = 64
+    ignore_eos: bool = False
     sampled_prompts: int = 2
     samples: int = 300
     temperature: float = 1.0
@@ -129,7 +132,7 @@ def run(config: LosslessConfig) -> int:
     sampled = prompts[: config.sampled_prompts]
     laws = [PairLaw(target, prompt, config.sampling) for prompt in sampled]
     reference = None if config.dtype == "float32" else load_lm(config.target, **{**how, "dtype": "float32"})
-    ends = target.info.eos_ids
+    ends = () if config.ignore_eos else target.info.eos_ids
     answers = [
         EngineRunner(target, None, SamplingParams(), ends)(prompt.prompt_ids, config.max_new_tokens, 0).tokens
         for prompt in prompts

@@ -189,6 +189,10 @@ def run_command(name: str, args: list[str]) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     module, config = configure(name, args)
+    if getattr(config, "trust_remote_code", False):
+        from draftsmith.data.models import trust_code
+
+        trust_code()  # of tokenizers too, wherever they are loaded
     try:
         result = module.run(config) if config is not None else 0
     except Exception as error:

@@ -26,8 +26,9 @@ from draftsmith.data.datasets import Item, broken_features
 from draftsmith.data.feature_codec import FeatureDtype
 from draftsmith.data.features import check_disk
 from draftsmith.data.files import CannotWrite, make_directory, write_json, write_tensors
-from draftsmith.data.manifest import differences, flatten, read_json
+from draftsmith.data.manifest import differences, flatten, warn_not_compared, without_unrecorded
 from draftsmith.data.progress import say
+from draftsmith.data.reading import read_object
 from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import InputError
 
@@ -146,7 +147,9 @@ class FeatureCache:
         directory, path = self._directory, self._directory / ABOUT
         make_directory(directory)
         if path.exists():
-            differing = differences(flatten(about), flatten(read_json(path)))
+            kept = read_object(path, {}, "Delete the cache's directory.")
+            differing, unrecorded = without_unrecorded(differences(flatten(about), flatten(kept)))
+            warn_not_compared(str(path), unrecorded)
             if differing:
                 found = f"{directory} with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
                 remedy = "Delete it, or pass another --feature-cache."

@@ -16,11 +16,13 @@ import torch
 import yaml
 from rich.console import Console
 
+from draftsmith.data.device import check_device
 from draftsmith.data.files import make_directory, write_json, write_text
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
 from draftsmith.data.writer import sole_writer
-from draftsmith.eval.bench import check_device, longest_sequence, model_paths
+from draftsmith.eval.auto import resolved_auto
+from draftsmith.eval.bench import longest_sequence, model_paths
 from draftsmith.eval.clocks import Clock, clock_of, synchronised
 from draftsmith.eval.costs import AR, Costs, measure_costs
 from draftsmith.eval.figures import to_json
@@ -155,7 +157,7 @@ def run(config: TuneConfig) -> Path:
     make_directory(config.output)
     write_text(config.output / DECODE, decode_yaml(config, choice))
     models = {"draft": setup.models.draft}
-    more = {"clock": config.clock, "step_costs": setup.models.step_costs}
+    more = {"clock": config.clock, **resolved_auto(setup.models)}
     meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
     found = {"meta": meta, "figures": to_json(figures(choice)), "summary": summary(choice)}
     write_json(config.output / RESULTS, {**found, "costs": choice.costs.to_json()})

@@ -107,7 +107,8 @@ class BatchEagle:
             self._tokens[row] += emitted
             self._read_rows[row] += self._num_new[row]
             self._num_new[row] = len(emitted)
-            self._stops[row].observe(self._num_drafted[row], len(emitted) - 1)
+            if not outcome.done[row]:
+                self._stops[row].observe(self._num_drafted[row], len(emitted) - 1)
 
     def select(self, rows: Tensor) -> None:
         self._rows.select(rows)
