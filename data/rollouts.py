@@ -24,7 +24,7 @@ from draftsmith.data.shards import Rows, Shard, ShardContent
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.decoding.repeats import repeat_scores
-from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.sampling import row_probabilities, top_values
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -128,6 +128,9 @@ def label_response(
     # By the row's number too, so that short responses do not all take the first.
     params = [rollouts.sampling[(number + i) % len(rollouts.sampling)] for i in range(count)]
     text.open(ids[: starts[-1]])
+    place = first_broken(text.features)  # a head that reads them would be blamed for them
+    if place is not None:
+        raise NonFinite("hidden states", "target", place)
     drafter.open(ids[: starts[-1]], text.features)
     own = uniforms[1 : 1 + count * depth].view(count, depth)
     drafted = drafter.draft(starts, depth, params, None if rollouts.greedy else own)

@@ -23,6 +23,7 @@ from draftsmith.modules.types import SamplingParams
 
 TEXTS = [[1, 5, 3, 1, 5, 2, 9], [7, 8, 3, 4], [2, 2, 6, 11, 13, 17]]
 STARTS = [3, 1, 2]
+MASKS = [[place >= start for place in range(len(text))] for text, start in zip(TEXTS, STARTS, strict=True)]
 MODES = [SamplingParams(), SamplingParams(1.0), SamplingParams(0.5, 4, 0.9)]
 LATE = ("embed_tokens.weight", (13, 0))  # of a token that only the last text holds, at position 4
 
@@ -35,33 +36,31 @@ def uniforms(count: int) -> torch.Tensor:
 @pytest.mark.parametrize("broken", ["target", "draft"])
 def test_labels_of_every_position(broken, params):
     lms = {name: small_lm(seed, LATE if name == broken else None) for name, seed in (("target", 1), ("draft", 2))}
-    count = sum(len(text) - start for text, start in zip(TEXTS, STARTS, strict=True))
+    count = sum(map(sum, MASKS))
     with pytest.raises(NonFinite) as caught:
-        label(lms["target"], lms["draft"], TEXTS, STARTS, params, uniforms(count), 4)
+        label(lms["target"], lms["draft"], TEXTS, MASKS, params, uniforms(count), 4)
     error = caught.value
     # A text is read at once, and what attention masks it multiplies by zero: its first label is none already.
     assert (error.model, error.row, error.position) == (broken, 2, STARTS[2])
-    labels = label(small_lm(1), small_lm(2), TEXTS, STARTS, params, uniforms(count), 4)
+    labels = label(small_lm(1), small_lm(2), TEXTS, MASKS, params, uniforms(count), 4)
     assert labels.overlap.isfinite().all() and len(labels.draft_ids) == count
 
 
 @pytest.mark.parametrize("params", MODES, ids=str)
-@pytest.mark.parametrize("broken", ["target", "draft", "eagle"])
-def test_labels_of_rounds(broken, params):
+@pytest.mark.parametrize(
+    ("broken", "drafting"), [("target", "draft"), ("target", "eagle"), ("draft", "draft"), ("eagle", "eagle")]
+)
+def test_labels_of_rounds(broken, drafting, params):
     text, start = TEXTS[2] * 2, 2
     found = models(broken)
-    if broken == "target":
-        found = models()
-        target = small_lm(1, LATE)
-    else:
-        target = found.target
-    drafter = EagleBranches(found.eagle, found.target, 3) if broken == "eagle" else DraftModelBranches(found.draft, 3)
+    target = found.target
+    drafter = EagleBranches(found.eagle, target, 3) if drafting == "eagle" else DraftModelBranches(found.draft, 3)
     row = {"id": "x", "input_ids": text, "prompt_length": start, "task": ""}
     how = Rollouts(3, 1, (params,), 0, False, 4, 0, CONTEXT)
     with pytest.raises(NonFinite) as caught, naming(["row-0"]):
         label_response(target, BranchedText(target, 3), drafter, row, 0, how)
     assert caught.value.model == broken and caught.value.prompt == "row-0"
-    assert caught.value.position == start + 1  # where drafts begin
+    assert caught.value.position == (0 if broken == "target" else start + 1)  # the text, and where drafts begin
 
 
 @pytest.mark.parametrize("params", MODES, ids=str)
