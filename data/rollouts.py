@@ -128,12 +128,14 @@ def label_response(
     # By the row's number too, so that short responses do not all take the first.
     params = [rollouts.sampling[(number + i) % len(rollouts.sampling)] for i in range(count)]
     text.open(ids[: starts[-1]])
-    place = first_broken(text.features)  # a head that reads them would be blamed for them
-    if place is not None:
-        raise NonFinite("hidden states", "target", place)
     drafter.open(ids[: starts[-1]], text.features)
     own = uniforms[1 : 1 + count * depth].view(count, depth)
-    drafted = drafter.draft(starts, depth, params, None if rollouts.greedy else own)
+    try:
+        drafted = drafter.draft(starts, depth, params, None if rollouts.greedy else own)
+    except NonFinite as error:
+        if error.model == "eagle" and first_broken(text.features) is not None:  # which the head has read
+            error.model = "target"
+        raise
     states = target_states(text, starts, drafted.tokens).flatten(0, 1)
     hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()
     every = [params[i // depth] for i in range(count * depth)]

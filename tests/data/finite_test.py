@@ -60,7 +60,7 @@ def test_labels_of_rounds(broken, drafting, params):
     with pytest.raises(NonFinite) as caught, naming(["row-0"]):
         label_response(target, BranchedText(target, 3), drafter, row, 0, how)
     assert caught.value.model == broken and caught.value.prompt == "row-0"
-    assert caught.value.position == (0 if broken == "target" else start + 1)  # the text, and where drafts begin
+    assert caught.value.position == start + 1  # where drafts begin
 
 
 @pytest.mark.parametrize("params", MODES, ids=str)
