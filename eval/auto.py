@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.manifest import read_json
+from draftsmith.data.reading import read_object
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.provenance import RESULTS
 from draftsmith.modules.types import InputError
@@ -41,8 +41,7 @@ def auto_of_run(directory: Path) -> dict[str, dict[str, Any]]:
     remedy = "Name the --output of a finished `draftsmith eval bench` or `draftsmith eval tune`."
     if not path.is_file():
         raise InputError("costs", f"no {RESULTS} in {directory}", "the directory of a finished run", remedy)
-    content = read_json(path)
-    meta = content.get("meta") if isinstance(content, dict) else None
+    meta = read_object(path, {}).get("meta")
     found = {kind: meta.get(kind, {}) if isinstance(meta, dict) else None for kind in KINDS}
     costs = found["step_costs"]
     numbers = isinstance(costs, dict) and all(isinstance(c, int | float) and c > 0 for c in costs.values())

@@ -32,6 +32,7 @@ from draftsmith.eval.methods.base import Models, Named, at_least
 from draftsmith.eval.prompts import Turns
 from draftsmith.eval.provenance import RESULTS, describe
 from draftsmith.eval.rows import BASELINE, PER_PROMPT, Row, failures_of, of_methods, write_rows
+from draftsmith.eval.rows import SHAPE as ROW
 from draftsmith.eval.runners import engine_runners, first_of_each_task, make_runners, trace_again, write_texts
 from draftsmith.eval.summary import Clock, summarise
 from draftsmith.eval.tables import results_table, task_tables
@@ -41,6 +42,8 @@ from draftsmith.modules.types import InputError, SamplingParams
 
 # Settings that change nothing of what is measured: an interrupted run may go on with others.
 INCIDENTAL = ("output", "card", "traces")
+
+ENTRY = {"group": int, "temperature": float, "rows": [ROW]}  # of the journal
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     runners = make_runners(config, named, models, config.modes, eos_ids)
     asking = Asking(runners, chat, target.info.max_position, room, config.max_new_tokens, config.repeats, config.seed)
     meta = meta_of(config, named, questions, models, eos_ids)  # after the runners, which may measure costs
-    journal = Journal(config.output, decided_by(meta, questions), resolved_auto(models))
+    journal = Journal(config.output, decided_by(meta, questions), ENTRY, resolved_auto(models))
     rows = measured_rows(config, asking, questions, journal)
     results = {"meta": meta, "methods": result_rows(config, rows, target), "failures": failures_of(rows)}
     if config.traces:
@@ -220,6 +223,9 @@ def bench(config: BenchConfig) -> dict[str, Any]:
 def measured_rows(config: BenchConfig, asking: Asking, questions: Questions, journal: Journal) -> list[Row]:
     """Rows of all prompts; those of an interrupted run of the same settings are not measured again."""
     groups = questions.groups(config.batch_size)
+    if any(entry["group"] not in range(len(groups)) for entry in journal.entries):
+        found, remedy = "a group of prompts that there is not", "Delete it and measure again."
+        raise InputError(str(journal.path), found, f"numbers below {len(groups)}", remedy)
     total = len(questions.all) * len(asking.runners)
     done = sum(len(groups[entry["group"]]) for entry in journal.entries)
     if done:

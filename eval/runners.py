@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from draftsmith.data.files import write_json
 from draftsmith.data.models import load_tokenizer
+from draftsmith.data.reading import read_lines
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.learned import built_for_each
 from draftsmith.eval.measure import BatchRunner, BenchPrompt, EngineRunner, GroupRunner, OneByOne
@@ -51,7 +51,7 @@ def make_runners(
             session = session or target.rows_session(config.batch_size, models.capacity)
             drafters = built_for_each(partial(method.build_batch, models, config.batch_size), len(modes))
             made = [
-                BatchRunner(target, session, drafter, params, eos_ids)
+                BatchRunner(target, session, drafter, params, eos_ids, models.paths)
                 for drafter, params in zip(drafters, modes, strict=True)
             ]
         else:
@@ -74,7 +74,7 @@ def one_by_one(
     """A method of this engine, one prompt at a time: a runner for every way of sampling."""
     drafters = built_for_each(partial(method.build, models), len(modes))
     return [
-        EngineRunner(models.target, drafter, params, eos_ids, session=session)
+        EngineRunner(models.target, drafter, params, eos_ids, session=session, paths=models.paths)
         for drafter, params in zip(drafters, modes, strict=True)
     ]
 
@@ -134,10 +134,8 @@ def write_texts(directory: Path, target: str, rows: Sequence[Mapping[str, Any]])
     for each of the traced rows by its number and turn, "0/1"."""
     tokenizer = load_tokenizer(target)
     ids: set[int] = set()
-    with (directory / TRACE).open(encoding="utf-8") as file:
-        for line in file:
-            found = json.loads(line)
-            ids |= {*found["emitted"], *found.get("drafted", ())}
+    for found in read_lines(directory / TRACE, {"emitted": [int], "drafted?": [int]}):
+        ids |= {*found["emitted"], *found.get("drafted", ())}
     tokens = {str(i): tokenizer.decode([i]) for i in sorted(ids)}
     prompts = {f"{row['prompt']}/{row['turn']}": tokenizer.decode(row["prompt_ids"]) for row in rows}
     write_json(directory / TEXTS, {"tokens": tokens, "prompts": prompts})
