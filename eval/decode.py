@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,8 +103,8 @@ def run(config: DecodeConfig) -> Generation:
     bench_prompt = BenchPrompt("on the command line", prompt)
     longest = longest_sequence([bench_prompt], config.max_new_tokens, target.info.max_position)
     models = load_models([named], model_paths(config), longest, params, target, **how)
-    drafter = named.method.build(models)
-    eos_ids = () if config.ignore_eos else target.info.eos_ids
+    eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
+    drafter = named.method.build(replace(models, ends=eos_ids))
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(legend(named.label))
