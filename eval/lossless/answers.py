@@ -1,4 +1,4 @@
-"""Answers of one method by one of the decoder's loops, and what had been drafted where each of their tokens was decided.
+"""Answers of a method by one of the decoder's loops, and what had been drafted where each of their tokens was decided.
 
 What stands in a `Place` is known before its token is: a drafter's law depends on what came before, and a policy keeps
 the token that it looked at. So given its place, too, a token of a lossless method follows the target.

@@ -28,15 +28,16 @@ from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test
 from draftsmith.eval.lossless.sampling import Asked, SamplingTest
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods import check_needs, parse_methods
-from draftsmith.eval.methods.base import Method, Models, Named, at_least, between
+from draftsmith.eval.methods.base import Method, Models, Named, at_least, between, rows_lm
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.provenance import hardware
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, RowsSession
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
 
 RESULTS = "lossless.json"
+LOOPS = ("single", "batched")
 
 
 @dataclass(frozen=True)
@@ -153,52 +154,67 @@ def certify(
 ) -> list[dict[str, Any]]:
     """A row for each method, with one for each of its loops. reference: the target in float32, where it is not."""
     target = models.target
-    ends = () if config.ignore_eos else tuple(target.info.eos_ids)
+    ends = ends_of(config, target)
     plain = SingleLoop(target, None, ends)
     expected = greedy_answers(plain, prompts, config.max_new_tokens, 1, config.seed)
     batched = {item.label: in_batches(item.method, models) for item in named}
-    # alpha is shared by all tests of the run.
-    level = config.alpha / sum(1 + both for both in batched.values())
-    asked = Asked(
-        config.sampling,
-        config.sampled_tokens,
-        ends,
-        config.bias,
-        config.power,
-        level,
-        config.batch_size,
-        config.seed,
-        config.max_gap,
-    )
-    session = None
-    if any(batched.values()):
-        assert isinstance(target, LlamaLM)
-        session = target.rows_session(config.batch_size, models.capacity)
-
-    def loop_of(method: Method, name: str) -> Loop:
-        """With a drafter of its own, which has learned nothing yet."""
-        if name == "single":
-            return SingleLoop(target, method.build(models), ends)
-        assert isinstance(target, LlamaLM) and session is not None
-        return BatchedLoop(target, method.build_batch(models, config.batch_size), ends, session)
-
+    asked = asked_of(config, target, sum(1 + both for both in batched.values()), config.seed)
+    session = make_session([name for both in batched.values() for name in LOOPS[: 1 + both]], models, config)
     found = []
     for item in named:
         loops = []
-        for name in ("single", "batched") if batched[item.label] else ("single",):
+        for name in LOOPS[: 1 + batched[item.label]]:
             together = config.batch_size if name == "batched" else 1
-            answers = greedy_answers(loop_of(item.method, name), prompts, config.max_new_tokens, together, config.seed)
+            loop = loop_of(item.method, name, models, config, session)
+            answers = greedy_answers(loop, prompts, config.max_new_tokens, together, config.seed)
             limits = (config.max_new_tokens, reference, target.info.max_position, config.max_gap)
             row: dict[str, Any] = {"loop": name, "greedy": greedy_test(answers, expected, prompts, ends, *limits)}
             row["sampling"] = None
             if config.sampled_prompts:
                 some = prompts[: config.sampled_prompts]
-                test = SamplingTest(item.label, loop_of(item.method, name), target, some, asked, say)
+                fresh = loop_of(item.method, name, models, config, session)  # has learned nothing yet
+                test = SamplingTest(item.label, fresh, target, some, asked, say)
                 row["sampling"] = test.run()
             row["passed"] = all(test["passed"] for test in (row["greedy"], row["sampling"]) if test is not None)
             loops.append(row)
         found.append({"method": item.label, "loops": loops, "passed": all(row["passed"] for row in loops)})
     return found
+
+
+def ends_of(config: LosslessConfig, target: CausalLM) -> tuple[int, ...]:
+    return () if config.ignore_eos else tuple(target.info.eos_ids)
+
+
+def asked_of(config: LosslessConfig, target: CausalLM, tests: int, seed: int) -> Asked:
+    """Of each of so many tests, which share alpha."""
+    return Asked(
+        config.sampling,
+        config.sampled_tokens,
+        ends_of(config, target),
+        config.bias,
+        config.power,
+        config.alpha / max(1, tests),
+        config.batch_size,
+        seed,
+        config.max_gap,
+    )
+
+
+def make_session(loops: Sequence[str], models: Models, config: LosslessConfig) -> RowsSession | None:
+    """What the batched loop of every method reads with."""
+    if "batched" not in loops:
+        return None
+    return rows_lm("target", models.target).rows_session(config.batch_size, models.capacity)
+
+
+def loop_of(method: Method, name: str, models: Models, config: LosslessConfig, session: RowsSession | None) -> Loop:
+    """The method in one of the loops, with a drafter of its own."""
+    ends = ends_of(config, models.target)
+    if name == "single":
+        return SingleLoop(models.target, method.build(models), ends)
+    assert session is not None
+    drafter = method.build_batch(models, config.batch_size)
+    return BatchedLoop(rows_lm("target", models.target), drafter, ends, session)
 
 
 def in_batches(method: Method, models: Models) -> bool:
@@ -228,7 +244,7 @@ def write(config: LosslessConfig, named: Sequence[Named], found: Sequence[dict[s
 def verdicts(found: Sequence[dict[str, Any]]) -> Table:
     """A row for each method and loop."""
     table = Table(box=None)
-    for name in ("method", "loop", "greedy", "sampled tokens", "p", "finds", "verdict"):
+    for name in ("method", "loop", "greedy", "tokens", "p", "finds", "verdict"):
         table.add_column(name)
     for method in found:
         for row in method["loops"]:
@@ -245,7 +261,7 @@ def greedy_words(greedy: dict[str, Any]) -> str:
 
 
 def sampled_words(row: dict[str, Any]) -> tuple[str, str, str]:
-    """Tokens, p-value and power; of a test that failed, what it won by."""
+    """Tokens, p-value and power; of a test that failed, what told."""
     test = row["sampling"]
     if test is None:
         return "none", "", ""
@@ -253,27 +269,29 @@ def sampled_words(row: dict[str, Any]) -> tuple[str, str, str]:
     if test["wrong_ends"]:
         return tokens, p_value, f"{test['wrong_ends']} answers end wrong"
     if test["impossible"]:
-        return tokens, p_value, f"{test['impossible']} tokens that the target cannot emit"
+        return tokens, p_value, f"{test['impossible']} impossible tokens"
     if not test["passed"]:
         return tokens, p_value, test["strongest_bet"]
     finds = test["finds"]
-    return tokens, p_value, f"a bias of TV {finds['bias']:g} with probability {finds['with_probability']:.2f}"
+    if finds["with_probability"] is None:
+        return tokens, p_value, f"none of TV {finds['bias']:g} is possible here"
+    return tokens, p_value, f"TV {finds['bias']:g} with {rounded_down(finds['with_probability'])}"
+
+
+def rounded_down(chance: float) -> str:
+    """So that nothing below 1 reads as certain."""
+    return f"{math.floor(100 * chance) / 100:.2f}"
 
 
 def known_defects(found: Sequence[dict[str, Any]]) -> Table:
-    """What each run would have found, had its method this defect: total variation, and probability."""
-    table = Table(box=None, title="Known defects on these prompts: their TV, and the probability to find them")
-    table.add_column("method, loop")
-    rows = {
-        f"{method['method']}, {row['loop']}": row["sampling"]["finds"]["defects"]
-        for method in found
-        for row in method["loops"]
-    }
-    table.add_column("defect")
-    table.add_column("TV", justify="right")
-    table.add_column("found with", justify="right")
-    for label, defects in rows.items():
-        for number, (name, defect) in enumerate(defects.items()):
-            chance = math.floor(100 * defect["found_with"]) / 100
-            table.add_row("" if number else label, name, f"{defect['tv']:.4f}", f"{chance:.2f}")
+    """What each test would have found, had its method this defect: total variation, and probability."""
+    table = Table(box=None, title="Had a method this defect here: its TV, and the probability to find it")
+    for name in ("method", "loop", "defect", "TV", "found with"):
+        table.add_column(name)
+    for method in found:
+        for row in method["loops"]:
+            finds = row["sampling"]["finds"]
+            for number, (name, defect) in enumerate(finds["defects"].items() if finds else ()):
+                whose = ("", "") if number else (method["method"], row["loop"])
+                table.add_row(*whose, name, f"{defect['tv']:.4f}", rounded_down(defect["found_with"]))
     return table

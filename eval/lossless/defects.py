@@ -106,18 +106,20 @@ OF_DRAFTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "the draw that rejects a token replaces it": reused_own_draw,
     "drafts of q < 0.15 taken back": dropped_if_unlikely,
 }
+OF_FIRST = "the draw that rejects a round's first token replaces it"
 OF_NODES = "tokens that miss a node's children drawn again"
 OF_ALL = "target sampled at 0.9 of its temperature"
+DEFECTS = (*OF_DRAFTS, OF_FIRST, OF_NODES, OF_ALL)
 
 
-def defective(name: str, p: Tensor, q: Tensor, children: Tensor) -> Tensor:
+def defective(name: str, p: Tensor, q: Tensor, children: Tensor, first: Tensor) -> Tensor:
     """The law [N, V] under a defect: q is 0 where nothing was drawn, children bool [N, V] false where none was chosen;
-    there it is p."""
+    there it is p. first: bool [N], of a round."""
     if name == OF_ALL:
         return sharper_target(p)
     if name == OF_NODES:
         return torch.where(children.any(-1, keepdim=True), second_chance(p, children), p)
-    return torch.where(q.sum(-1, keepdim=True) > 0, OF_DRAFTS[name](p, q), p)
-
-
-DEFECTS = (*OF_DRAFTS, OF_NODES, OF_ALL)
+    drawn = q.sum(-1, keepdim=True) > 0
+    if name == OF_FIRST:
+        return torch.where(drawn & first[:, None], reused_own_draw(p, q), p)
+    return torch.where(drawn, OF_DRAFTS[name](p, q), p)

@@ -1,12 +1,12 @@
 """Evidence that emitted tokens do not follow the target: bets on them, at the target's own odds.
 
-Every bet starts with a stake of 1, and every emitted token y multiplies it by 1 + l x(y), where x and l are fixed before
-y is known and x has the mean 0 under p, the target's law given all that came before: either a score of tokens less its
-mean, or e / p - 1 with the law e that a known defect has there. Under p each factor is 1 on average, so the mean of all
-stakes is, too, and reaches M with probability at most 1 / M, however many tokens there are and whenever one stops
-looking (Ville's inequality; a test martingale, Shafer et al. 2011). No distribution is approximated. Where tokens do not
-follow p, the stakes of bets in the right direction grow exponentially; that there are others beside them costs the
-logarithm of their number.
+Every bet starts with a stake of 1, and every emitted token y multiplies it by 1 + l x(y), where x and l are fixed
+before y is known and x has the mean 0 under p, the target's law given all that came before: either a score of tokens
+less its mean, or e / p - 1 with the law e that a known defect has there. Under p each factor is 1 on average, so the
+mean of all stakes is, too, and reaches M with probability at most 1 / M, however many tokens there are and whenever one
+stops looking (Ville's inequality; a test martingale, Shafer et al. 2011). No distribution is approximated. Where tokens
+do not follow p, the stakes of bets in the right direction grow exponentially; that there are others beside them costs
+the logarithm of their number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftsmith.eval.lossless.defects import DEFECTS, defective
 
-# l of the bets on a score and on single tokens, each with both signs; and on a defect: the share of tokens that have it.
+# l of the bets on a score and on single tokens, with both signs; and on a defect: the share of tokens that have it.
 STRENGTHS = (0.06, 0.12, 0.25, 0.5, 0.95)
 TOKEN_STRENGTHS = (0.1, 0.3, 0.95)
 SHARES = (0.3, 0.9)
@@ -100,7 +100,7 @@ def defects(found: Decided) -> Iterator[Family]:
     """Bets that tokens follow the law of a defect, at least a share of them."""
     p = found.target
     for name in DEFECTS:
-        law = defective(name, p, found.draft, found.children)
+        law = defective(name, p, found.draft, found.children, found.first)
         yield Family(name, torch.where(p > 0, law / p - 1, 0), SHARES)
 
 
@@ -134,8 +134,9 @@ class Evidence:
         for family in (*scores(found), *defects(found)):
             self._grow(family.name, growth(family.strengths, family.x.gather(1, y)[:, 0]).sum(1))
         self._grow(TOKENS, torch.stack([token_stakes(found, of) for of in both_signs(TOKEN_STRENGTHS)]))
-        odds = torch.where(found.copied == found.token, 1 / found.target.gather(1, y)[:, 0], 0)
-        copies = torch.where(found.copied >= 0, odds - 1, 0)
+        before = found.copied.clamp_min(0)
+        chance = torch.where(found.copied >= 0, found.target.gather(1, before[:, None])[:, 0], 0)
+        copies = torch.where(chance > 0, (before == found.token) / chance - 1, 0)
         self._grow(COPIES, growth(COPIED_STAKES, copies).sum(1))
 
     def _grow(self, name: str, more: Tensor) -> None:

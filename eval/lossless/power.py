@@ -86,7 +86,7 @@ def power_of(found: Decided, bias: float, generator: torch.Generator) -> Power:
             if law is not None:
                 biases[f"{word} {family.name}"] = growth_under(law, p, bets, generator)
     known = {
-        name: growth_under(defective(name, p, found.draft, found.children), p, bets, generator)
+        name: growth_under(defective(name, p, found.draft, found.children, found.first), p, bets, generator)
         for name in DEFECTS
         if bool((found.chosen if name == OF_NODES else found.drawn).any()) or name == DEFECTS[-1]
     }
@@ -94,7 +94,7 @@ def power_of(found: Decided, bias: float, generator: torch.Generator) -> Power:
 
 
 def tilted(p: Tensor, centre: Tensor, bias: float) -> Tensor | None:
-    """p exp(t centre), normalised, with the t that makes the mean total variation from p `bias`; None where none does."""
+    """p exp(t centre), normalised, with a t that makes the mean total variation from p `bias`; None where none does."""
     slope = float((p * centre.abs()).sum(-1).mean()) / 2
     tilt = bias / max(slope, 1e-12)
     for _ in range(TRIES):

@@ -1,14 +1,14 @@
 """The sampling half: answers of a method are drawn until a bias of the size asked for would have been found.
 
-A first sample says which laws p and q meet on these prompts, and so how many tokens the power asked for takes; it counts
-like all others. The test may stop as soon as it fails (`evidence.Evidence` says why).
+A first sample says which laws p and q meet on these prompts, and so how many tokens the power asked for takes; it
+counts like all others. The test may stop as soon as it fails (`evidence.Evidence` says why).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from draftsmith.eval.lossless.answers import Answer, Loop, ends_as_asked, seed_of
 from draftsmith.eval.lossless.evidence import Decided, Evidence
-from draftsmith.eval.lossless.power import Power, power_of
+from draftsmith.eval.lossless.power import Growth, Power, power_of
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams
 
 CELLS = 2**21  # of [N, V] that are looked at in one go
 POWER_CELLS = 2**24  # of the tokens that the power is computed from
@@ -73,8 +73,13 @@ class SamplingTest:
         """Sample and judge; the result's row."""
         while self.tokens < FIRST_TOKENS and not self.failed:
             self._sample(keep=True)
+        if self.failed:
+            return self._row(None)
         power = self._power()
         wanted = power.needed(self.asked.power, self.asked.level)
+        if math.isinf(wanted):
+            expected = "a bias that bets can grow on with these prompts"
+            raise InputError("bias", self.asked.bias, expected, "Raise --bias, or choose other prompts.")
         self._announce(wanted)
         while self.tokens < wanted and not self.failed:
             self._sample()
@@ -85,8 +90,6 @@ class SamplingTest:
         return self.wrong_ends > 0 or not self.evidence.p_value > self.asked.level
 
     def _announce(self, wanted: float) -> None:
-        if self.failed:
-            return
         tokens = max(self.tokens, math.ceil(wanted))
         more = self.seconds * (tokens / self.tokens - 1)
         answers = math.ceil(tokens * self.answers / self.tokens)
@@ -158,37 +161,45 @@ class SamplingTest:
 
     def _power(self) -> Power:
         """From tokens spread evenly over the first sample."""
-        found = Decided(*(torch.cat(parts) for parts in zip(*(list(vars(each).values()) for each in self._kept))))
+        columns = zip(*(vars(each).values() for each in self._kept), strict=True)
+        found = Decided(*(torch.cat(parts) for parts in columns))
         self._kept = []
         count = min(POWER_TOKENS, max(1, POWER_CELLS // found.target.shape[1]), len(found.token))
         index = torch.linspace(0, len(found.token) - 1, count).long().to(found.token.device)
         return power_of(rows_of(found, index), self.asked.bias, torch.Generator().manual_seed(self.asked.seed))
 
-    def _row(self, power: Power) -> dict[str, Any]:
-        level = self.asked.level
-        biases, defects = (
-            {name: {"tv": growth.tv, "found_with": growth.chance(self.tokens, level)} for name, growth in each.items()}
-            for each in (power.biases, power.defects)
-        )
+    def _row(self, power: Power | None) -> dict[str, Any]:
         return {
             "answers": self.answers,
             "tokens": self.tokens,
             "seconds": self.seconds,
             "p_value": self.evidence.p_value,
-            "level": level,
+            "level": self.asked.level,
             "strongest_bet": self.evidence.strongest,
             "impossible": self.evidence.impossible,
             "wrong_ends": self.wrong_ends,
-            "finds": {
-                "bias": self.asked.bias,
-                "with_probability": min((each.chance(self.tokens, level) for each in power.large.values()), default=None),
-                "biases": biases,
-                "defects": defects,
-            },
+            "finds": None if power is None else self._finds(power),
             "passed": not self.failed,
+        }
+
+    def _finds(self, power: Power) -> dict[str, Any]:
+        """What tests of this many tokens find, and with which probability; None where these prompts cannot have so
+        large a bias."""
+
+        def found(growths: Mapping[str, Growth]) -> dict[str, dict[str, float]]:
+            return {
+                name: {"tv": each.tv, "found_with": each.chance(self.tokens, self.asked.level)}
+                for name, each in growths.items()
+            }
+
+        chances = [each["found_with"] for each in found(power.large).values()]
+        return {
+            "bias": self.asked.bias,
+            "with_probability": min(chances, default=None),
+            "biases": found(power.biases),
+            "defects": found(power.defects),
         }
 
 
 def rows_of(found: Decided, rows: Any) -> Decided:
     return Decided(*(part[rows] for part in vars(found).values()))
-
