@@ -19,8 +19,9 @@ from torch import Tensor
 from draftsmith.eval.lossless.defects import DEFECTS, OF_NODES, defective
 from draftsmith.eval.lossless.evidence import Decided, Family, growth, scores, single_token
 from draftsmith.eval.lossless.evidence import defects as bets_on_defects
+from draftsmith.modules.types import InputError
 
-DRAWS = 16  # of each alternative at each token
+DRAWS = 48  # of each alternative at each token
 CLOSE = 0.02  # a bias is this near to the one asked for, relatively
 TRIES, STEEPEST = 30, 50.0  # steps, and the tilt beyond which a direction has nothing more to give
 
@@ -82,7 +83,10 @@ def power_of(found: Decided, bias: float, generator: torch.Generator) -> Power:
     biases = {}
     for family in directions:
         for sign, word in ((1.0, "towards"), (-1.0, "away from")):
-            law = tilted(p, sign * family.x, bias)
+            law, tilt = tilted(p, sign * family.x, bias)
+            if tilt < family.strengths[0]:
+                expected = "one that the weakest bets grow on with these prompts"
+                raise InputError("bias", bias, expected, "Raise --bias, or choose other prompts.")
             if law is not None:
                 biases[f"{word} {family.name}"] = growth_under(law, p, bets, generator)
     known = {
@@ -93,20 +97,21 @@ def power_of(found: Decided, bias: float, generator: torch.Generator) -> Power:
     return Power(bias, biases, known)
 
 
-def tilted(p: Tensor, centre: Tensor, bias: float) -> Tensor | None:
-    """p exp(t centre), normalised, with a t that makes the mean total variation from p `bias`; None where none does."""
+def tilted(p: Tensor, centre: Tensor, bias: float) -> tuple[Tensor | None, float]:
+    """p exp(t centre), normalised, with a t that makes the mean total variation from p `bias`, and t; None where none
+    does."""
     slope = float((p * centre.abs()).sum(-1).mean()) / 2
     tilt = bias / max(slope, 1e-12)
     for _ in range(TRIES):
+        if tilt > STEEPEST:
+            break
         law = p * (tilt * centre).exp()
         law /= law.sum(-1, keepdim=True)
         reached = variation(law, p)
         if abs(reached / bias - 1) < CLOSE:
-            return law
+            return law, tilt
         tilt *= bias / max(reached, 1e-12)
-        if tilt > STEEPEST:
-            break
-    return None
+    return None, tilt
 
 
 def variation(law: Tensor, p: Tensor) -> float:
@@ -115,9 +120,10 @@ def variation(law: Tensor, p: Tensor) -> float:
 
 
 def growth_under(law: Tensor, p: Tensor, bets: Sequence[Family], generator: torch.Generator) -> Growth:
-    """Of these bets, at tokens drawn from `law` [N, V] where the target's is p."""
+    """Of these bets, at tokens drawn from `law` [N, V] where the target's is p: spread evenly over it."""
     sums = law.cumsum(-1)
     uniforms = torch.rand(len(law), DRAWS, dtype=law.dtype, generator=generator).to(law.device)
+    uniforms = (uniforms + torch.arange(DRAWS, device=law.device)) / DRAWS
     drawn = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True).clamp_max(law.shape[1] - 1)
     means, variances, handicaps = [], [], []
     for family in bets:

@@ -23,11 +23,11 @@ from draftsmith.eval.measure import BenchPrompt
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import SamplingParams
 
 CELLS = 2**21  # of [N, V] that are looked at in one go
 POWER_CELLS = 2**24  # of the tokens that the power is computed from
-POWER_TOKENS = 768
+POWER_TOKENS = 512
 FIRST_TOKENS = 1024  # emitted before the power is computed
 # Where a token's probability is 0 by the reference's reading: it is possible after all if a logit, or a mass of top-p,
 # that differs by a reading's rounding would keep it.
@@ -77,9 +77,6 @@ class SamplingTest:
             return self._row(None)
         power = self._power()
         wanted = power.needed(self.asked.power, self.asked.level)
-        if math.isinf(wanted):
-            expected = "a bias that bets can grow on with these prompts"
-            raise InputError("bias", self.asked.bias, expected, "Raise --bias, or choose other prompts.")
         self._announce(wanted)
         while self.tokens < wanted and not self.failed:
             self._sample()

@@ -144,7 +144,7 @@ def test_a_bias_is_found_as_often_as_stated(name):
     law = (
         defective(name, found.target, found.draft, found.children, found.first)
         if name in power.defects
-        else tilted(found.target, scores_of(found), 0.04)
+        else tilted(found.target, scores_of(found), 0.04)[0]
     )
     tokens = growth.needed(0.6, level)
     assert growth.chance(tokens, level) == pytest.approx(0.6, abs=0.02)
