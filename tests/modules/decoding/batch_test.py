@@ -16,10 +16,11 @@ from draftsmith.eval.methods.base import Models
 from draftsmith.modules.decoding.batch import generate_batch
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.drafters.draft_model_batch import BatchDraftModel
+from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.policies import CostRule
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.heads.eagle_batch import BatchEagle
-from draftsmith.modules.sampling import probabilities
+from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -105,6 +106,18 @@ def test_the_limit_cuts_inside_a_round(world, method, count):
     for prompt, answer, one in zip(world.prompts, world.answers, made, strict=False):
         assert one.tokens == answer[:count]
         assert one == world.run(method, prompt, count)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_more_nodes_than_allowed_are_scored_in_a_call(world, most):
+    prompts, drafter = world.prompts[:4], batch_drafter(world, "spec:k=5", 4)
+    made = generate_batch(world.target, drafter, prompts, GREEDY, 20, [0] * 4, (), max_nodes=most)
+    for prompt, answer, one in zip(prompts, world.answers, made, strict=False):
+        single = generate(
+            world.target, world.drafter("spec:k=5"), prompt, GREEDY, 20, TorchSource(0), (), max_nodes=most
+        )
+        assert one == single and one.tokens == answer[:20]
+        assert max(step.num_drafted for step in one.trace.steps) == most
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -209,8 +222,6 @@ def test_sampled_tokens_have_the_targets_odds(world, method):
 @pytest.mark.slow
 def test_the_shipped_pair_in_batches():
     from draftsmith.eval.prompts import read_prompts
-    from draftsmith.modules.decoding.loop import generate
-    from draftsmith.modules.sampling import TorchSource
 
     target, draft = load_lm("embedded:target"), load_lm("embedded:draft")
     prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "test", None, 7)]
