@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import BATCH, CHAINS, CUBE, EXACT, GREEDY, LIMITS, TRACE, TREE, Mutant
+from mutants.mutant import BATCH, CHAINS, CUBE, EXACT, GREEDY, LIMITS, REPLAYS, TRACE, TREE, Mutant
 
 VERIFY, CHAINS_PY, BATCH_PY, LOOP, TRACE_PY, CHAIN = (
     f"modules/decoding/{name}.py" for name in ("verify", "chains", "batch", "loop", "trace", "chain")
@@ -100,6 +100,12 @@ MUTANTS = [
     Mutant("batch-eagle-hears-of-one-more", "modules/heads/eagle_batch.py",
            "observe(self._num_drafted[row], len(emitted) - 1)", "observe(self._num_drafted[row], len(emitted))",
            (BATCH,)),
+    Mutant("batch-draft-model-hears-of-a-draft-twice", f"{DRAFTERS}/draft_model_batch.py",
+           "        self._num_drafted = [0] * len(outcome.emitted)", "        _ = [0] * len(outcome.emitted)",
+           (f"{BATCH}::test_policies_hear_of_every_draft_once",)),
+    Mutant("batch-eagle-hears-of-a-draft-twice", "modules/heads/eagle_batch.py",
+           "        self._num_drafted = [0] * len(outcome.emitted)", "        _ = [0] * len(outcome.emitted)",
+           (f"{BATCH}::test_policies_hear_of_every_draft_once",)),
     Mutant("batch-eagles-context", "modules/heads/eagle_batch.py", "self._positions - end + 1", "self._positions - end",
            (BATCH,)),
     # -- drafting one sequence
@@ -128,10 +134,10 @@ MUTANTS = [
            "- len(self._tokens))", (BATCH,)),
     Mutant("lookup-forgets-the-latest-occurrence", f"{DRAFTERS}/prompt_lookup.py",
            "self._places[tuple(self._tokens[end - n :])] = end",
-           "self._places.setdefault(tuple(self._tokens[end - n :]), end)", ("tests/eval/rollouts/replay_test.py",)),
+           "self._places.setdefault(tuple(self._tokens[end - n :]), end)", REPLAYS),
     Mutant("lookup-shortest-n-gram-first", f"{DRAFTERS}/prompt_lookup.py",
            "for n in range(min(self.ngram, end), 0, -1)",
-           "for n in range(1, min(self.ngram, end) + 1)", ("tests/eval/rollouts/replay_test.py",)),
+           "for n in range(1, min(self.ngram, end) + 1)", REPLAYS),
     # -- limits, end tokens, and what drafters are told
     Mutant("loop-keeps-tokens-behind-an-end-token", LOOP, "tokens, self.ended = tokens[: i + 1], True",
            "tokens, self.ended = tokens[: i + 2], True", (EXACT,)),

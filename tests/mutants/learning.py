@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import Mutant
+from mutants.mutant import REPLAYS, Mutant
 
 REPLAY, JUDGED, COUPLING = (f"eval/rollouts/{name}.py" for name in ("replay", "judged", "coupling"))
 RULES, REPLAYED, JUDGED_TEST, COUPLED = (
@@ -27,21 +27,22 @@ MUTANTS = [
            "np.roll(stop, -1, 1)[:, minimum - 1 : maximum].copy()", (RULES,)),
     Mutant("replay-maximum-is-no-end", REPLAY, "    may[:, -1] = True\n", "", (RULES,)),
     Mutant("replay-oracle-drafts-the-last-token", REPLAY, "lengths - 1 - rollouts.start", "lengths - rollouts.start",
-           (REPLAYED,)),
+           (f"{REPLAYED}::test_the_oracle_discards_nothing_and_calls_the_target_once_a_disagreement",)),
     Mutant("replay-drafts-past-the-last-token", REPLAY, "answer.room - emitted - 1", "answer.room - emitted",
-           (REPLAYED,)),
-    Mutant("replay-emits-past-the-end", REPLAY, "min(accepted + 1, length - emitted)", "accepted + 1", (REPLAYED,)),
+           REPLAYS),
+    Mutant("replay-emits-past-the-end", REPLAY, "min(accepted + 1, length - emitted)", "accepted + 1", REPLAYS),
     Mutant("replay-self-verify-stops-at-its-threshold", REPLAY, "entropies > policy.threshold",
            "entropies >= policy.threshold", (RULES,)),
-    Mutant("replay-self-verify-never-forgets", REPLAY, "        policy.reset()\n", "", (REPLAYED,)),
+    Mutant("replay-self-verify-never-forgets", REPLAY, "        policy.reset()\n", "", REPLAYS),
     Mutant("replay-nothing-behind-an-end-token", REPLAY,
            "rollouts.num_accepted if rollouts.past_end is None else rollouts.num_accepted + rollouts.past_end",
-           "rollouts.num_accepted", (REPLAYED,)),
-    Mutant("replay-tree-one-node-more", REPLAY, "(rank >= taken)", "(rank > taken)", (REPLAYED,)),
+           "rollouts.num_accepted", REPLAYS),
+    Mutant("replay-tree-one-node-more", REPLAY, "(rank >= taken)", "(rank > taken)", REPLAYS),
     Mutant("replay-tree-rule-hears-of-the-last-round", REPLAY, "rollouts.start[row] + accepted + 1 < len(text)",
-           "rollouts.start[row] + accepted + 1 <= len(text)", (REPLAYED,)),
+           "rollouts.start[row] + accepted + 1 <= len(text)",
+           (f"{REPLAYED}::test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace",)),
     Mutant("judged-replay-hears-of-the-last-round", JUDGED, "        last = (0, 0)  #",
-           "        last = last if traces else (0, 0)  #", (JUDGED_TEST, REPLAYED)),
+           "        last = last if traces else (0, 0)  #", (JUDGED_TEST,)),
     Mutant("judged-replay-late-judges-at-once", JUDGED, "view.num_drafted - 1 - self.late", "view.num_drafted - 1",
            (JUDGED_TEST,)),
     Mutant("coupling-rejects-to-the-wrong-residual", COUPLING, "self._free.draw(residual(probs, law))",

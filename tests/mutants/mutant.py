@@ -11,6 +11,10 @@ EXACT, BATCH, CUBE, CHAINS, GREEDY, TREE, TRACE, POLICIES, NODES, LIMITS = (
         "exactness", "batch", "batch_exact", "chains", "greedy", "tree", "trace", "policies", "nodes", "limits",
     )
 )  # fmt: skip
+REPLAYS = tuple(
+    f"tests/eval/rollouts/replay_test.py::test_a_replay_is_the_decoders_trace[tiny-{name}]"
+    for name in ("spec:k=4", "self-verify:k=9", "eagle2:nodes=7:depth=2:topk=3", "pld:k=8:ngram=2")
+)
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,31 @@
 """Run the mutants: each in a copy of the tree, with the tests that are to notice it.
 
-    python tests/mutants/run.py [--only NAME ...] [--jobs N] [--timeout SECONDS]
+    python tests/mutants/run.py [--only NAME ...] [--jobs N] [--timeout SECONDS] [--unchecked]
 
-The checkout itself is never changed. First all tests that are named have to pass on the copy as it is. Exits 1 where a
+The checkout itself is never changed. First all tests that are named have to pass on a copy as it is. Exits 1 where a
 mutant survives without a reason, dies in spite of one, or runs out of time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import multiprocessing
 import os
-import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkProcess as Process
 from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is there
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -28,6 +33,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 from mutants.mutant import Mutant  # noqa: E402
 from mutants.table import MUTANTS  # noqa: E402
 
+# What takes a test's process longest to import is imported once, before the processes part: nothing of the package.
+PRELOADED = ("torch", "pytest", "hypothesis", "pyarrow.parquet", "lightning", "transformers.models.auto.modeling_auto",
+             "transformers.models.llama.modeling_llama", "transformers.generation.utils", "rich.table")  # fmt: skip
+fork = multiprocessing.get_context("fork")
 KILLED, SURVIVED, TIMEOUT, BROKEN = "killed", "SURVIVED", "TIMEOUT", "BROKEN"
 
 
@@ -60,68 +69,110 @@ def copy_tree(to: Path) -> Path:
     return tree
 
 
-def pytest(tree: Path, tests: Iterable[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """The tests, in the tree, up to the first that fails."""
+def start(tree: Path, tests: Sequence[str]) -> tuple[Process, Path]:
+    """The tests, in the tree, up to the first that fails: a process, and the file that its output goes to."""
+    log = tree.parent / "log"
+    process = fork.Process(target=_run_tests, args=(tree, tests, log))
+    process.start()
+    return process, log
+
+
+def _run_tests(tree: Path, tests: Sequence[str], log: Path) -> None:
+    os.setpgid(0, 0)  # a test's own processes end with it
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(tree)
+    sys.path[:] = [
+        str(tree.parent),
+        str(tree / "tests"),
+        *(place for place in sys.path if place != str(ROOT / "tests")),
+    ]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mutants"]:
+        del sys.modules[name]  # the copy's own
+    os.environ.update(PYTHONPATH=str(tree.parent), PYTHONDONTWRITEBYTECODE="1")
     # No bytecode: a file that is put back within a second would be taken for the mutant's.
-    env = {**os.environ, "PYTHONPATH": str(tree.parent), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
-    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=timeout)
+    sys.dont_write_bytecode = True
+    import pytest
+
+    import draftsmith  # type: ignore[import-untyped, unused-ignore]
+
+    if Path(draftsmith.__file__).parent != tree:
+        sys.exit(f"the tests would import {draftsmith.__file__}, not the copy in {tree}")
+    code = int(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]))
+    sys.stdout.flush()
+    os._exit(code)
 
 
-def check_tree(tree: Path, tests: Sequence[str], timeout: float) -> None:
-    """Exits where the tests do not pass, or import another package than the tree's."""
-    env = {**os.environ, "PYTHONPATH": str(tree.parent)}
-    code = "import draftsmith; print(draftsmith.__file__)"
-    found = subprocess.run([sys.executable, "-c", code], cwd="/", env=env, capture_output=True, text=True, check=True)
-    if Path(found.stdout.strip()).parent != tree:
-        sys.exit(f"the tests would import {found.stdout.strip()}, not the copy in {tree}")
-    done = pytest(tree, tests, timeout)
-    if done.returncode:
-        sys.exit(f"{done.stdout[-4000:]}\nthe tests do not pass without any mutant")
+def end(process: Process) -> None:
+    """With whatever it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
 
 
-def try_mutant(mutant: Mutant, tree: Path, timeout: float) -> Result:
-    """Change the tree, run the tests, put the file back."""
-    path, started = tree / mutant.file, time.monotonic()
-    text = path.read_text()
-    if text.count(mutant.old) != 1:
-        return Result(mutant, BROKEN, 0.0, f"its text is there {text.count(mutant.old)} times")
-    path.write_text(text.replace(mutant.old, mutant.new))
-    try:
-        done = pytest(tree, mutant.tests, timeout)
+def check_tree(tree: Path, tests: Sequence[str]) -> None:
+    """Exits where the tests do not pass without any mutant."""
+    process, log = start(tree, tests)
+    process.join()
+    if process.exitcode:
+        sys.exit(f"{log.read_text()[-4000:]}\nthe tests do not pass without any mutant")
+
+
+class Trial:
+    """A mutant in a tree, and its tests on their way."""
+
+    def __init__(self, mutant: Mutant, tree: Path, timeout: float):
+        self.mutant, self.tree, self._timeout, self._started = mutant, tree, timeout, time.monotonic()
+        self._path = tree / mutant.file
+        self._text = self._path.read_text()
+        self._count = self._text.count(mutant.old)
+        self._path.write_text(self._text.replace(mutant.old, mutant.new))
+        self._process, self._log = start(tree, mutant.tests)
+
+    def result(self) -> Result | None:
+        """None while they run; after them the tree is as it was."""
+        taken = time.monotonic() - self._started
+        if self._process.is_alive() and taken < self._timeout:
+            return None
+        late = self._process.is_alive()
+        end(self._process)
+        self._path.write_text(self._text)
+        lines = self._log.read_text().strip().splitlines()
+        said = next((line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1])
+        if late:
+            return Result(self.mutant, TIMEOUT, taken, f"{self._timeout:.0f} s")
+        if self._count != 1:
+            return Result(self.mutant, BROKEN, taken, f"its text is there {self._count} times")
         # 1: tests failed; 2: they could not be collected, as the mutant cannot be imported.
-        verdict = {0: SURVIVED, 1: KILLED, 2: KILLED}.get(done.returncode, BROKEN)
-        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        said = failed[0].split(" - ")[0] if failed else done.stdout.strip().splitlines()[-1]
-    except subprocess.TimeoutExpired:
-        verdict, said = TIMEOUT, f"{timeout:.0f} s"
-    finally:
-        path.write_text(text)
-    return Result(mutant, verdict, time.monotonic() - started, said)
+        verdict = {0: SURVIVED, 1: KILLED, 2: KILLED}.get(self._process.exitcode or 0, BROKEN)
+        return Result(self.mutant, verdict, taken, said)
 
 
-def run(mutants: Sequence[Mutant], jobs: int, timeout: float) -> list[Result]:
+def run(mutants: Sequence[Mutant], jobs: int, timeout: float, unchecked: bool) -> list[Result]:
     """All of them, `jobs` at a time, each job in a tree of its own; a line for each as it is done."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        trees: queue.Queue[Path] = queue.Queue()
-        made = [copy_tree(Path(directory) / str(number)) for number in range(jobs)]
-        tests = sorted({test for mutant in mutants for test in mutant.tests})
-        print(f"{len(mutants)} mutants; {len(tests)} test files have to pass without any ...", flush=True)
-        check_tree(made[0], tests, timeout * len(tests))
-        for tree in made:
-            trees.put(tree)
-
-        def one(mutant: Mutant) -> Result:
-            tree = trees.get()
-            try:
-                result = try_mutant(mutant, tree, timeout)
-            finally:
-                trees.put(tree)
-            print(f"{result.verdict:8} {result.seconds:5.0f} s  {mutant.name}  {result.said}", flush=True)
-            return result
-
-        with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(one, mutants))
+        free = [copy_tree(Path(directory) / str(number)) for number in range(jobs)]
+        for module in PRELOADED:
+            importlib.import_module(module)
+        if not unchecked:
+            tests = sorted({test for mutant in mutants for test in mutant.tests})
+            print(f"{len(tests)} test files without any mutant ...", flush=True)
+            check_tree(free[0], tests)
+        waiting, running, results = list(mutants), list[Trial](), list[Result]()
+        while waiting or running:
+            while waiting and free:
+                running.append(Trial(waiting.pop(0), free.pop(), timeout))
+            time.sleep(0.1)
+            for trial in list(running):
+                if (result := trial.result()) is not None:
+                    running.remove(trial)
+                    free.append(trial.tree)
+                    results.append(result)
+                    print(
+                        f"{result.verdict:8} {result.seconds:5.0f} s  {result.mutant.name}  {result.said}", flush=True
+                    )
+        return results
 
 
 def main() -> int:
@@ -129,11 +180,12 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="mutants whose names contain one of these")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the tests of one mutant")
+    parser.add_argument("--unchecked", action="store_true", help="take it that the tests pass without any mutant")
     args = parser.parse_args()
     chosen = [m for m in MUTANTS if not args.only or any(part in m.name for part in args.only)]
     if not chosen:
         parser.error(f"no mutant's name contains {' or '.join(args.only)}")
-    results = run(chosen, args.jobs, args.timeout)
+    results = run(chosen, args.jobs, args.timeout, args.unchecked)
     counts = Counter(result.verdict for result in results)
     print(f"\n{len(results)} mutants: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     for result in results:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import TREE, Mutant
+from mutants.mutant import REPLAYS, TREE, Mutant
 
 TREE_PY, GROWN = "modules/decoding/tree.py", "modules/heads/eagle_tree.py"
 EAGLE, LEAN = "modules/heads/eagle.py", "modules/lean.py"
@@ -14,7 +14,7 @@ MUTANTS = [
     Mutant("reranking-one-node-too-few", TREE_PY, "while open_nodes and len(taken) < count:",
            "while open_nodes and len(taken) < count - 1:", (TREE,)),
     Mutant("candidates-of-one-level-more", TREE_PY, "topk * (1 + (levels - 1) * topk)", "topk * (1 + levels * topk)",
-           ("tests/eval/rollouts/replay_test.py",)),
+           REPLAYS),
     Mutant("paths-in-another-order", TREE_PY, "key=lambda path: (len(path), path)", "key=lambda path: path", (TREE,)),
     Mutant("paths-twice-are-let-in", TREE_PY, "if not ordered or len(numbers) != len(ordered):", "if not ordered:",
            (TREE,)),

@@ -17,7 +17,7 @@ from draftsmith.modules.decoding.batch import generate_batch
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.drafters.draft_model_batch import BatchDraftModel
 from draftsmith.modules.decoding.loop import generate
-from draftsmith.modules.decoding.policies import CostRule
+from draftsmith.modules.decoding.policies import CostRule, JudgedStop
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.heads.eagle_batch import BatchEagle
 from draftsmith.modules.sampling import TorchSource, probabilities
@@ -267,6 +267,28 @@ def test_policies_that_learn_answer_the_same_and_learn_together(world, method, s
     assert len({id(learner) for stop in drafter.stops for learner in stop.learners}) == len(start)
     for learner, before in zip(drafter.stops[0].learners, start, strict=True):
         assert numbers(learner) != numbers(before)
+
+
+@pytest.mark.parametrize("method", ["online:c=0.02:max=6", "online:c=0.01:max=5:drafter=eagle"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_policies_hear_of_every_draft_once(world, monkeypatch, method, size):
+    """Also where an answer's last round has no room for a draft: that is no second verdict on the one before."""
+    told: list[tuple[int, int]] = []
+    observe = JudgedStop.observe
+
+    def watched(self: JudgedStop, num_drafted: int, num_accepted: int) -> None:
+        told.append((num_drafted, num_accepted))
+        observe(self, num_drafted, num_accepted)
+
+    monkeypatch.setattr(JudgedStop, "observe", watched)
+    rounds_without = 0
+    for count in (5, 8):
+        made = in_groups(world, batch_drafter(world, method, size), size, world.prompts[4 : 4 + size], count)
+        steps = [(step.num_drafted, step.num_accepted) for one in made for step in one.trace.steps]
+        rounds_without += sum(drafted == 0 for drafted, _ in steps)
+        assert sorted(filter(any, told)) == sorted(filter(any, steps))
+        told.clear()
+    assert rounds_without > 0
 
 
 def numbers(learner: Any) -> list[float]:
