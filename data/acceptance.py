@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 from draftsmith.data import rollouts
-from draftsmith.data.batched import by_length, check_lengths, pad_right, pick_device, row_uniforms, set_threads
+from draftsmith.data.batched import by_length, check_lengths, pad_right, row_uniforms, set_threads
+from draftsmith.data.device import pick_device
 from draftsmith.data.heads import eagle_identity, load_head
 from draftsmith.data.manifest import Field, open_artefact, volatile
-from draftsmith.data.models import check_same_tokenizer, load_lm, tokenizer_identity
+from draftsmith.data.models import check_same_tokenizer, load_lm, text_identity
 from draftsmith.data.progress import Advance
 from draftsmith.data.prompts import check_not_negative, check_positive, numbers
 from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, run_stage
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
 from draftsmith.modules.heads.eagle import EagleHead
 from draftsmith.modules.heads.eagle_branches import EagleBranches
@@ -172,6 +174,7 @@ class Labels:
     overlap: Tensor
 
 
+@sole_writer(shared=True)
 def run(config: AcceptanceConfig) -> Path:
     """Write the artefact `acceptance`, or `rollouts`; returns its directory."""
     set_threads(config.num_threads)
@@ -187,8 +190,8 @@ def run(config: AcceptanceConfig) -> Path:
     draft = None if config.draft is None else load(config.draft)
     if draft is not None:
         check_pair(target, draft)
-    tokenizer = tokenizer_identity(config.target)["tokenizer"]
-    manifest = open_artefact(config.responses, "responses", {"tokenizer": tokenizer, "target": target.info.identity})
+    identity = {**text_identity(config.target), "target": target.info.identity}
+    manifest = open_artefact(config.responses, "responses", identity)
     rows = Rows(config.responses, manifest)
     sampling = config.sampling(manifest.sampling or {})
     config = dataclasses.replace(config, mode=mode_of(sampling[0]))

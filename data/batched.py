@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.data.ranks import place
 from draftsmith.modules.sampling import draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -119,13 +118,6 @@ def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """[B, T] int64, zeros behind the shorter rows: attention is causal, so they are seen by nothing that counts."""
     width = max(len(row) for row in rows)
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-
-
-def pick_device(device: str) -> str:
-    """`auto` is this rank's CUDA device where there is one, else the CPU."""
-    if device != "auto":
-        return device
-    return f"cuda:{place().local_rank}" if torch.cuda.is_available() else "cpu"
 
 
 def set_threads(num_threads: int) -> None:

@@ -16,14 +16,16 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.data import feature_codec
-from draftsmith.data.batched import by_length, pad_right, pick_device, set_threads
+from draftsmith.data.batched import by_length, pad_right, set_threads
+from draftsmith.data.device import pick_device
 from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
-from draftsmith.data.models import load_lm, tokenizer_identity
+from draftsmith.data.models import load_lm, text_identity
 from draftsmith.data.parallel import DONE, tell, told
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
 from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, read_done, run_stage
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -84,6 +86,7 @@ class FeaturesConfig:
         check_not_negative(self, "limit", "num_threads", "max_bytes")
 
 
+@sole_writer(shared=True)
 def run(config: FeaturesConfig) -> Path:
     """Write the artefact `features`; returns its directory."""
     set_threads(config.num_threads)
@@ -138,7 +141,7 @@ def open_texts(
     Raises:
         InputError: another artefact, or prompts without answers.
     """
-    expected: dict[str, Any] = {"tokenizer": tokenizer_identity(target)["tokenizer"]}
+    expected: dict[str, Any] = text_identity(target)
     if Manifest.read(directory).kind == "responses":
         expected["target"] = dict(identity)
     manifest = open_artefact(directory, ("responses", "prompts"), expected, check)

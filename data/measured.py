@@ -6,14 +6,14 @@ in the place of another has none.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from draftsmith.data.card import model_card
+from draftsmith.data.files import write_json, write_text
 from draftsmith.data.heads import head_config
-from draftsmith.data.manifest import file_sha256, publish, read_json, write_json
+from draftsmith.data.manifest import file_sha256, read_json
 
 MEASURED, CARD, WEIGHTS = "measured.json", "README.md", "model.safetensors"
 
@@ -46,9 +46,4 @@ def write_card(directory: str | Path) -> None:
     directory = Path(directory)
     config = head_config(directory)
     manifest = {"head": config["head"], **read_json(directory / "manifest.json")}
-    temporary = directory / f"{CARD}.tmp-{os.getpid()}"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(model_card(config["kind"], manifest, measured=measured_of(directory)))
-        file.flush()
-        os.fsync(file.fileno())
-    publish(temporary, directory / CARD)
+    write_text(directory / CARD, model_card(config["kind"], manifest, measured=measured_of(directory)))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from draftsmith.data.conversations import Layout, parse_columns, recognise, up_to_last_assistant, up_to_last_user
 from draftsmith.data.manifest import Field, volatile
-from draftsmith.data.models import tokenizer_identity
+from draftsmith.data.models import text_identity
 from draftsmith.data.progress import Advance
 from draftsmith.data.shards import Plan, Shard, ShardContent, run_stage
 from draftsmith.data.sources import Row, Source, open_source
@@ -23,6 +23,7 @@ from draftsmith.data.template import (
     supervised_ids,
     template_hash,
 )
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.types import InputError
 
 FIELDS = (
@@ -108,6 +109,7 @@ def check_not_negative(config: Any, *names: str) -> None:
             raise InputError(name, getattr(config, name), "0 (off) or more", "Pass a number that is not negative.")
 
 
+@sole_writer(shared=True)
 def run(config: PromptsConfig) -> Path:
     """Write the artefact `prompts`; returns its directory."""
     source = open_source(config.source, config.split, config.subset, config.revision)
@@ -115,7 +117,7 @@ def run(config: PromptsConfig) -> Path:
     chosen = choose(source, layout, config)
     tokenizer = load_chat_tokenizer(config.target, config.chat_template, config.supervised)
     context = config.max_length or context_length(config.target)
-    identity = {"tokenizer": tokenizer_identity(config.target)["tokenizer"], "chat_template": template_hash(tokenizer)}
+    identity = {**text_identity(config.target), "chat_template": template_hash(tokenizer)}
     plan = Plan(
         kind="prompts",
         stage="data prompts",

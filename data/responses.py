@@ -9,13 +9,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftsmith.data.batched import answer_all, pick_device, row_uniforms, set_threads
+from draftsmith.data.batched import answer_all, row_uniforms, set_threads
+from draftsmith.data.device import pick_device
 from draftsmith.data.manifest import Field, open_artefact, volatile
-from draftsmith.data.models import load_lm, tokenizer_identity
+from draftsmith.data.models import load_lm, text_identity
 from draftsmith.data.progress import Advance
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.server import ServerConfig
 from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, run_stage
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -85,11 +87,11 @@ class ResponsesConfig:
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
 
+@sole_writer(shared=True)
 def run(config: ResponsesConfig) -> Path:
     """Write the artefact `responses`; returns its directory."""
     set_threads(config.num_threads)
-    tokenizer = tokenizer_identity(config.target)
-    manifest = open_artefact(config.prompts, "prompts", {"tokenizer": tokenizer["tokenizer"]})
+    manifest = open_artefact(config.prompts, "prompts", text_identity(config.target))
     prompts = Rows(config.prompts, manifest)
     num_rows = min(len(prompts), config.limit) if config.limit else len(prompts)
     if config.engine == "openai":

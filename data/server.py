@@ -72,14 +72,14 @@ class ServerEngine:
     """
 
     def __init__(self, config: ResponsesConfig, template: str):
-        from draftsmith.data.models import config_hash, end_tokens, load_tokenizer, model_directory
+        from draftsmith.data.models import config_hash, end_tokens, load_tokenizer, model_directory, read_config
         from draftsmith.data.template import context_length, template_hash
 
         _need_extra()
         self.config, self.server, self.params = config, config.server, config.params
         self.tokenizer = load_tokenizer(config.target)
         directory = model_directory(config.target)
-        raw = json.loads((directory / "config.json").read_text("utf-8"))
+        raw = read_config(config.target)
         self.eos_ids, self.context = end_tokens(directory, raw), context_length(config.target)
         # The weights are at the server: all that is known of them is their configuration.
         self.identity = {"config": config_hash(raw)}

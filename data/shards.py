@@ -8,7 +8,6 @@ them, so a shard is there whole or not at all. Rank 0 writes the manifest once e
 from __future__ import annotations
 
 import bisect
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,9 +17,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors import SafetensorError
 from torch import Tensor
 
+from draftsmith.data.files import make_directory, write_json, write_table, write_tensors
 from draftsmith.data.manifest import (
     MANIFEST,
     STARTED,
@@ -34,13 +33,14 @@ from draftsmith.data.manifest import (
     flatten,
     git_commit,
     package_versions,
-    publish,
     read_json,
     resolved,
-    write_json,
+    warn_not_compared,
+    without_unrecorded,
 )
 from draftsmith.data.progress import Advance, bar, say
 from draftsmith.data.ranks import place
+from draftsmith.data.writer import HOLDER, LOCK
 from draftsmith.modules.types import InputError
 
 ARROW = {
@@ -144,18 +144,20 @@ def begin(plan: Plan) -> None:
         InputError: it was begun with another (every differing key is listed), or holds something else.
     """
     directory = plan.directory
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     decides = {"kind": plan.kind, "config": decisive(plan.config), "inputs": plan.inputs, "identity": plan.identity}
     state = {"rows": plan.num_rows, **flatten(decides)}
     path = directory / STARTED
     if not path.exists():
-        strange = [p.name for p in directory.iterdir() if ".tmp-" not in p.name and p.name != STARTED]
+        own = (STARTED, LOCK, HOLDER)
+        strange = [p.name for p in directory.iterdir() if ".tmp-" not in p.name and p.name not in own]
         if strange:
             found = f"{directory}, which holds {sorted(strange)[0]}"
             raise InputError("output", found, "a new directory, or one that this stage began", "Choose another.")
         write_json(path, {"command": plan.command, "state": state})
         return
-    differing = differences(state, read_json(path)["state"])
+    differing, unrecorded = without_unrecorded(differences(state, read_json(path)["state"]))
+    warn_not_compared(str(path), unrecorded)
     if differing:
         found = f"{directory}, begun with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
         remedy = "Choose another directory or delete it."
@@ -181,34 +183,15 @@ def write_shard(plan: Plan, shard: Shard, content: ShardContent) -> None:
     schema = pa.schema([(f.name, ARROW[f.dtype]) for f in plan.fields if f.dtype in ARROW])
     table = pa.Table.from_pylist(content.rows, schema=schema)
     names = [f"{shard.name}.parquet"]
-    _write(plan, directory / names[0], lambda path: pq.write_table(table, path))
+    remedy = f"Free some space, then continue: {plan.command}"
+    write_table(directory / names[0], table, remedy)
     if content.tensors is not None:
-        from safetensors.torch import save_file
-
         names.append(f"{shard.name}.safetensors")
-        tensors = content.tensors
-        _write(plan, directory / names[1], lambda path: save_file(tensors, path))
+        write_tensors(directory / names[1], content.tensors, remedy=remedy)
     num_rows = len(content.rows)
     files = [FileEntry(n, (directory / n).stat().st_size, file_sha256(directory / n), num_rows) for n in names]
     record = {"files": [asdict(entry) for entry in files], "counts": {"rows": num_rows, **content.counts}}
     write_json(directory / f"{shard.name}.done.json", record)
-
-
-def _write(plan: Plan, path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        write(temporary)
-        descriptor = os.open(temporary, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        publish(temporary, path)
-    except (OSError, SafetensorError) as error:  # a full disk, above all
-        remedy = f"Free some space, then continue: {plan.command}"
-        raise InputError(str(path), error, "room to write", remedy) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _missing(plan: Plan) -> list[Shard]:

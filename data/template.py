@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.models import load_tokenizer, model_directory
+from draftsmith.data.identity import template_hash as template_hash
+from draftsmith.data.models import load_tokenizer, read_config
 from draftsmith.modules.types import InputError
 
 Messages = list[dict[str, str]]
@@ -46,14 +45,9 @@ def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervis
     return tokenizer
 
 
-def template_hash(tokenizer: Any) -> str:
-    """As `tokenizer_identity` counts it, for a template that may come from a file."""
-    return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def context_length(target: str) -> int | None:
     """Most positions the target can read; None where its config does not say."""
-    raw = json.loads((model_directory(target) / "config.json").read_text("utf-8"))
+    raw = read_config(target)
     return (raw.get("text_config") or raw).get("max_position_embeddings")
 
 

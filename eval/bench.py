@@ -14,10 +14,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from draftsmith.data.manifest import file_sha256, write_json
+from draftsmith.data.device import check_device
+from draftsmith.data.files import write_json
+from draftsmith.data.manifest import file_sha256
 from draftsmith.data.measured import CARD, WEIGHTS
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.asking import Asking, ask_all, every_prompt_failed
 from draftsmith.eval.cards import check_cards, heads_of, write_cards
 from draftsmith.eval.journal import JOURNAL, Journal
@@ -120,7 +123,7 @@ class BenchConfig:
     trust_remote_code: bool = False
     traces: int = 0
     card: bool = False
-    output: Path = Path("runs/bench")
+    output: Path = dataclasses.field(kw_only=True)
 
     @property
     def modes(self) -> list[SamplingParams]:
@@ -167,6 +170,7 @@ def run(config: BenchConfig) -> int:
     return 1 if results["failures"] else 0
 
 
+@sole_writer()
 def bench(config: BenchConfig) -> dict[str, Any]:
     """What results.json holds: {"meta": ..., "methods": [...], "failures": [...]}. Writes it too.
 
@@ -321,15 +325,6 @@ def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
         if not item.method.batchable:
             able = ", ".join(name for name, method in METHODS.items() if method.batchable)
             raise InputError("methods", f"{item.label} {size}", f"some of {able}", "Measure it with --batch-size 1.")
-
-
-def check_device(name: str) -> None:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError("device", repr(name), "cpu, cuda or cuda:N", "Correct it.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("device", name, "a device of this machine (no GPU is visible)", "Pass --device cpu.")
 
 
 def model_paths(config: Any) -> dict[str, str | None]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from draftsmith.data.manifest import differences, flatten, read_json
+from draftsmith.data.files import make_directory, write_text
+from draftsmith.data.manifest import differences, flatten, read_json, without_unrecorded
 from draftsmith.data.progress import say
 from draftsmith.eval import figures
 from draftsmith.eval.measure import Measured
@@ -78,9 +79,9 @@ def run(config: CompareConfig) -> None:
     for table in tables:
         console.print(on_screen(table))
     if config.output is not None:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(config.output.parent)
         lines = [*(f"- {note}" for note in notes), "", *(markdown(table) for table in tables)]
-        config.output.write_text("\n".join(lines), "utf-8")
+        write_text(config.output, "\n".join(lines))
         say(f"Written to {config.output}")
 
 
@@ -103,13 +104,18 @@ def check_comparable(first: Bench, second: Bench) -> None:
     """Raises:
     InputError: one error that lists all that makes the runs incomparable.
     """
-    differing = differences(*(flatten(identity(bench.meta)) for bench in (first, second)))
+    differing, _ = identity_differences(first, second)
     if not set(first.methods) & set(second.methods):
         differing.append(("temperatures", listed(first.methods), listed(second.methods)))
     if differing:
         found = said(differing)
         expected = "runs of the same target, tokenizer, sampling, dtype and prompts"
         raise InputError("runs", found, expected, "Measure both with the same settings.")
+
+
+def identity_differences(first: Bench, second: Bench) -> tuple[list[tuple[str, Any, Any]], list[str]]:
+    """What two runs do not share, and what one of them does not record."""
+    return without_unrecorded(differences(*(flatten(identity(bench.meta)) for bench in (first, second))))
 
 
 def identity(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,8 +155,12 @@ def notes_of(first: Bench, second: Bench) -> list[str]:
     if slower:
         notes.append(f"Taken on different machines, versions or threads ({said(slower)}): tokens/s are left out.")
     drafters = [flatten({name: bench.meta[name] for name in ("models", "heads")}) for bench in (first, second)]
-    if drafters[0] != drafters[1]:
-        notes.append(f"They draft with different models or heads ({said(differences(*drafters))}).")
+    differing, unrecorded = without_unrecorded(differences(*drafters))
+    if differing:
+        notes.append(f"They draft with different models or heads ({said(differing)}).")
+    unrecorded += identity_differences(first, second)[1]
+    if unrecorded:
+        notes.append(f"Not compared, for one of them does not record it: {', '.join(sorted(unrecorded))}.")
     for temperature in dict.fromkeys([*first.methods, *second.methods]):
         mine, theirs = (bench.methods.get(temperature, {}) for bench in (first, second))
         for letter, own, other in (("A", mine, theirs), ("B", theirs, mine)):

@@ -13,9 +13,10 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.data.device import check_device
 from draftsmith.data.models import load_lm
 from draftsmith.data.template import load_chat_tokenizer, prompt_ids
-from draftsmith.eval.bench import check_device, longest_sequence, model_paths
+from draftsmith.eval.bench import longest_sequence, model_paths
 from draftsmith.eval.load import LOADING, load_models, reads
 from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner
 from draftsmith.eval.methods import parse_methods

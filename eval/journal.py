@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.files import append, cut, make_directory, write_text
 from draftsmith.data.manifest import differences, flatten
 from draftsmith.modules.types import InputError
 
@@ -31,17 +31,15 @@ class Journal:
             InputError: the directory holds an unfinished run of something else, or a damaged journal.
         """
         self.path = directory / JOURNAL
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         lines, self._length = _whole_lines(self.path)
         self.entries: list[Any] = []
         if lines:
             self._check(lines[0], decided_by)
             self.entries = lines[1:]
-            with self.path.open("rb+") as file:
-                file.truncate(self._length)
+            cut(self.path, self._length)
         else:
-            self.path.write_text("")
-            self.add({"settings": dict(decided_by), "sha256": digest(decided_by)})
+            write_text(self.path, json.dumps({"settings": dict(decided_by), "sha256": digest(decided_by)}) + "\n")
 
     def _check(self, head: Any, decided_by: Mapping[str, Any]) -> None:
         if head.get("sha256") == digest(decided_by):
@@ -54,10 +52,7 @@ class Journal:
 
     def add(self, entry: Any) -> None:
         """Append a line; it is on the disk when this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append(self.path, json.dumps(entry) + "\n")
 
     def remove(self) -> None:
         """The run is complete."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.data.manifest import MANIFEST, STARTED, open_artefact
-from draftsmith.data.models import resolve_model, tokenizer_identity
+from draftsmith.data.models import resolve_model, text_identity
 from draftsmith.data.sources import open_source
 from draftsmith.data.template import Messages, RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.measure import BenchPrompt
@@ -80,11 +80,7 @@ def artefact_rows(directory: Path, target: str) -> Iterator[Row]:
     """Rows of a prompts artefact made with the target's tokenizer; `content` are token ids."""
     import pyarrow.parquet as pq
 
-    manifest = open_artefact(directory, kind="prompts")
-    made_with, ours = manifest.identity.get("tokenizer"), tokenizer_identity(target)["tokenizer"]
-    if isinstance(made_with, str) and made_with != ours:
-        found = f"{directory} made with tokenizer {made_with}"
-        raise InputError("prompts", found, f"tokenizer {ours} of {target}", f"Make it again: {manifest.command}")
+    manifest = open_artefact(directory, "prompts", text_identity(target))
     for entry in manifest.files:
         if not entry.name.endswith(".parquet"):
             continue

@@ -18,12 +18,11 @@ One row for each method, temperature, prompt and turn. Columns:
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.manifest import publish
+from draftsmith.data.files import write_table
 from draftsmith.eval.measure import BenchPrompt, Measured
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.types import InputError
@@ -132,14 +131,8 @@ def schema() -> Any:
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Whole or not at all."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("wb") as file:
-        pq.write_table(pa.Table.from_pylist(list(rows), schema()), file, compression="zstd")
-        file.flush()
-        os.fsync(file.fileno())
-    publish(partial, path)
+    write_table(path, pa.Table.from_pylist(list(rows), schema()), compression="zstd")
 
 
 def read_rows(directory: Path) -> list[Row]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.manifest import write_json
+from draftsmith.data.files import write_json
 from draftsmith.data.models import load_tokenizer
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.measure import BatchRunner, BenchPrompt, EngineRunner, GroupRunner, OneByOne

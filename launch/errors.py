@@ -13,6 +13,7 @@ PATH_ERRORS = {
     FileNotFoundError: ("no such file or directory", "Check the path."),
     IsADirectoryError: ("is a directory, expected a file", "Name a file in it."),
     NotADirectoryError: ("is not a directory", "Check the path."),
+    FileExistsError: ("is a file, expected a directory", "Choose another path."),
     PermissionError: ("permission denied", "Choose a path that you may read and write."),
 }
 

@@ -28,6 +28,14 @@ def __getattr__(name: str) -> Any:
 
 def run(config: SpecDecPPConfig) -> Path:
     """Everything that is missing, then output/results.json."""
+    from draftsmith.data.writer import writing_alone
+
+    with writing_alone(config.output):
+        return make(config)
+
+
+def make(config: SpecDecPPConfig) -> Path:
+    """Alone in its output."""
     config = config.sized()
     begin(config)
     console = Console(highlight=False)
@@ -43,7 +51,8 @@ def begin(config: SpecDecPPConfig) -> None:
     Raises:
         InputError: the output directory holds a study with other settings.
     """
-    from draftsmith.data.manifest import decisive, differences, read_json, write_json
+    from draftsmith.data.files import make_directory, write_json
+    from draftsmith.data.manifest import decisive, differences, read_json
     from draftsmith.modules.types import InputError
 
     started = config.output / STARTED
@@ -54,7 +63,7 @@ def begin(config: SpecDecPPConfig) -> None:
             expected = "; ".join(f"{key} {now}" for key, now, _ in differing)
             raise InputError("output", found, expected, "Choose another output, or restore the settings.")
         return
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     write_json(started, decisive(config))
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from safetensors import SafetensorError
 from torch import nn
 
+from draftsmith.data.files import CannotWrite
 from draftsmith.data.progress import bar, say
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
 from draftsmith.train.deepspeed import whole_head
@@ -129,7 +129,7 @@ class BetweenSteps(pl.Callback):
         if rank() == 0:
             try:
                 self.save_head(head, name, step, metrics)
-            except (OSError, SafetensorError) as error:
+            except (OSError, CannotWrite) as error:
                 failure = str(error)
         failure = self._told(trainer, f"{name}/ of step {step}", failure)
         self.unsaved.pop(name, None)
@@ -159,7 +159,7 @@ def log(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
     for logger in trainer.loggers:
         try:
             logger.log_metrics(metrics, step)
-        except OSError as error:
+        except (OSError, CannotWrite) as error:
             say_on_rank_zero(f"warning: could not write the metrics of step {step} ({error})")
 
 

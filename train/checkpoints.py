@@ -20,7 +20,8 @@ from typing import IO, Any, cast
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
-from draftsmith.data.manifest import file_sha256, publish, write_json
+from draftsmith.data.files import CannotWrite, make_directory, publish, write_json
+from draftsmith.data.manifest import file_sha256
 from draftsmith.modules.types import InputError
 
 FOLDER, STATE, MANIFEST = "checkpoints", "state.pt", "manifest.json"
@@ -47,7 +48,7 @@ class Checkpoints(CheckpointIO):
         partial = path.with_name(f"{path.name}.tmp")
         self.failure = ""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(path.parent)
             for rest in path.parent.glob("step-*.tmp*"):  # of a run that was killed while it wrote or deleted
                 shutil.rmtree(rest, ignore_errors=True)
             partial.mkdir()
@@ -57,7 +58,7 @@ class Checkpoints(CheckpointIO):
             if path.exists():  # damaged, or the run would have gone on from it
                 _remove(path)
             publish(partial, path)
-        except OSError as error:
+        except (OSError, CannotWrite) as error:
             self.failure = str(error)
             shutil.rmtree(partial, ignore_errors=True)
             return

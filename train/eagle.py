@@ -16,6 +16,7 @@ from draftsmith.data.feature_codec import FeatureDtype, rounded
 from draftsmith.data.heads import starting_head, starting_settings, starting_weights
 from draftsmith.data.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.models import load_lm, read_config
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead, Rope
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
@@ -126,6 +127,7 @@ class TrainEagleConfig(TrainConfig):
                 raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
 
 
+@sole_writer(shared=True)
 def run(config: TrainEagleConfig) -> Path:
     """Train the head; returns its directory, output/best.
 

@@ -25,7 +25,8 @@ from draftsmith.data import feature_codec
 from draftsmith.data.datasets import Item
 from draftsmith.data.feature_codec import FeatureDtype
 from draftsmith.data.features import check_disk
-from draftsmith.data.manifest import differences, flatten, publish, read_json, write_json
+from draftsmith.data.files import CannotWrite, make_directory, write_json, write_tensors
+from draftsmith.data.manifest import differences, flatten, read_json, warn_not_compared, without_unrecorded
 from draftsmith.data.progress import say
 from draftsmith.modules.types import InputError
 
@@ -118,7 +119,7 @@ class FeatureCache:
             return
         try:
             shard = self._written.result()
-        except OSError as error:
+        except (OSError, CannotWrite) as error:
             self._full = True
             self._pending = {}
             say(f"feature cache: {self._directory}: {error}. Nothing more is cached; training goes on without.")
@@ -129,42 +130,28 @@ class FeatureCache:
 
     def _write(self, tensors: dict[str, Tensor]) -> str:
         """The shard's name, once it is on the disk. Names are drawn: runs that share the directory agree on none."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         name = f"{uuid.uuid4().hex}.safetensors"
-        temporary = self._directory / f"{name}.tmp"
-        try:
-            save_file(tensors, temporary)
-            descriptor = os.open(temporary, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            publish(temporary, self._directory / name)
-        except SafetensorError as error:  # how it reports a full disk
-            raise OSError(str(error)) from error
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_tensors(self._directory / name, tensors)
         return name
 
     def _begin(self, about: dict[str, Any]) -> None:
         directory, path = self._directory, self._directory / ABOUT
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         if path.exists():
-            differing = differences(flatten(about), flatten(read_json(path)))
+            differing, unrecorded = without_unrecorded(differences(flatten(about), flatten(read_json(path))))
+            warn_not_compared(str(path), unrecorded)
             if differing:
                 found = f"{directory} with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
                 remedy = "Delete it, or pass another --feature-cache."
                 raise InputError("feature_cache", found, "features of this target and dtype", remedy)
-        elif any(entry.suffix != ".tmp" and f"{ABOUT}.tmp-" not in entry.name for entry in directory.iterdir()):
+        elif any(".tmp" not in entry.name for entry in directory.iterdir()):
             # Another rank may have written it since.
             if not path.exists():
                 remedy = "Choose a new one."
                 raise InputError("feature_cache", f"{directory}, which holds something else", "a cache", remedy)
         else:
             write_json(path, about)
-        for leftover in directory.glob("*.tmp"):  # of killed runs; a live one's is younger
+        for leftover in directory.glob("*.tmp*"):  # of killed runs; a live one's is younger
             if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
                 leftover.unlink(missing_ok=True)
 

@@ -21,6 +21,7 @@ import yaml
 from torch import nn
 
 from draftsmith.data.card import model_card
+from draftsmith.data.files import make_directory, write_json, write_text
 from draftsmith.data.heads import head_fields, save_head
 from draftsmith.data.manifest import (
     decisive,
@@ -30,7 +31,8 @@ from draftsmith.data.manifest import (
     package_versions,
     read_json,
     resolved,
-    write_json,
+    warn_not_compared,
+    without_unrecorded,
 )
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import BetweenSteps, ProgressBar, SaveHead, say_on_rank_zero
@@ -44,6 +46,7 @@ from draftsmith.train.signals import StopOnSignal, exit_code
 from draftsmith.train.strategies import trainer_arguments, world_size
 from draftsmith.train.telemetry import Telemetry
 
+READ_MODEL = "read_model"
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
 
 
@@ -197,7 +200,17 @@ def fit(
 
 
 def _state(config: TrainConfig, provenance: Provenance) -> dict[str, Any]:
-    return flatten({"config": decisive(config), "inputs": provenance.inputs, "models": provenance.models})
+    made_from = {"inputs": provenance.inputs, "models": provenance.models, READ_MODEL: provenance.read_model}
+    return flatten({"config": decisive(config), **made_from})
+
+
+def _differing(now: Mapping[str, Any], was: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
+    """What differs in two states, and what the older one does not record."""
+    differing, unrecorded = without_unrecorded(differences(now, was))
+    if not any(key.startswith(READ_MODEL) for key in was):  # an earlier version wrote it
+        differing = [entry for entry in differing if not entry[0].startswith(READ_MODEL)]
+        unrecorded = [*(key for key in unrecorded if not key.startswith(READ_MODEL)), READ_MODEL]
+    return differing, unrecorded
 
 
 def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
@@ -211,7 +224,8 @@ def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
         return None
     started = config.output / STARTED
     if started.exists():
-        differing = differences(_state(config, provenance), read_json(started))
+        differing, unrecorded = _differing(_state(config, provenance), read_json(started))
+        warn_not_compared(str(started), unrecorded)
         if differing:
             found = "another " + "; ".join(f"{key}: {now}, begun with {was}" for key, now, was in differing)
             remedy = f"Restore it (see {config.output / RESOLVED}), or choose another output."
@@ -220,12 +234,12 @@ def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
 
 
 def _begin(config: TrainConfig, provenance: Provenance) -> None:
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     if config.resume and (config.output / STARTED).exists():
         return
     plain = resolved(dataclasses.replace(config, resume=False))
     text = yaml.safe_dump(plain, sort_keys=False)
-    (config.output / RESOLVED).write_text(f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
+    write_text(config.output / RESOLVED, f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
     write_json(config.output / STARTED, _state(config, provenance))
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import re
-import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +20,7 @@ import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 
+from draftsmith.data.files import append, copy_file, make_directory, write_text
 from draftsmith.data.manifest import read_json, resolved
 from draftsmith.data.tracking import finish_wandb, start_wandb, switched_off
 from draftsmith.modules.types import InputError
@@ -77,17 +78,19 @@ class CsvLogger(Logger):
             self._started = True
             return
         self._started = False
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns, restval="").writerow(row)
+        append(self.path, self._csv([row]))
         self._started = True
 
     def _rewrite(self) -> None:
-        partial = self.path.with_name(self.path.name + ".tmp")
-        with partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns, restval="")
+        write_text(self.path, self._csv(self._rows, header=True))
+
+    def _csv(self, rows: Iterable[Mapping[str, str]], header: bool = False) -> str:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns, restval="")
+        if header:
             writer.writeheader()
-            writer.writerows(self._rows)
-        partial.replace(self.path)
+        writer.writerows(rows)
+        return text.getvalue()
 
 
 class WandbLogger(Logger):
@@ -131,7 +134,8 @@ class WandbLogger(Logger):
             description=(directory / "README.md").read_text("utf-8"),
             metadata=metadata,
         )
-        card = shutil.copy(directory / "README.md", Path(self._run.dir).resolve().parent / "head-card.md")
+        card = Path(self._run.dir).resolve().parent / "head-card.md"
+        copy_file(directory / "README.md", card)
         for path in sorted(directory.resolve().iterdir()):
             source = card if path.name == "README.md" else path
             artifact.add_file(str(source), name=path.name, policy="immutable", skip_cache=True)
@@ -190,7 +194,7 @@ def wandb_logger(
 
 def _run_id(path: Path, resumed: bool) -> str:
     if not resumed or not path.exists():
-        path.write_text(uuid.uuid4().hex[:12] + "\n")
+        write_text(path, uuid.uuid4().hex[:12] + "\n")
     return path.read_text().strip()
 
 
@@ -223,7 +227,7 @@ def make_loggers(
         raise InputError("track", found, "installed trackers", "Run: pip install 'draftsmith[tensorboard]'")
     if not is_first_process():
         return []
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     table = CsvLogger(config.output / "metrics.csv", resumed_step)
     loggers: list[Logger] = [table]
     if "tensorboard" in config.track:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.manifest import read_json, write_json
+from draftsmith.data.files import copy_file, whole_directory, write_json
+from draftsmith.data.manifest import read_json
 from draftsmith.data.models import load_tokenizer, load_transformers, model_directory, tokenizer_identity
 from draftsmith.modules.interop import hf_assisted
 from draftsmith.modules.interop.base import Finding
@@ -40,15 +40,11 @@ def write_assistant(draft_path: str, tuning: Tuning, directory: str | Path) -> P
     # Without the file transformers takes the end tokens from config.json; with it, only from there.
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
     fields = read_json(source / SETTINGS) if (source / SETTINGS).exists() else ends
-    partial = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for file in files:
-        shutil.copyfile(file, partial / file.name)  # the content: a hub cache holds links
-    write_json(partial / SETTINGS, hf_assisted.generation_config(fields, tuning))
-    if directory.exists():
-        directory.rmdir()
-    return partial.rename(directory)
+    with whole_directory(directory) as partial:
+        for file in files:
+            copy_file(file, partial / file.name)  # the content: a hub cache holds links
+        write_json(partial / SETTINGS, hf_assisted.generation_config(fields, tuning))
+    return directory
 
 
 def _files(source: Path) -> list[Path]:

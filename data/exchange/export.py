@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +24,12 @@ from draftsmith.data.exchange.check import (
     report_of_assistant,
 )
 from draftsmith.data.exchange.record import RECORD, make_record
+from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.data.heads import build_head, head_config, head_fields
-from draftsmith.data.manifest import git_commit, package_versions, read_json, write_json
+from draftsmith.data.manifest import git_commit, package_versions, read_json
 from draftsmith.data.measured import measured_of
 from draftsmith.data.models import DTYPES, load_lm, read_config, resolve_model, tokenizer_identity
+from draftsmith.data.writer import occupied, sole_writer
 from draftsmith.modules.interop import FORMATS, hf_assisted
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
@@ -81,25 +81,28 @@ class ExportConfig:
     trust_remote_code: bool = False
 
 
+class Refused(Exception):
+    """The check found a difference: nothing is written."""
+
+
+@sole_writer()
 def run(config: ExportConfig) -> int:
     """0, or 1 when the check finds a difference: nothing is left in the output then.
 
     Raises:
         InputError: the output exists, the head is not one the format can hold, or a model is missing or another one.
     """
-    if config.output.exists():
+    if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another.")
-    partial = config.output.with_name(config.output.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    write = export_assistant if config.format == "hf-assisted" else export_head
     try:
-        report, command = (export_assistant if config.format == "hf-assisted" else export_head)(config, partial)
-        print_report(report, str(config.output), config.format)
-        if report.failures:
-            return 1
-        partial.rename(config.output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with whole_directory(config.output) as partial:
+            report, command = write(config, partial)
+            print_report(report, str(config.output), config.format)
+            if report.failures:
+                raise Refused
+    except Refused:
+        return 1
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"\nWritten to {config.output}. Use it with:\n\n{command}", markup=False)
     return 0
@@ -151,7 +154,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     }
     facts = {**manifest, "head": head_fields(head), "license": config.license}
     card = model_card(kind, facts, measured=measured_of(config.head), export=export)
-    (directory / "README.md").write_text(card, "utf-8")
+    write_text(directory / "README.md", card)
     return report, command
 
 
@@ -172,12 +175,10 @@ def exported_state(head: nn.Module, weights: str) -> dict[str, Tensor]:
 
 
 def write_package(directory: Path, package: Package) -> None:
-    from safetensors.torch import save_file
-
-    (directory / "config.json").write_text(json.dumps(dict(package.config), indent=2) + "\n", "utf-8")
+    write_json(directory / "config.json", dict(package.config), indent=2)
     tensors = {name: tensor.contiguous() for name, tensor in package.tensors.items()}
     # transformers and the servers want to know that the tensors are torch's.
-    save_file(tensors, directory / "model.safetensors", {"format": "pt", **package.metadata})
+    write_tensors(directory / "model.safetensors", tensors, {"format": "pt", **package.metadata})
     # safetensors keeps others from reading it; a server often runs as somebody else.
     (directory / "model.safetensors").chmod((directory / "config.json").stat().st_mode)
 
@@ -207,7 +208,7 @@ def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str
     export = {"format": config.format, "command": command, "target": target, "draft": draft, "checks": passed(report)}
     export["notes"] = [f"settings: {tuning.measured}"]
     facts = {"models": {"draft": identity, **tokenizer_identity(draft)}, "license": config.license, **made_with()}
-    (directory / "README.md").write_text(model_card("hf-assisted", facts, export=export), "utf-8")
+    write_text(directory / "README.md", model_card("hf-assisted", facts, export=export))
     return report, command
 
 

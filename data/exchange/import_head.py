@@ -18,6 +18,7 @@ from draftsmith.data.heads import build_head, check_sizes, head_fields, save_hea
 from draftsmith.data.manifest import file_sha256, git_commit, package_versions
 from draftsmith.data.models import load_lm, tokenizer_identity
 from draftsmith.data.progress import say
+from draftsmith.data.writer import occupied, sole_writer
 from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.interop.base import Package, Parsed, TargetFacts
 from draftsmith.modules.interop.detect import detect
@@ -73,13 +74,14 @@ class ReadModel:
     models: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@sole_writer()
 def run(config: ImportConfig) -> Path:
     """Import one head; the path of its new directory.
 
     Raises:
         InputError: the directory is not what it should be, our head can not be it, or it does not fit the model.
     """
-    if config.output.exists():
+    if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")
     package = read_package(config.directory)
     shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from draftsmith.data.device import check_device
 from draftsmith.data.manifest import resolved
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import bar, say
 from draftsmith.data.prompts import numbers
-from draftsmith.eval.bench import BenchConfig, bench, check_device, longest_sequence, model_paths
+from draftsmith.eval.bench import BenchConfig, bench, longest_sequence, model_paths
 from draftsmith.eval.figures import Figure
 from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner
@@ -77,7 +78,7 @@ class StudyConfig:
     repeats: int = 2
     trust_remote_code: bool = False
     quick: bool = False
-    output: Path = Path("runs/study")
+    output: Path
 
     @property
     def acceptance(self) -> str | None:

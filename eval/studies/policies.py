@@ -9,6 +9,7 @@ from typing import Any
 
 from draftsmith.data.heads import eagle_identity, head_config
 from draftsmith.data.progress import say
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import Models, at_least, between
 from draftsmith.eval.prompts import read_prompts
@@ -73,7 +74,6 @@ class PoliciesConfig(StudyConfig):
     hs: str = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,0.95,0.98,0.99"
     ts: str = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
     bench_limit: int = 40
-    output: Path = Path("runs/policies")
 
     @property
     def drafters(self) -> list[DrafterName]:
@@ -126,6 +126,7 @@ class Shelf:
         }
 
 
+@sole_writer()
 def run(config: PoliciesConfig) -> Path:
     """Record, choose, play, decode, print the tables and write `output`/results.json, which is there only when
     complete."""

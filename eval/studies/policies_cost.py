@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from draftsmith.data.manifest import read_json, write_json
+from draftsmith.data.files import make_directory, write_json
+from draftsmith.data.manifest import read_json
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.provenance import cpu_name
 from draftsmith.eval.step_cost import step_cost
@@ -17,6 +18,6 @@ def own_c(config: StudyConfig, models: Models, drafter: str) -> float:
     if path.exists() and (kept := read_json(path))["machine"] == machine:
         return float(kept["c"])
     c = step_cost(models, drafter)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     write_json(path, {"machine": machine, "c": c})
     return c

@@ -121,7 +121,7 @@ class SpecDecPPConfig:
     trust_remote_code: bool = False
     num_threads: int = volatile(2)
     seed: int = 0
-    output: Path = volatile(Path("runs/specdecpp"))
+    output: Path = volatile(kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("depths", "weights", "ks", "thresholds"):

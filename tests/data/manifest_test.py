@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from draftsmith.data.datasets import FeatureDataset
-from draftsmith.data.manifest import MANIFEST, Manifest, command_line, decisive, file_sha256, open_artefact, write_json
+from draftsmith.data.files import write_json
+from draftsmith.data.manifest import MANIFEST, Manifest, command_line, decisive, file_sha256, open_artefact
 from draftsmith.data.responses import ResponsesConfig
 from draftsmith.data.shards import Rows
 from draftsmith.modules.types import InputError

@@ -181,7 +181,7 @@ def test_the_command_on_tiny_models(models, tmp_path):
     assert results["summary"]["redundancy_hsddw_t0"] == 0
 
 
-def test_both_small_models_are_asked_for(models, capsys):
+def test_both_small_models_are_asked_for(models, tmp_path, capsys):
     arguments = ["--target", models["target"], "--prompts", models["prompts"], "--draft", models["draft"]]
-    assert main(["eval", "hsddw", *arguments]) == 2
+    assert main(["eval", "hsddw", *arguments, "--output", str(tmp_path)]) == 2
     assert "mid: found nothing" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -230,7 +231,7 @@ def test_policies_are_methods_of_the_bench():
      ({"ngram": 0}, "ngram"), ({"cs": "0"}, "cs"), ({"max_drafted": 0}, "max_drafted")],
 )  # fmt: skip
 def test_impossible_settings_are_refused(changes, field):
-    given = {"target": "t", "prompts": "p", "draft": "d", **changes}
+    given = {"target": "t", "prompts": "p", "draft": "d", "output": Path("o"), **changes}
     with pytest.raises(InputError) as error:
         PoliciesConfig(**given).check()
     assert error.value.field == field

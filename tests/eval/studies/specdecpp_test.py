@@ -30,7 +30,8 @@ def head_of(w_rej: float = 6.0, depth: int = 3, tied: bool = False) -> Acceptanc
 
 
 def config_of(**changes) -> SpecDecPPConfig:
-    return SpecDecPPConfig("embedded:target", "embedded:draft", "embedded:prompts", **changes)
+    given = {"output": Path("absent"), **changes}
+    return SpecDecPPConfig("embedded:target", "embedded:draft", "embedded:prompts", **given)
 
 
 @pytest.fixture(scope="module")
