@@ -25,11 +25,13 @@ from draftsmith.data.device import pick_device
 from draftsmith.data.heads import eagle_identity, load_head
 from draftsmith.data.manifest import Field, open_artefact, volatile
 from draftsmith.data.models import check_same_tokenizer, load_lm, text_identity
+from draftsmith.data.naming import naming
 from draftsmith.data.progress import Advance
 from draftsmith.data.prompts import check_not_negative, check_positive, numbers
 from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, run_stage
 from draftsmith.data.writer import sole_writer
 from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.heads.eagle import EagleHead
 from draftsmith.modules.heads.eagle_branches import EagleBranches
 from draftsmith.modules.sampling import draw_rows, probabilities
@@ -294,7 +296,8 @@ def label_shard(
             row_uniforms("acceptance", config.seed, shard.start + i, len(rows[i]["input_ids"]) - start)
             for i, start in zip(batch, starts, strict=True)
         ]
-        labels = label(target, draft, ids, starts, params, torch.from_numpy(np.concatenate(drawn)), config.chunk)
+        with naming([rows[i]["id"] for i in batch]):
+            labels = label(target, draft, ids, starts, params, torch.from_numpy(np.concatenate(drawn)), config.chunk)
         for i, own in zip(batch, split(labels, [len(uniforms) for uniforms in drawn]), strict=True):
             kept = ("id", "input_ids", "prompt_length", "task")
             made[i] = {**{name: rows[i][name] for name in kept}, **own}
@@ -317,6 +320,9 @@ def label(
 
     One forward of each model; distributions exist for `chunk` positions at a time, in float32.
     uniforms: [N] float64; uniforms[n] draws Y_n.
+
+    Raises:
+        NonFinite: a model's logits.
     """
     padded = pad_right(input_ids, target.device)
     # The hidden state at position t - 1 gives the law of the token at t.
@@ -332,14 +338,21 @@ def label(
         draft_prob = probabilities(draft.lm_head(draft_hidden[piece]), params).to(target_prob.device)
         parts.append(label_positions(target_prob, draft_prob, uniforms[piece].to(target_prob.device)))
     columns = ("draft_ids", "log_p", "log_q", "accept_prob", "overlap")
-    return Labels(*(torch.cat([getattr(part, name) for part in parts]).cpu() for name in columns))
+    labels = Labels(*(torch.cat([getattr(part, name) for part in parts]).cpu() for name in columns))
+    broken = labels.overlap.isnan().nonzero()  # where p or q has a NaN
+    if len(broken):
+        n = int(broken[0])
+        model = "draft" if labels.draft_ids[n] == NO_TOKEN else "target"
+        raise NonFinite(model=model, position=int(positions[n]) + 1, row=int(owners[n]))
+    return labels
 
 
 def label_positions(target_prob: Tensor, draft_prob: Tensor, uniforms: Tensor) -> Labels:
     """Y ~ q and its labels for laws p and q, each [N, V] in float32 or wider. Greedy laws are one-hot: then Y is the
-    draft's argmax, and P and the overlap are 1 where the target's is the same, else 0."""
+    draft's argmax, and P and the overlap are 1 where the target's is the same, else 0. Where p or q has a NaN the
+    overlap is NaN, and where it is q's there is no Y."""
     drafted = draw_rows(draft_prob, uniforms)
-    p, q = (prob.gather(-1, drafted[:, None])[:, 0] for prob in (target_prob, draft_prob))
+    p, q = (prob.gather(-1, drafted.clamp_min(0)[:, None])[:, 0] for prob in (target_prob, draft_prob))
     accept_prob = (p / q).clamp(max=1.0)  # q > 0: a token of probability zero is never drawn
     overlap = torch.minimum(target_prob, draft_prob).sum(-1).clamp(max=1.0)
     return Labels(drafted, p.log().float(), q.log().float(), accept_prob.float(), overlap.float())

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.modules.sampling import draw_rows, probabilities
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
+from draftsmith.modules.sampling import best_tokens, draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -36,6 +37,9 @@ def answer(
 
     prompts: each shorter than the context. uniforms: [B, max_new_tokens] float64, [i, j] draws token j of row i;
     None when greedy.
+
+    Raises:
+        NonFinite: the target's logits, of the prompt `row`.
     """
     limits = torch.tensor([min(max_new_tokens, lm.info.max_position - len(prompt)) for prompt in prompts])
     end_tokens = torch.tensor(lm.info.eos_ids, dtype=torch.int64, device=lm.device)
@@ -47,7 +51,10 @@ def answer(
     alive = torch.ones(len(prompts), dtype=torch.bool)  # of them, those that have not ended
     for step in range(steps):
         tokens = _draw(logits, params, None if uniforms is None else uniforms[rows, step])
-        answers[rows, step] = tokens.cpu()
+        drawn = tokens.cpu()
+        if int(drawn.min()) == NO_TOKEN:
+            _check(drawn, rows, alive, prompts, step)
+        answers[rows, step] = drawn
         ended = alive & torch.isin(tokens, end_tokens).cpu()
         lengths[rows[ended]] = step + 1
         full = step + 1 >= limits[rows]  # another token would have no position in the context
@@ -59,16 +66,23 @@ def answer(
             session.select(kept.to(lm.device))
             rows, tokens = rows[kept], tokens[kept.to(lm.device)]
             alive = alive[kept]
-        logits = session.step(tokens)
+        logits = session.step(tokens.clamp_min(0))
     return [answers[i, :length].tolist() for i, length in enumerate(lengths.tolist())]
 
 
 def _draw(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> Tensor:
-    """One token a row, [B] on the logits' device."""
+    """One token a row, [B] on the logits' device; NO_TOKEN where there is none."""
     if params.greedy:
-        return logits.argmax(-1)
+        return best_tokens(logits)
     assert uniforms is not None
     return draw_rows(probabilities(logits, params), uniforms.to(logits.device))
+
+
+def _check(drawn: Tensor, rows: Tensor, alive: Tensor, prompts: Sequence[Sequence[int]], step: int) -> None:
+    """Raises NonFinite where a row that has not ended has no token."""
+    broken = rows[alive & (drawn == NO_TOKEN)].tolist()
+    if broken:
+        raise NonFinite(model="target", position=len(prompts[broken[0]]) + step, row=broken[0])
 
 
 def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -97,7 +111,11 @@ def answer_all(
         if not params.greedy:
             assert uniforms is not None, "sampling draws with the rows' own uniforms"
             drawn = torch.from_numpy(np.stack([uniforms(i) for i in batch]))
-        made = answer(lm, [prompts[i] for i in batch], params, max_new_tokens, drawn)
+        try:
+            made = answer(lm, [prompts[i] for i in batch], params, max_new_tokens, drawn)
+        except NonFinite as error:
+            error.row = batch[error.row or 0]
+            raise
         for i, tokens in zip(batch, made, strict=True):
             answers[i] = tokens
         advance(len(batch))

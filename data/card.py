@@ -143,8 +143,8 @@ def front_matter(facts: Facts) -> str:
         "tags": ["speculative-decoding", "draftsmith", *TAGS[facts.kind]],
     }
     base = facts.target if facts.by_eagle else facts.read_model
-    if is_hub_id(base):
-        fields["base_model"] = base
+    if base is not None and is_hub_id(base.partition("@")[0]):
+        fields["base_model"] = base.partition("@")[0]
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
 
 

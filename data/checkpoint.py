@@ -71,8 +71,11 @@ def read_settings(directory: Path) -> dict[str, Any]:
             if not isinstance(section.get(name), bool | None):
                 raise _wrong(section, name, "true or false", file)
         for name in ("rope_scaling", "rope_parameters", "quantization_config"):
-            if not isinstance(section.get(name), Mapping | None):
+            inner = section.get(name)
+            if not isinstance(inner, Mapping | None):
                 raise _wrong(section, name, "an object", file)
+            for number in ("rope_theta", "factor"):
+                _check_number(inner or {}, number, file)
         if not isinstance(section.get("model_type"), str | None):
             raise _wrong(section, "model_type", "a name", file)
     return raw

@@ -26,6 +26,7 @@ MAPPABLE = ("id", "task", "split", "prompt", "answer", "messages")
 ID_COLUMNS = ("id", "question_id", "conversation_id", "prompt_id", "conv_id")
 TASK_COLUMNS = ("task", "category")
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
+KNOWN_COLUMNS = "messages, conversations, turns, instruction (Alpaca) or prompt"
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,28 @@ class Layout:
         return self.read(row, self.columns)
 
     def text(self, row: Mapping[str, Any], column: str, default: str = "") -> str:
-        """`id`, `task` or `split` of a row, as a string."""
-        value = row.get(self.columns[column]) if column in self.columns else None
-        return default if value is None else str(value)
+        """`id`, `task` or `split` of a row, as of `label_of`."""
+        return label_of(row, self.columns, column, default)
+
+
+def label_columns(columns: Sequence[str], mapping: Mapping[str, str]) -> dict[str, str]:
+    """Our name -> theirs of `id`, `task` and `split`, as far as there are such columns."""
+    usual = {"id": ID_COLUMNS, "task": TASK_COLUMNS, "split": ("split",)}
+    guessed = {ours: _first(candidates, columns) for ours, candidates in usual.items()}
+    mapped = {ours: theirs for ours, theirs in mapping.items() if ours in usual and theirs in columns}
+    return {ours: theirs for ours, theirs in guessed.items() if theirs and ours not in mapping} | mapped
+
+
+def label_of(row: Mapping[str, Any], columns: Mapping[str, str], name: str, default: str = "") -> str:
+    """`id`, `task` or `split` of a row, as a string.
+
+    Raises:
+        RowError: it is a list or an object.
+    """
+    value = row.get(columns[name]) if name in columns else None
+    if isinstance(value, list | tuple | Mapping):
+        raise RowError(f"{columns[name]} is {kind_name(value)}, expected text or a number")
+    return default if value is None else well_formed(str(value), columns[name])
 
 
 def parse_columns(text: str) -> dict[str, str]:
@@ -78,12 +98,39 @@ def recognise(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mappin
     Raises:
         InputError: nothing fits; it names the columns found and the flag that maps them.
     """
+    check_mapping(columns, mapping)
+    layout = _fitting(columns, sample, mapping)
+    if layout is None:
+        remedy = "Map them: --columns prompt=NAME[,answer=NAME]."
+        raise InputError("columns", ", ".join(columns) or "none", KNOWN_COLUMNS, remedy)
+    return layout
+
+
+def check_mapping(columns: Sequence[str], mapping: Mapping[str, str]) -> None:
+    """Raises InputError for a mapping to a column that no row has."""
     absent = sorted(set(mapping.values()) - set(columns))
     if absent:
         raise InputError("columns", absent[0], f"a column of the data: {', '.join(columns)}", "Correct --columns.")
-    usual = {"id": ID_COLUMNS, "task": TASK_COLUMNS, "split": ("split",)}
-    guessed = {ours: _first(candidates, columns) for ours, candidates in usual.items()}
-    names = {ours: theirs for ours, theirs in guessed.items() if theirs} | dict(mapping)
+
+
+def layout_of(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout:
+    """The layout of one row of a data set whose rows may differ. Columns that are null in it do not count where others
+    fit: a table has every column of rows of several shapes.
+
+    Raises:
+        RowError: nothing fits.
+    """
+    mapped = mapping.values()
+    filled = [name for name, value in row.items() if value is not None or name in mapped]
+    layout = _fitting(filled, row, mapping) or _fitting(list(row), row, mapping)
+    if layout is None:
+        raise RowError(f"columns {', '.join(row) or 'none'}, none of {KNOWN_COLUMNS}")
+    return layout
+
+
+def _fitting(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout | None:
+    """The first layout that fits these columns."""
+    names = label_columns(columns, mapping) | dict(mapping)
 
     def has(*wanted: str) -> bool:
         return all(name in columns for name in wanted)
@@ -105,8 +152,7 @@ def recognise(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mappin
             names["messages"] = names["prompt"]
             return Layout("messages", names, _read_messages)
         return Layout("prompt", names, _read_prompt)
-    expected = "messages, conversations, turns, instruction (Alpaca) or prompt"
-    raise InputError("columns", ", ".join(columns), expected, "Map them: --columns prompt=NAME[,answer=NAME].")
+    return None
 
 
 def up_to_last_user(messages: Messages) -> Messages:
@@ -159,16 +205,26 @@ def _message_style(value: Any) -> str:
 
 
 def _read_messages(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
-    turns = row.get(columns["messages"])
-    if not isinstance(turns, list) or not turns:
-        raise RowError(f"{columns['messages']} is empty")
-    blank_system = [_role(turn) == "system" and not _content(turn) for turn in turns]  # common, and means none
+    turns = _turns(row, columns["messages"])
+    blank_system = [
+        _role(turn) == "system" and _content(turn) in (None, "") for turn in turns
+    ]  # common, and means none
     return Conversation([_message(turn) for turn, blank in zip(turns, blank_system, strict=True) if not blank])
+
+
+def _turns(row: Mapping[str, Any], column: str) -> list[Any]:
+    """Raises RowError where there is no list, or nothing in it."""
+    turns = row.get(column)
+    if turns is not None and not isinstance(turns, list):
+        raise RowError(f"{column} is {kind_name(turns)}, expected a list")
+    if not turns:
+        raise RowError(f"{column} is empty")
+    return turns
 
 
 def _role(turn: Any) -> str:
     if not isinstance(turn, Mapping):
-        raise RowError(f"a turn is a {type(turn).__name__}, expected role and content (or from and value)")
+        raise RowError(f"a turn is {kind_name(turn)}, expected role and content (or from and value)")
     said = turn.get("role", turn.get("from"))
     role = ROLES.get(str(said).lower())
     if role is None:
@@ -182,7 +238,10 @@ def _content(turn: Mapping[str, Any]) -> Any:
         return content
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):  # OpenAI's content parts
         raise RowError("a turn holds something other than text")
-    return "".join(part["text"] for part in content)
+    texts = [part.get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise RowError("a part of a turn says it is text and has none")
+    return "".join(texts)
 
 
 def _message(turn: Any) -> dict[str, str]:
@@ -191,21 +250,53 @@ def _message(turn: Any) -> dict[str, str]:
 
 
 def _filled(value: Any, what: str) -> str:
-    if not isinstance(value, str) or not value.strip():
+    if value is not None and not isinstance(value, str):
+        raise RowError(f"{what} is {kind_name(value)}, expected text")
+    if value is None or not value.strip():
         raise RowError(f"{what} has no text")
-    return value
+    return well_formed(value, what)
+
+
+def _optional(value: Any, what: str) -> str | None:
+    """A text that a row may lack; None where it does, or where it is blank.
+
+    Raises:
+        RowError: it is something else.
+    """
+    return None if value is None or value == "" or str(value).isspace() else _filled(value, what)
+
+
+def well_formed(text: str, what: str) -> str:
+    """
+    Raises:
+        RowError: half of a surrogate pair stands in it, which no tokenizer and no file takes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = ascii(text[error.start])
+        raise RowError(f"{what} holds half of a surrogate pair ({found}), expected Unicode text") from error
+    return text
+
+
+def kind_name(value: Any) -> str:
+    """What a JSON value is, in words."""
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    names = {str: "text", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
 
 
 def _read_turns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
-    turns = row.get("turns")
-    if not isinstance(turns, list) or not turns:
-        raise RowError("turns is empty")
+    turns = _turns(row, "turns")
     return Conversation([{"role": "user", "content": _filled(turns[0], "the first turn")}], tuple(turns[1:]))
 
 
 def _read_alpaca(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
-    instruction, given = _filled(row.get("instruction"), "instruction"), row.get("input")
-    content = f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else instruction
+    instruction, given = _filled(row.get("instruction"), "instruction"), _optional(row.get("input"), "input")
+    content = f"{instruction}\n\n{given}" if given is not None else instruction
     return _exchange(content, row.get("output"))
 
 
@@ -215,7 +306,8 @@ def _read_prompt(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversa
 
 
 def _exchange(prompt: str, answer: Any) -> Conversation:
+    """answer: of another type (the number of a choice) it is none, which is told where answers are learned from."""
     messages = [{"role": "user", "content": prompt}]
     if isinstance(answer, str) and answer.strip():
-        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "assistant", "content": well_formed(answer, "the answer")})
     return Conversation(messages)

@@ -22,6 +22,7 @@ from draftsmith.data import feature_codec
 from draftsmith.data.features import key, open_texts
 from draftsmith.data.manifest import Manifest, open_artefact
 from draftsmith.data.shards import Rows
+from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import FeatureBatch, InputError
 
 Item = dict[str, Tensor]
@@ -58,6 +59,7 @@ class AcceptanceDataset(Dataset):
         self._table = Rows(directory, self.manifest, columns).table()
         self._names = Rows(directory, self.manifest, ["id"])
         self._lists = {name: Lists(self._table[name]) for name in columns if name != "prompt_length"}
+        check_labels(directory, self._names, self._lists["accept_prob"])
         self._prompt_lengths = self._table["prompt_length"].to_numpy()
         # Shared memory, so that reader processes that live on into the next epoch see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -129,9 +131,13 @@ class FeatureDataset(Dataset):
     def __getitem__(self, row: int) -> Item:
         """Fields of FeatureBatch for one row: input_ids [T], features [T, H] bf16, loss_mask [T], position_ids [T]."""
         ids = torch.from_numpy(self._ids[row].astype(np.int64))
+        features = feature_codec.read(self._open(self._shards[row]), key(int(self._rows[row])))
+        place = first_broken(features)
+        if place is not None:
+            raise broken_features(self._directory / self._shards[row], f"row {self.name(row)}", place)
         return {
             "input_ids": ids,
-            "features": feature_codec.read(self._open(self._shards[row]), key(int(self._rows[row]))),
+            "features": features,
             "loss_mask": torch.from_numpy(self._masks[row].astype(bool)),
             "position_ids": torch.arange(len(ids)),
         }
@@ -244,6 +250,20 @@ def name_of(dataset: Any, index: int) -> str:
     return dataset.name(index) if hasattr(dataset, "name") else f"row {index}"
 
 
+def broken_features(path: Path, row: str, position: int) -> InputError:
+    """Of features that were read from a file and are NaN or infinite at a token."""
+    remedy = "Its target was broken, or it was damaged: check the target, delete the file and make it again."
+    return InputError(str(path), f"NaN or infinity in {row}, position {position}", "finite features", remedy)
+
+
+def check_labels(directory: Path, names: Rows, labels: Lists) -> None:
+    """Raises InputError where acceptance probabilities are not finite."""
+    place = labels.first_broken()
+    if place is not None:
+        found = f"{directory} with NaN or infinity in the labels of row {names.read(place, place + 1)[0]['id']}"
+        raise InputError("data", found, "probabilities", "Check the models that labelled it, and make it again.")
+
+
 class Lists:
     """A list column as one flat numpy array and offsets: a row is a slice, not Python numbers."""
 
@@ -260,6 +280,11 @@ class Lists:
 
     def __getitem__(self, row: int) -> np.ndarray:
         return self._values[self._offsets[row] : self._offsets[row + 1]]
+
+    def first_broken(self) -> int | None:
+        """The first row with a number that is not finite."""
+        broken = np.flatnonzero(~np.isfinite(self._values))
+        return int(np.searchsorted(self._offsets, broken[0], "right")) - 1 if len(broken) else None
 
 
 def _generator(*key: object) -> np.random.Generator:

@@ -20,12 +20,14 @@ from draftsmith.data.batched import by_length, pad_right, set_threads
 from draftsmith.data.device import pick_device
 from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.models import load_lm, text_identity
+from draftsmith.data.naming import naming
 from draftsmith.data.parallel import DONE, tell, told
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
 from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, read_done, run_stage
 from draftsmith.data.writer import sole_writer
+from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -193,7 +195,12 @@ def read_shard(lm: CausalLM, source: Rows, shard: Shard, config: FeaturesConfig,
     for batch in by_length([len(row["input_ids"]) for row in rows], config.batch_size):
         features = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm.device))
         for i, padded in zip(batch, features, strict=True):
-            stored = feature_codec.encode(padded[: len(rows[i]["input_ids"])], config.feature_dtype)
+            own = padded[: len(rows[i]["input_ids"])]
+            place = first_broken(own)
+            if place is not None:
+                with naming([rows[i]["id"]]):
+                    raise NonFinite("hidden states", "target", place)
+            stored = feature_codec.encode(own, config.feature_dtype)
             # A copy: a view would keep, and safetensors would refuse, the padded batch behind it.
             tensors |= {key(shard.start + i) + suffix: tensor.cpu().clone() for suffix, tensor in stored.items()}
         advance(len(batch))

@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.data.checkpoint import read_object
 from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text
-from draftsmith.data.manifest import compare_identity, file_sha256, read_json, warn_not_compared
+from draftsmith.data.manifest import compare_identity, file_sha256, warn_not_compared
+from draftsmith.data.reading import check_shape, read_object
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -28,6 +27,8 @@ SCHEMA_VERSION = 1
 HEADS = {"acceptance": ("AcceptanceHeadConfig", "AcceptanceHead"), "eagle": ("EagleConfig", "EagleHead")}
 
 
+# Of their settings, what is read before they are built.
+SIZES = {"acceptance": {"hidden_size": int}, "eagle": {"llama": {"hidden_size": int, "vocab_size": int}}}
 # What an acceptance head says of its labels: mix or rollout, sampling or greedy, of a draft model or of an EAGLE head.
 LABELS = ("labels", "mode", "drafter")
 
@@ -87,21 +88,19 @@ def head_config(directory: str | Path) -> dict[str, Any]:
         raise InputError(
             "head", directory, "a head directory (config.json, manifest.json)", "Train one, or check the path."
         )
-    try:
-        manifest = json.loads((directory / "manifest.json").read_text())
-    except ValueError as error:
-        raise InputError(
-            str(directory / "manifest.json"), f"damaged ({error})", "JSON", "Copy or train the head again."
-        ) from error
+    again = "Copy or train the head again."
+    manifest = read_object(directory / "manifest.json", {"sha256?": {"*": str}}, again)
     for name, sha256 in manifest.get("sha256", {}).items():
         file = directory / name
         if name != "README.md" and (not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256):
             raise InputError(
                 str(file), "missing or changed content", f"sha256 {sha256[:12]}", "Copy or train the head again."
             )
-    config = read_object(directory / "config.json")
-    if config.get("kind") not in HEADS:
-        raise InputError("kind", config.get("kind"), " or ".join(HEADS), f"{directory} is no head of this version.")
+    known = {"target?": (dict, None), "sampling?": (dict, None)}
+    config = read_object(directory / "config.json", {"kind": object, "head": dict, **known}, again)
+    if config["kind"] not in list(HEADS):  # a list: what is read may not be hashable
+        raise InputError("kind", config["kind"], " or ".join(HEADS), f"{directory} is no head of this version.")
+    check_shape(directory / "config.json", config["head"], SIZES[config["kind"]], again, "head")
     return config
 
 
@@ -178,14 +177,18 @@ def _settings(config: dict[str, Any]) -> Any:
     """The head's own config dataclass."""
     config_class, _ = head_classes(config["kind"])
     fields = dict(config["head"])
-    if "llama" in fields:
-        layer = dict(fields["llama"])
-        fields["llama"] = LlamaConfig(**{**layer, "rope_scaling": RopeScaling(**layer["rope_scaling"])})
-    # JSON has lists only.
-    fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
-    if "knots" in fields:
-        fields["knots"] = tuple(tuple(knot) for knot in fields["knots"])
-    return config_class(**fields)
+    try:
+        if "llama" in fields:
+            layer = dict(fields["llama"])
+            fields["llama"] = LlamaConfig(**{**layer, "rope_scaling": RopeScaling(**layer["rope_scaling"])})
+        # JSON has lists only.
+        fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+        if "knots" in fields:
+            fields["knots"] = tuple(tuple(knot) for knot in fields["knots"])
+        return config_class(**fields)
+    except (TypeError, KeyError) as error:  # a name that is absent, unknown, or of another type
+        found = f"settings that are none of an {config['kind']} head ({error})"
+        raise InputError("config.json", found, "what training wrote", "Copy or train the head again.") from error
 
 
 def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
@@ -220,9 +223,16 @@ def head_settings(directory: str | Path, kind: str) -> Any:
 
 def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
     """On the CPU, in the type of its file."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return build_head(config["kind"], _settings(config), load_file(Path(directory) / "model.safetensors"))
+    file = Path(directory) / "model.safetensors"
+    try:
+        state = load_file(file)
+    except (SafetensorError, OSError) as error:
+        remedy = "Copy or train the head again."
+        raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", remedy) from error
+    return build_head(config["kind"], _settings(config), state)
 
 
 def check_sizes(field: str, named: str | Path, head: Mapping[str, Any], width: int, vocab_size: int | None) -> None:
@@ -248,7 +258,7 @@ def _check_identity(directory: str | Path, config: dict[str, Any], identity: Map
     if not recorded:
         return
     # Heads of earlier versions have the tokenizer in their manifest only, of the texts that they were trained on.
-    models = read_json(Path(directory) / "manifest.json").get("models") or {}
+    models = read_object(Path(directory) / "manifest.json", {"models?": (dict, None)}).get("models") or {}
     if isinstance(models.get("tokenizer"), str):
         recorded = {"tokenizer": models["tokenizer"], **recorded}
     differing, unrecorded = compare_identity({"model": identity}, {"model": recorded})

@@ -39,6 +39,12 @@ def repository(path: str) -> tuple[str, str | None] | None:
     return None if match is None else (match["id"], match["revision"])
 
 
+def loadable(path: str) -> str:
+    """What other programs load it by: they know no @, so a repository at a revision is its local copy."""
+    wanted = repository(resolve_model(path))
+    return resolve_model(path) if wanted is None or wanted[1] is None else str(model_directory(path))
+
+
 def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:
     """The local directory of a model; a repository is downloaded, or taken from the cache, first.
 

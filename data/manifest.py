@@ -21,6 +21,7 @@ from typing import Any
 
 from draftsmith.data.files import write_json
 from draftsmith.data.ranks import place
+from draftsmith.data.reading import check_shape, read_object
 from draftsmith.modules.types import InputError
 
 SCHEMA_VERSION = 1
@@ -29,6 +30,24 @@ ROOT = Path(__file__).resolve().parents[1]  # of the package, and of the checkou
 # Hashes that earlier versions did not record.
 LATER = ("weights", "tokenizer", "encoding", "code")
 PACKAGES = ("draftsmith", "torch", "transformers", "tokenizers", "datasets", "safetensors", "pyarrow", "numpy")
+
+
+# Of the files as they are on the disk (data/reading.py).
+FILE: dict[str, Any] = {"name": str, "bytes": int, "sha256": str, "rows": int}
+SHAPE: dict[str, Any] = {
+    "kind": str,
+    "config?": dict,
+    "inputs?": {"*": str},
+    "identity?": dict,
+    "sampling?": (dict, None),
+    "fields": [{"name": str, "dtype": str, "shape": [str]}],
+    "counts?": {"*": int},
+    "files": [FILE],
+    "seed?": (int, None),
+    "command?": str,
+    "packages?": {"*": (str, None)},
+    "git_commit?": (str, None),
+}
 
 
 @dataclass(frozen=True)
@@ -98,20 +117,15 @@ class Manifest:
         path = directory / MANIFEST
         if not path.exists():
             raise _missing(directory)
-        try:
-            raw = json.loads(path.read_text("utf-8"))
-            version = raw["schema_version"]
-            if version != SCHEMA_VERSION:
-                found = f"schema version {version}"
-                raise InputError(str(path), found, f"version {SCHEMA_VERSION}", f"Make it again: {raw.get('command')}")
-            raw["fields"] = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in raw["fields"])
-            raw["files"] = tuple(FileEntry(**entry) for entry in raw["files"])
-            return Manifest(**raw)
-        except InputError:
-            raise
-        except (ValueError, KeyError, TypeError) as error:
-            remedy = "Delete this file and run the stage again: it keeps the shards."
-            raise InputError(str(path), f"damaged ({error})", "a manifest of this program", remedy) from error
+        remedy = "Delete this file and run the stage again: it keeps the shards."
+        raw = read_object(path, {"schema_version": int, "command?": str}, remedy)
+        if raw["schema_version"] != SCHEMA_VERSION:
+            found = f"schema version {raw['schema_version']}"
+            raise InputError(str(path), found, f"version {SCHEMA_VERSION}", f"Make it again: {raw.get('command')}")
+        check_shape(path, raw, SHAPE, remedy)
+        raw["fields"] = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in raw["fields"])
+        raw["files"] = tuple(FileEntry(**{name: entry[name] for name in FILE}) for entry in raw["files"])
+        return Manifest(**{spec.name: raw[spec.name] for spec in dataclasses.fields(Manifest) if spec.name in raw})
 
 
 def _missing(directory: Path) -> InputError:
@@ -119,7 +133,7 @@ def _missing(directory: Path) -> InputError:
         return InputError(str(directory), "no such directory", "an artefact's directory", "Check the path.")
     started = directory / STARTED
     if started.exists():
-        command = read_json(started).get("command", "the stage's command")
+        command = read_object(started, {"command": str})["command"]
         return InputError(str(directory), "an unfinished stage", "a complete one", f"Continue it: {command}")
     return InputError(str(directory), f"no {MANIFEST}", "an artefact's directory", "Check the path.")
 
@@ -149,7 +163,7 @@ def open_artefact(
     differing, unrecorded = compare_identity(identity or {}, manifest.identity)
     if differing:
         found = "made with another " + "; ".join(f"{k}: {theirs} here, {ours} given" for k, ours, theirs in differing)
-        remedy = f"Make it again: {manifest.command}"
+        remedy = f"Make it again: {manifest.command} (with the models given here, and another output)"
         raise InputError(str(directory), found, "the same identity", remedy)
     warn_not_compared(str(directory), unrecorded)
     for entry in manifest.files:
@@ -234,18 +248,6 @@ def file_sha256(path: Path) -> str:
     """Hex digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_json(path: Path) -> Any:
-    """The content of a file that `write_json` wrote.
-
-    Raises:
-        OSError: it is not there. InputError: it is not JSON, so something else has damaged it.
-    """
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise InputError(str(path), f"damaged ({error})", "JSON", "Delete it and run the stage again.") from error
 
 
 def package_versions() -> dict[str, str | None]:

@@ -229,7 +229,8 @@ def load_tokenizer(path: str) -> Any:
     directory = model_directory(path)
     if not has_tokenizer(directory):
         raise InputError("tokenizer", f"{path} without tokenizer files", "tokenizer.json", "Save the tokenizer there.")
-    for file in (directory / name for name in ("config.json", *TOKENIZERS[:2])):
+    read_settings(directory)  # which the library asks for the tokenizer's class
+    for file in (directory / name for name in TOKENIZERS[:2]):
         if file.exists():
             read_object(file)
     try:

@@ -13,6 +13,7 @@ from draftsmith.data.batched import answer_all, row_uniforms, set_threads
 from draftsmith.data.device import pick_device
 from draftsmith.data.manifest import Field, open_artefact, volatile
 from draftsmith.data.models import load_lm, text_identity
+from draftsmith.data.naming import naming
 from draftsmith.data.progress import Advance
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.server import ServerConfig
@@ -133,7 +134,8 @@ def in_process(lm: CausalLM, prompts: Rows, config: ResponsesConfig) -> Callable
         def uniforms(offset: int) -> np.ndarray:
             return row_uniforms("responses", config.seed, shard.start + offset, config.max_new_tokens)
 
-        answers = answer_all(lm, ids, config.params, config.max_new_tokens, config.batch_size, uniforms, advance)
+        with naming([row["id"] for row in rows]):
+            answers = answer_all(lm, ids, config.params, config.max_new_tokens, config.batch_size, uniforms, advance)
         return content(rows, answers, lm.info.eos_ids)
 
     return make

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from draftsmith.data.datasets import Item, Lists
+from draftsmith.data.datasets import Item, Lists, check_labels
 from draftsmith.data.manifest import Manifest, open_artefact
 from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
 from draftsmith.data.shards import Rows
@@ -84,6 +84,7 @@ class RolloutDataset(Dataset):
         table = Rows(directory, self.manifest, columns).table()
         self._names = Rows(directory, self.manifest, ["id"])
         self._lists = {name: Lists(table[name]) for name in columns}
+        check_labels(directory, self._names, self._lists["accept_prob"])
 
     @property
     def lengths(self) -> list[int]:

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from draftsmith.data.batched import check_lengths, row_uniforms
 from draftsmith.data.manifest import Field
+from draftsmith.data.naming import naming
 from draftsmith.data.progress import Advance
 from draftsmith.data.shards import Rows, Shard, ShardContent
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.decoding.repeats import repeat_scores
+from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import row_probabilities, top_values
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -92,13 +94,14 @@ def label_shard(
     check_lengths(rows, shard.start, rollouts.context)
     text = BranchedText(target, rollouts.depth)
     for offset, row in enumerate(rows):
-        labelled = label_response(target, text, drafter, row, shard.start + offset, rollouts)
+        with naming([row["id"]]):
+            labelled = label_response(target, text, drafter, row, shard.start + offset, rollouts)
         made += [labelled] if labelled else []
         advance(1)
     drafts = sum(len(row["starts"]) for row in made)
     counts = {"tokens": sum(len(row["input_ids"]) for row in made), "drafts": drafts}
-    left_out = shard.stop - shard.start - len(made)
-    return ShardContent(made, {**counts, "drafted_tokens": drafts * rollouts.depth, "responses_left_out": left_out})
+    short = shard.stop - shard.start - len(made)
+    return ShardContent(made, {**counts, "drafted_tokens": drafts * rollouts.depth, "too_short_dropped": short})
 
 
 @torch.inference_mode()
@@ -108,6 +111,9 @@ def label_response(
     """The artefact's row of one response, the source's `number`-th; None where no draft has room.
 
     text: where the target reads it.
+
+    Raises:
+        NonFinite: a model's logits.
     """
     ids, depth = row["input_ids"], rollouts.depth
     most = -(-len(ids) // rollouts.stride)
@@ -130,6 +136,10 @@ def label_response(
         p_logits, q_logits = target.lm_head(states[piece]), drafter.lm_head(hidden[piece]).to(states.device)
         parts.append(label_drafts(p_logits, q_logits, tokens[piece].to(states.device), every[piece], rollouts))
     labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+    broken = labels["log_p"].isnan().nonzero()
+    if len(broken):
+        n = int(broken[0])
+        raise NonFinite(model="target", position=starts[n // depth] + n % depth)
     labels["repeat"] = repeat_scores(ids, starts, drafted.tokens.cpu()).flatten()
     labels["reached"] = reached(
         labels["accept_prob"].view(count, depth), drafted.tokens.cpu(), target.info.eos_ids

@@ -31,6 +31,7 @@ from draftsmith.eval.methods.base import Models, Named, at_least
 from draftsmith.eval.prompts import Turns
 from draftsmith.eval.provenance import RESULTS, describe
 from draftsmith.eval.rows import BASELINE, PER_PROMPT, Row, failures_of, of_methods, write_rows
+from draftsmith.eval.rows import SHAPE as ROW
 from draftsmith.eval.runners import engine_runners, first_of_each_task, make_runners, trace_again, write_texts
 from draftsmith.eval.summary import Clock, summarise
 from draftsmith.eval.tables import results_table, task_tables
@@ -211,8 +212,12 @@ def bench(config: BenchConfig) -> dict[str, Any]:
 
 def measured_rows(config: BenchConfig, asking: Asking, questions: Questions, decided: Mapping[str, Any]) -> list[Row]:
     """Rows of all prompts; those of an interrupted run of the same settings are not measured again."""
-    journal = Journal(config.output, decided)
     groups = questions.groups(config.batch_size)
+    entry = {"group": int, "temperature": float, "rows": [ROW]}
+    journal = Journal(config.output, decided, entry)
+    if any(entry["group"] not in range(len(groups)) for entry in journal.entries):
+        found, remedy = "a group of prompts that there is not", "Delete it and measure again."
+        raise InputError(str(journal.path), found, f"numbers below {len(groups)}", remedy)
     total = len(questions.all) * len(asking.runners)
     done = sum(len(groups[entry["group"]]) for entry in journal.entries)
     if done:

@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from draftsmith.data.files import make_directory, write_text
-from draftsmith.data.manifest import differences, flatten, read_json, without_unrecorded
+from draftsmith.data.manifest import differences, flatten, without_unrecorded
 from draftsmith.data.progress import say
+from draftsmith.data.reading import check_shape, read_object
 from draftsmith.eval import figures
 from draftsmith.eval.measure import Measured
 from draftsmith.eval.provenance import RESULTS
@@ -26,6 +27,13 @@ from draftsmith.modules.types import InputError
 SAME_SETTINGS = ("top_k", "top_p", "dtype", "max_new_tokens", "ignore_eos", "turns", "batch_size")
 # Settings that change how fast the same work is done: tokens per second are then of different machines.
 SAME_SPEED = ("device", "num_threads", "engine", "packed")
+AGAIN = "Measure it again."
+META = {
+    "settings": {name: object for name in (*SAME_SETTINGS, *SAME_SPEED)},
+    "prompts": {"sha256": str},
+    "clock": str,
+    **{name: dict for name in ("target", "hardware", "versions", "models", "heads")},
+}
 SHA256_DIGITS = 64
 BOTH = tuple[list[Measured], list[Measured]]
 
@@ -93,10 +101,11 @@ def open_bench(path: str) -> Bench:
     if not (directory / RESULTS).exists():
         remedy = "Give the command of the run again: it goes on." if directory.is_dir() else "Check the path."
         raise InputError(path, f"no {RESULTS}", "a finished run of `draftsmith eval bench`", remedy)
-    meta = read_json(directory / RESULTS)["meta"]
+    meta = read_object(directory / RESULTS, {"meta": dict}, AGAIN)["meta"]
     if meta.get("kind") != "bench":
         found = f"results of kind {meta.get('kind', 'unknown (of an earlier version)')}"
         raise InputError(path, found, "a run of `draftsmith eval bench`", "Measure it (again).")
+    check_shape(directory / RESULTS, meta, META, AGAIN, "meta")
     return Bench(path, meta, read_rows(directory))
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from draftsmith.data.device import check_device
 from draftsmith.data.models import load_lm
+from draftsmith.data.naming import naming
 from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import longest_sequence, model_paths
 from draftsmith.eval.load import LOADING, load_models, reads
@@ -122,7 +123,8 @@ def run(config: DecodeConfig) -> Generation:
     place = about(named.label, config.temperature, bench_prompt)
     run_once: Runner = runner if trace is None else TracedRunner(place, runner, trace)
     start = time.perf_counter()
-    generation = run_once(prompt, config.max_new_tokens, config.seed)
+    with naming([bench_prompt.id]):
+        generation = run_once(prompt, config.max_new_tokens, config.seed)
     elapsed = time.perf_counter() - start
     if trace is not None:
         trace.flush()

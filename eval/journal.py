@@ -15,17 +15,19 @@ from typing import Any
 
 from draftsmith.data.files import append, cut, make_directory, write_text
 from draftsmith.data.manifest import differences, flatten
+from draftsmith.data.reading import Shape, check_shape
 from draftsmith.modules.types import InputError
 
 JOURNAL = "journal.jsonl"
+AGAIN = "Delete it and measure again."
 
 
 class Journal:
     """Entries of one run, `entries` those that were there when it was opened."""
 
-    def __init__(self, directory: Path, decided_by: Mapping[str, Any]):
+    def __init__(self, directory: Path, decided_by: Mapping[str, Any], entry: Shape = object):
         """
-        decided_by: all that a measurement depends on, as JSON values.
+        decided_by: all that a measurement depends on, as JSON values. entry: the shape of what is added.
 
         Raises:
             InputError: the directory holds an unfinished run of something else, or a damaged journal.
@@ -34,6 +36,9 @@ class Journal:
         make_directory(directory)
         lines, self._length = _whole_lines(self.path)
         self.entries: list[Any] = []
+        for number, line in enumerate(lines, start=1):
+            shape = entry if number > 1 else {"settings": dict, "sha256": str}
+            check_shape(self.path, line, shape, AGAIN, f"line {number}")
         if lines:
             self._check(lines[0], decided_by)
             self.entries = lines[1:]
@@ -75,7 +80,7 @@ def _whole_lines(path: Path) -> tuple[list[Any], int]:
     for number, line in enumerate(raw[:length].splitlines(), start=1):
         try:
             lines.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             found = f"damaged in line {number} ({error})"
-            raise InputError(str(path), found, "a journal of this program", "Delete it and measure again.") from error
+            raise InputError(str(path), found, "a journal of this program", AGAIN) from error
     return lines, length

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from draftsmith.data.conversations import label_columns, label_of, layout_of, up_to_last_user, user_turns
 from draftsmith.data.manifest import MANIFEST, STARTED, open_artefact
 from draftsmith.data.models import resolve_model, text_identity
-from draftsmith.data.sources import open_source
-from draftsmith.data.template import Messages, RowError, load_chat_tokenizer, prompt_ids
+from draftsmith.data.sources import named_split, open_source
+from draftsmith.data.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.modules.types import InputError
 
@@ -23,14 +25,14 @@ Turns = Literal["first", "all", "last"]
 class Row:
     """One prompt before it is selected; its token ids are made only when it is.
 
-    content: token ids, or messages that wait for an answer. later: what the user says after it.
+    content: token ids, or the row as it was found. where: its file and line.
     """
 
     id: str
     task: str
     split: str
     content: Any
-    later: tuple[str, ...] = ()
+    where: str = ""
 
 
 def read_prompts(
@@ -40,36 +42,62 @@ def read_prompts(
     keep_tasks: str | None = None,
     limit: int = 0,
     turns: Turns = "last",
+    skip: int = 0,
 ) -> list[BenchPrompt]:
     """Prompts as token ids: the target's chat template, applied up to where the answer begins.
 
-    split: keep rows whose own `split` is this one. keep_tasks: keep rows of these tasks, separated by commas. limit:
-    keep the first so many, 0 all. turns: which user turns of a conversation; a prompts artefact has only the last one.
+    split: keep rows whose own `split` is this one; `none` keeps all. keep_tasks: keep rows of these tasks, separated by
+    commas. limit: keep the first so many, 0 all. turns: which user turns of a conversation; a prompts artefact has only
+    the last one. skip: leave out the first so many of what would be kept.
 
     Raises:
-        InputError: nothing there, rows of an unknown shape, another tokenizer's artefact, or no row left.
+        InputError: nothing there, rows of an unknown shape, two of one id, an artefact of another tokenizer, or no row
+            left.
     """
-    path = Path(resolve_model(source))
-    if (path / MANIFEST).exists() or (path / STARTED).exists():
-        rows, prompt_of = artefact_rows(path, target), lambda row: BenchPrompt(row.id, row.content, row.task)
-    else:
-        rows, prompt_of = chat_rows(source, split, turns), chat_prompt(target)
+    prompt_of = artefact_prompt if is_artefact(source) else chat_prompt(target, turns)
+    rows = kept_rows(source, target, split, keep_tasks)
+    return [prompt_of(row) for row in itertools.islice(rows, skip, skip + limit if limit else None)]
+
+
+def kept_rows(source: str, target: str, split: str | None, keep_tasks: str | None) -> Iterator[Row]:
+    """Rows of this split and these tasks, as of `read_prompts`; at least one."""
+    path, split = Path(resolve_model(source)), named_split(split)
     wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
-    found: list[BenchPrompt] = []
     seen_tasks, seen_splits = set(), set()
-    for row in rows:
+    places: dict[str, str] = {}
+    found = False
+    for row in artefact_rows(path, target) if is_artefact(source) else chat_rows(source, split):
         seen_tasks.add(row.task)
         seen_splits.add(row.split)
         if (split and row.split != split) or (wanted is not None and row.task not in wanted):
             continue
-        found.append(prompt_of(row))
-        if len(found) == limit:
-            break
+        if row.where and places.setdefault(row.id, row.where) != row.where:  # results are told apart by ids
+            again = f"the id {row.id!r}, which {places[row.id]} has too"
+            raise InputError(row.where, again, "an id of its own", "Correct the row.")
+        found = True
+        yield row
     if not found:
         there = f"tasks {listed(seen_tasks)}; splits {listed(seen_splits)}"
-        remedy = "Check --split and --keep-tasks."
+        remedy = "Check --split and --keep-tasks; --split none takes all splits."
         raise InputError("prompts", f"no matching row in {source} ({there})", "at least one", remedy)
-    return found
+
+
+def is_artefact(source: str) -> bool:
+    """A directory that `data prompts` wrote, or began."""
+    path = Path(resolve_model(source))
+    return (path / MANIFEST).exists() or (path / STARTED).exists()
+
+
+def has_splits(source: str, target: str) -> bool:
+    """Whether its rows, or those of some, say which split they are of."""
+    if is_artefact(source):
+        return any(row.split for row in artefact_rows(Path(resolve_model(source)), target))
+    try:
+        return any(row.split for row in chat_rows(source, None))
+    except InputError as error:
+        if error.field == "split":  # a data set of several splits, each of its own files
+            return True
+        raise
 
 
 def listed(names: Iterable[str]) -> str:
@@ -88,40 +116,46 @@ def artefact_rows(directory: Path, target: str) -> Iterator[Row]:
             yield Row(str(row["id"]), row.get("task") or "", row.get("split") or "", list(row["prompt_ids"]))
 
 
-def chat_rows(source: str, split: str | None, turns: Turns) -> Iterator[Row]:
-    """Rows of a file or data set of chats; `content` are messages that wait for an answer."""
-    from draftsmith.data.conversations import recognise, up_to_last_user, user_turns
+def artefact_prompt(row: Row) -> BenchPrompt:
+    return BenchPrompt(row.id, row.content, row.task)
 
+
+def chat_rows(source: str, split: str | None) -> Iterator[Row]:
+    """Rows of a file or data set of chats; `content` is the row as it was found."""
     opened = open_source(source, split)
-    layout = recognise(opened.columns, opened.row(0), {})
     for number in range(len(opened)):
-        raw = opened.row(number)
-        own_split = (split or "") if opened.split_taken else layout.text(raw, "split")
+        where = opened.where(number)
         try:
-            conversation = layout.conversation(raw)
-            messages, later = (
-                (up_to_last_user(conversation.messages), ()) if turns == "last" else user_turns(conversation)
-            )
+            raw = opened.row(number)
+            columns = label_columns([name for name, value in raw.items() if value is not None], {})
+            row_id, task, own = (label_of(raw, columns, name) for name in ("id", "task", "split"))
         except RowError as error:
-            expected = "a conversation with a user turn"
-            raise InputError("prompts", f"row {number} of {source}: {error}", expected, "Correct the row.") from error
-        row_id, task = layout.text(raw, "id", str(number)), layout.text(raw, "task")
-        yield Row(row_id, task, own_split, messages, later if turns == "all" else ())
+            raise unusable(where, error) from error
+        yield Row(row_id or str(number), task, (split or "") if opened.split_taken else own, raw, where)
 
 
-def chat_prompt(target: str) -> Any:
+def unusable(where: str, error: RowError) -> InputError:
+    """A row that cannot be asked."""
+    remedy = "Correct the row, or pass what `data prompts --invalid drop` makes of the file."
+    return InputError(where, error, "a conversation with a user turn", remedy)
+
+
+def chat_prompt(target: str, turns: Turns) -> Any:
     """Row -> prompt by the target's chat template; with its messages where more turns may follow them."""
     tokenizer = load_chat_tokenizer(target)
     # Prompts that are too long are told by their ids, by whoever asks them.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
 
     def prompt(row: Row) -> BenchPrompt:
-        messages: Messages = row.content
         try:
+            conversation = layout_of(row.content, {}).conversation(row.content)
+            messages, later = (
+                (up_to_last_user(conversation.messages), ()) if turns == "last" else user_turns(conversation)
+            )
+            later = later if turns == "all" else ()
             ids = list(prompt_ids(tokenizer, messages))
         except RowError as error:
-            expected = "messages that it takes"
-            raise InputError("prompts", f"row {row.id}: {error}", expected, "Correct the row.") from error
-        return BenchPrompt(row.id, ids, row.task, tuple(messages) if row.later else (), row.later)
+            raise unusable(row.where, error) from error
+        return BenchPrompt(row.id, ids, row.task, tuple(messages) if later else (), later)
 
     return prompt

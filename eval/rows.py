@@ -33,6 +33,25 @@ COUNTS = ("num_target_calls", "num_draft_tokens", "num_accepted", "num_discarded
 Row = dict[str, Any]
 
 
+STEP = {field.name: int for field in dataclasses.fields(DecodeStep)}
+# Of a row in a journal, as JSON holds it.
+SHAPE: dict[str, Any] = {
+    "method": str,
+    "temperature": float,
+    **{name: int for name in ("prompt", "turn", "group", "prompt_tokens", "tokens", *COUNTS)},
+    "id": str,
+    "task": (str, None),
+    "prompt_ids": ([int], None),
+    "ended": bool,
+    **{name: float for name in ("wall_s", "cpu_s")},
+    **{name: [float] for name in ("wall_s_runs", "cpu_s_runs")},
+    **{name: int for name in ("prefill_emitted", "prefill_calls")},
+    "token_ids": [int],
+    "rounds": [STEP],
+    "error": (str, None),
+}
+
+
 def measured_row(item: Measured, method: str, temperature: float) -> Row:
     """One row, as JSON and Parquet hold it."""
     totals = pool([item.trace])
@@ -150,6 +169,6 @@ def read_rows(directory: Path) -> list[Row]:
         raise InputError(str(directory), f"no {PER_PROMPT}", "a run of `draftsmith eval bench`", remedy)
     try:
         return pq.read_table(path, schema=schema()).to_pylist()
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
+    except (pa.ArrowException, KeyError, OSError) as error:
         found = f"unreadable ({' '.join(str(error).split())})"
         raise InputError(str(path), found, "rows of `draftsmith eval bench`", "Measure it again.") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from draftsmith.data.files import write_json
 from draftsmith.data.models import load_tokenizer
+from draftsmith.data.reading import read_lines
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.measure import BatchRunner, BenchPrompt, EngineRunner, GroupRunner, OneByOne
 from draftsmith.eval.methods.base import Method, Models, Named, rows_lm
@@ -52,7 +52,7 @@ def make_runners(
             made = []
             for params in modes:
                 drafter = method.build_batch(models, config.batch_size) if method.learns else shared
-                made.append(BatchRunner(target, session, drafter, params, eos_ids))
+                made.append(BatchRunner(target, session, drafter, params, eos_ids, models.paths))
         else:
             # On a GPU the graphs of a session are worth keeping.
             if fixed is None and models.target.device.type == "cuda":
@@ -71,7 +71,7 @@ def one_by_one(
     session: Session | None = None,
 ) -> list[EngineRunner]:
     """A method of this engine, one prompt at a time: a runner for every way of sampling."""
-    runner = EngineRunner(models.target, method.build(models), modes[0], eos_ids, session=session)
+    runner = EngineRunner(models.target, method.build(models), modes[0], eos_ids, session=session, paths=models.paths)
     others = [
         dataclasses.replace(runner, params=params, drafter=method.build(models) if method.learns else runner.drafter)
         for params in modes[1:]
@@ -134,10 +134,8 @@ def write_texts(directory: Path, target: str, rows: Sequence[Mapping[str, Any]])
     for each of the traced rows by its number and turn, "0/1"."""
     tokenizer = load_tokenizer(target)
     ids: set[int] = set()
-    with (directory / TRACE).open(encoding="utf-8") as file:
-        for line in file:
-            found = json.loads(line)
-            ids |= {*found["emitted"], *found.get("drafted", ())}
+    for found in read_lines(directory / TRACE, {"emitted": [int], "drafted?": [int]}):
+        ids |= {*found["emitted"], *found.get("drafted", ())}
     tokens = {str(i): tokenizer.decode([i]) for i in sorted(ids)}
     prompts = {f"{row['prompt']}/{row['turn']}": tokenizer.decode(row["prompt_ids"]) for row in rows}
     write_json(directory / TEXTS, {"tokens": tokens, "prompts": prompts})

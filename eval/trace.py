@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.files import append, make_directory, write_text
+from draftsmith.data.naming import naming
 from draftsmith.eval.clocks import synchronised
 from draftsmith.eval.measure import BenchPrompt, EngineRunner
 from draftsmith.modules.decoding.confidence import draft_law
@@ -75,9 +76,10 @@ class TracedRunner:
 
         try:
             source = TorchSource(seed)
-            return generate(
-                target, drafter, prompt, runner.params, max_new_tokens, source, runner.eos_ids, on_round=on_round
-            )
+            with naming(paths=runner.paths):
+                return generate(
+                    target, drafter, prompt, runner.params, max_new_tokens, source, runner.eos_ids, on_round=on_round
+                )
         finally:
             if stop is not None:
                 stop.restore()

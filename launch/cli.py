@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from draftsmith.launch.errors import UsageError, did_you_mean, user_message
+from draftsmith.launch.errors import UsageError, did_you_mean, name_model, user_message
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,15 @@ def run_command(name: str, args: list[str]) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     module, config = configure(name, args)
-    result = module.run(config) if config is not None else 0
+    if getattr(config, "trust_remote_code", False):
+        from draftsmith.data.models import trust_code
+
+        trust_code()  # of tokenizers too, wherever they are loaded
+    try:
+        result = module.run(config) if config is not None else 0
+    except Exception as error:
+        name_model(error, config)
+        raise
     return result if isinstance(result, int) else 0
 
 

@@ -195,7 +195,9 @@ def dev_methods() -> list[str]:
 
 
 def read_results(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "results.json").read_text())
+    from draftsmith.data.reading import read_object
+
+    return read_object(directory / "results.json", {"methods": [{"method": str, "tokens_per_s": float}]})
 
 
 def choose(dev: Mapping[str, Any]) -> dict[str, str]:

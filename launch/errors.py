@@ -49,6 +49,14 @@ def yaml_message(error: yaml.YAMLError, path: str | None = None) -> str:
     return one_line(f"{place}: found invalid YAML ({problem}), expected `key: value` lines. Correct the file.")
 
 
+def name_model(error: BaseException, config: object) -> None:
+    """Where a model's numbers are none: what the user passed as that model."""
+    finite = sys.modules.get("draftsmith.modules.finite")  # see `_is_input_error`
+    if finite is not None and isinstance(error, finite.NonFinite) and error.path is None:
+        path = getattr(config, error.model or "", None)
+        error.path = None if path is None else str(path)
+
+
 def one_line(text: str) -> str:
     return " ".join(text.split())
 

@@ -9,7 +9,6 @@ weights with their optimizer state are all there is to restore.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -22,10 +21,12 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from draftsmith.data.files import CannotWrite, make_directory, publish, write_json
 from draftsmith.data.manifest import file_sha256
+from draftsmith.data.reading import read_object
 from draftsmith.modules.types import InputError
 
 FOLDER, STATE, MANIFEST = "checkpoints", "state.pt", "manifest.json"
 SCHEMA_VERSION = 1
+SHAPE = {"schema_version": int, "files": {"*": {"bytes": int, "sha256": str}}}
 NAME = re.compile(r"step-(\d{8,})")
 # What a reader of a damaged file or manifest may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError)
@@ -108,7 +109,7 @@ def newest_intact(folder: Path, warn: Callable[[str], None]) -> Path | None:
 def damage(path: Path) -> str:
     """What is wrong with a checkpoint, or nothing."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+        manifest = read_object(path / MANIFEST, SHAPE)
         if manifest["schema_version"] != SCHEMA_VERSION:
             return f"schema version {manifest['schema_version']}, not {SCHEMA_VERSION}"
         for name, entry in manifest["files"].items():

@@ -17,6 +17,7 @@ from draftsmith.data.heads import starting_head, starting_settings, starting_wei
 from draftsmith.data.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.models import load_lm, read_config
 from draftsmith.data.writer import sole_writer
+from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead, Rope
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
@@ -324,6 +325,9 @@ def feature_std(samples: Samples, target: CausalLM, stored: FeatureDtype | None 
         features = None if stored else item.get("features")
         if features is None:
             features = target.features(item["input_ids"][None].to(target.device))[0]
+            place = first_broken(features)
+            if place is not None:
+                raise NonFinite("hidden states", "target", place).of([samples.name(i)])
             features = rounded(features, stored) if stored else features
         features = features.double()
         count, first = count + features.numel(), first + float(features.sum())

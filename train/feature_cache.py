@@ -22,12 +22,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from draftsmith.data import feature_codec
-from draftsmith.data.datasets import Item
+from draftsmith.data.datasets import Item, broken_features
 from draftsmith.data.feature_codec import FeatureDtype
 from draftsmith.data.features import check_disk
 from draftsmith.data.files import CannotWrite, make_directory, write_json, write_tensors
-from draftsmith.data.manifest import differences, flatten, read_json, warn_not_compared, without_unrecorded
+from draftsmith.data.manifest import differences, flatten, warn_not_compared, without_unrecorded
 from draftsmith.data.progress import say
+from draftsmith.data.reading import read_object
+from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -83,13 +85,20 @@ class FeatureCache:
         if name not in self._where:
             self._look()
         shard = self._where.get(name)
-        return None if shard is None else feature_codec.read(self._open(shard), name)
+        if shard is None:
+            return None
+        features = feature_codec.read(self._open(shard), name)
+        place = first_broken(features)
+        if place is not None:
+            raise broken_features(self._directory / shard, f"row {name}", place)
+        return features
 
     def put(self, input_ids: Tensor, features: Tensor) -> Tensor:
         """Keep the features [T, H] of a row with token ids [T] (on the CPU); they are returned as `get` gives them."""
         encoded = feature_codec.encode(features, self.dtype)
         name = row_name(input_ids)
-        if not self._full and name not in self._where and name not in self._pending and name not in self._writing:
+        known = name in self._where or name in self._pending or name in self._writing
+        if not (self._full or known) and first_broken(features) is None:
             # Copies: the batch that they are slices of would stay in memory.
             self._pending[name] = {suffix: tensor.to("cpu", copy=True) for suffix, tensor in encoded.items()}
             self._pending_bytes += sum(tensor.nbytes for tensor in encoded.values())
@@ -138,7 +147,8 @@ class FeatureCache:
         directory, path = self._directory, self._directory / ABOUT
         make_directory(directory)
         if path.exists():
-            differing, unrecorded = without_unrecorded(differences(flatten(about), flatten(read_json(path))))
+            kept = read_object(path, {}, "Delete the cache's directory.")
+            differing, unrecorded = without_unrecorded(differences(flatten(about), flatten(kept)))
             warn_not_compared(str(path), unrecorded)
             if differing:
                 found = f"{directory} with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)

@@ -29,11 +29,11 @@ from draftsmith.data.manifest import (
     flatten,
     git_commit,
     package_versions,
-    read_json,
     resolved,
     warn_not_compared,
     without_unrecorded,
 )
+from draftsmith.data.reading import read_object
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import BetweenSteps, ProgressBar, SaveHead, say_on_rank_zero
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of
@@ -68,12 +68,22 @@ class Provenance:
 
 
 def finished(config: TrainConfig) -> Path | None:
-    """best/ of a finished run that is asked to be continued.
+    """best/ of a finished run that is asked to be continued; nothing of it changes, which the user is told.
 
     Raises:
-        InputError: the output directory holds a run, and it is not to be continued.
+        InputError: the output directory holds a run, and it is not to be continued; or it is, with other settings.
     """
     done = config.output / FINISHED
+    if config.resume and done.exists():
+        begun = read_object(config.output / STARTED, {}, "Choose another output.")
+        now = flatten({"config": decisive(config)})
+        differing = differences({key: now[key] for key in now if key in begun}, {key: begun.get(key) for key in now})
+        changed = [entry for entry in differing if entry[0] in begun]  # earlier versions had fewer settings
+        if changed:
+            found = "another " + "; ".join(f"{key}: {new}, trained with {was}" for key, new, was in changed)
+            remedy = f"Leave them out, or train anew in another output: {config.output} is finished."
+            raise InputError("resume", found, "the settings of the finished training", remedy)
+        say_on_rank_zero(f"{config.output} holds a finished training: nothing is left to do, and nothing is changed")
     if config.resume:
         return config.output / "best" if done.exists() else None
     if done.exists() or all_in(config.output / FOLDER):
@@ -224,7 +234,8 @@ def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
         return None
     started = config.output / STARTED
     if started.exists():
-        differing, unrecorded = _differing(_state(config, provenance), read_json(started))
+        begun = read_object(started, {}, "Restore it, or choose another output.")
+        differing, unrecorded = _differing(_state(config, provenance), begun)
         warn_not_compared(str(started), unrecorded)
         if differing:
             found = "another " + "; ".join(f"{key}: {now}, begun with {was}" for key, now, was in differing)

@@ -93,7 +93,11 @@ class LitEagle(LitHead):
         return dataclasses.replace(data, features=documents.end_to_end(features))
 
     def loss(self, part: Part, epoch_noise: bool) -> LossOutput:
-        return self._loss_with_features(dataclasses.replace(part, data=self.features_of(part.data)), epoch_noise)
+        data = self.features_of(part.data)
+        if part.data.features is None:  # stored ones were looked at when they were read
+            assert data.features is not None
+            self.bad_steps.given("target", data.features)
+        return self._loss_with_features(dataclasses.replace(part, data=data), epoch_noise)
 
     def _loss_with_features(self, part: Part, epoch_noise: bool) -> LossOutput:
         pair = shift(part.data)
@@ -149,11 +153,16 @@ class LitEagle(LitHead):
     @torch.no_grad()
     def validate(self, parts: Iterable[Part]) -> dict[str, float]:
         """loss, feature_loss and token_loss without noise, and top1 and top3: how often the target's argmax is the
-        head's first choice, or among its first three. Teacher-forced, on response tokens. And `agreement`."""
+        head's first choice, or among its first three. Teacher-forced, on response tokens. And `agreement`.
+
+        Raises:
+            NonFinite: the target's features.
+        """
         means = Means()
         for part in parts:
             part = move(part, self.device)
             part = dataclasses.replace(part, data=self.features_of(part.data))
+            self.check_given("target", part, part.data.features)
             means.add(self._loss_with_features(part, epoch_noise=False))
             if self.agreement_steps:
                 means.add(self.agreement(part))

@@ -21,7 +21,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 
 from draftsmith.data.files import append, copy_file, make_directory, write_text
-from draftsmith.data.manifest import read_json, resolved
+from draftsmith.data.manifest import resolved
+from draftsmith.data.reading import read_object
 from draftsmith.data.tracking import finish_wandb, start_wandb, switched_off
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
@@ -126,7 +127,7 @@ class WandbLogger(Logger):
         """
         import wandb
 
-        manifest = read_json(directory / "manifest.json")
+        manifest = read_object(directory / "manifest.json", {})
         metadata = {key: manifest.get(key) for key in ("step", "metrics", "inputs", "models", "git_commit")}
         artifact = wandb.Artifact(
             re.sub(r"[^A-Za-z0-9_.-]+", "-", self._run.name),

@@ -26,14 +26,21 @@ from draftsmith.data.exchange.check import (
 from draftsmith.data.exchange.record import RECORD, make_record
 from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.data.heads import build_head, head_config, head_fields
-from draftsmith.data.manifest import git_commit, package_versions, read_json
+from draftsmith.data.hub import loadable
+from draftsmith.data.manifest import git_commit, package_versions
 from draftsmith.data.measured import measured_of
-from draftsmith.data.models import DTYPES, load_lm, read_config, resolve_model, tokenizer_identity
+from draftsmith.data.models import DTYPES, load_lm, read_config, tokenizer_identity
+from draftsmith.data.reading import read_object
 from draftsmith.data.writer import occupied, sole_writer
 from draftsmith.modules.interop import FORMATS, hf_assisted
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
 
+HEAD_MANIFEST = {"sha256": {"model.safetensors": str}, "config?": (dict, None), "imported?": (dict, None)}
+RESULTS = {
+    "meta": {"methods": {"*": dict}, "models?": dict, "prompts?": (dict, None)},
+    "methods": [{"method": str, "tokens_per_s": float}],
+}
 CHAIN = re.compile(r"eagle:k=(\d+)")
 # Drafted tokens a round in the printed command where nothing was measured: of a chain, and at most with a stop rule.
 NUM_DRAFTED = {"eagle": 5, "acceptance": 20}
@@ -116,7 +123,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     if head_config(config.head)["kind"] != kind:
         found = f"{config.head}, an {head_config(config.head)['kind']} head"
         raise InputError("head", found, f"an {kind} head, which {config.format} holds", "Choose another format.")
-    manifest = read_json(config.head / "manifest.json")
+    manifest = read_object(config.head / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
     recorded = manifest.get("config") or manifest.get("imported") or {}
     if kind == "acceptance" and config.weights not in ("auto", "float32"):
         raise InputError("weights", config.weights, f"float32: {config.format} reads nothing else", "Leave it out.")
@@ -141,10 +148,10 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     tensors = state if kind == "eagle" else package.tensors
     write_json(directory / RECORD, make_record(config.format, head.config, tensors, origin, made_with()))
     report = check_head(directory, config.format, drafter, build_head(kind, head.config, state))
-    more = {"verifier": resolve_model(config.target)} if config.format == "specdec_pp" and config.target else {}
+    more = {"verifier": loadable(config.target)} if config.format == "specdec_pp" and config.target else {}
     if config.format == "acceptance" and drafter.eagle is not None:
         more["eagle"] = str(paths["eagle"])
-    command = module.serve(resolve_model(drafter.path), str(config.output), num_drafted(config, kind), **more)
+    command = module.serve(loadable(drafter.path), str(config.output), num_drafted(config, kind), **more)
     export = {
         "format": config.format,
         "command": command,
@@ -201,8 +208,8 @@ def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str
     if not (results / "results.json").exists():
         raise InputError("results", f"{results} without results.json", "a directory of eval bench", "Check the path.")
     identity = load_lm(draft, "auto", engine=config.engine, trust_remote_code=config.trust_remote_code).info.identity
-    tuning = hf_assisted.choose_tuning(read_json(results / "results.json"), identity)
-    command = hf_assisted.serve(resolve_model(target), str(config.output))
+    tuning = hf_assisted.choose_tuning(read_object(results / "results.json", RESULTS), identity)
+    command = hf_assisted.serve(loadable(target), str(config.output))
     write_assistant(draft, tuning, directory)
     report = report_of_assistant(directory, target)
     export = {"format": config.format, "command": command, "target": target, "draft": draft, "checks": passed(report)}

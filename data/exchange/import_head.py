@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Kind of head -> flag of the model whose hidden states it reads.
 READS = {"eagle": "target", "acceptance": "draft"}
+SYSTEMS = {"eagle": "SafeAILab/EAGLE", "vllm": "vLLM", "sglang": "SGLang", "specdec_pp": "SpecDec_pp"}
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -97,8 +98,14 @@ def run(config: ImportConfig) -> Path:
     head = build(kind, parsed, package)
     manifest = _manifest(config, kind, producer, parsed, model)
     save_head(config.output, head, manifest, model_card(kind, {**manifest, "head": head_fields(head)}))
-    _report(config, kind, producer, parsed, model)
+    _report(config, kind, producer, parsed, model, unsound(package, producer, model))
     return config.output
+
+
+def unsound(package: Package, producer: str, model: ReadModel) -> list[str]:
+    """What the system itself would not compute of the directory as it lies there."""
+    reading = importlib.import_module(f"draftsmith.modules.interop.{producer}").read(package, model.facts)
+    return [f"{finding.where}: {finding.text}" for finding in reading.findings if finding.level == "error"]
 
 
 def _check_flags(config: ImportConfig, kind: str, producer: str) -> None:
@@ -165,17 +172,25 @@ def _manifest(config: ImportConfig, kind: str, producer: str, parsed: Parsed, mo
     }
 
 
-def _report(config: ImportConfig, kind: str, producer: str, parsed: Parsed, model: ReadModel) -> None:
-    """What came of it, what a user should know of it, and what to do next."""
+def _report(
+    config: ImportConfig, kind: str, producer: str, parsed: Parsed, model: ReadModel, errors: list[str]
+) -> None:
+    """What came of it, what a user should know of it, and what to do next. errors: as of `unsound`."""
     out, flag = shlex.quote(str(config.output)), READS[kind]
     path = shlex.quote(model.path) if model.path else flag.upper()
-    say(f"{kind} head, read as {producer} does: {config.output}")
+    system = SYSTEMS.get(producer, producer)
+    say(f"{kind} head in the format of {system}: {config.output}")
     for note in parsed.notes:
         say(f"  note: {note}")
     if model.path is None:
         say(f"  note: no --{flag} was given: nothing is recorded of it, and other models are not refused")
+    for error in errors:
+        say(f"  note: {system} would not compute this head from the directory as it is: {error}")
     say("Next:")
-    say(f"  draftsmith check {shlex.quote(config.directory)} --format {producer} --{flag} {path}")
+    if not errors:
+        say(f"  draftsmith check {shlex.quote(config.directory)} --format {producer} --{flag} {path}")
+    elif not getattr(parsed.config, "fc_bias", False):  # no format keeps that one
+        say(f"  draftsmith export --format {producer} --head {out} --{flag} {path} --output DIR")
     if kind == "eagle":
         say(f"  draftsmith eval bench --target {path} --eagle {out} --methods eagle:k=5 --prompts FILE")
         say(f"  draftsmith train eagle --init {out} --target {path} --data FILE --output DIR")

@@ -14,6 +14,7 @@ from draftsmith.modules.decoding.branches import Drafted
 from draftsmith.modules.decoding.confidence import Confidences, draft_law
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.repeats import repeat_scores
+from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.types import SamplingParams
 
@@ -135,4 +136,7 @@ class ChainRows:
             place = of_tokens(depth).double()
             temperature = torch.full_like(place, self._temperature)
             features = head.feature_values(Confidences(log_q, log_max_q, entropy, place, temperature, repeat))
-        return head(hidden, embeds, features).double().cpu().numpy()
+        judged = head(hidden, embeds, features).double().cpu().numpy()
+        if not np.isfinite(judged).all():
+            raise NonFinite("output", "acceptance", None)
+        return judged

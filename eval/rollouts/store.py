@@ -12,7 +12,8 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from draftsmith.data.files import make_directory, write_json, write_table
-from draftsmith.data.manifest import differences, read_json
+from draftsmith.data.manifest import differences, flatten, warn_not_compared, without_unrecorded
+from draftsmith.data.reading import read_object
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Rollouts, TreeRollouts, joined, of_answer
 from draftsmith.modules.types import InputError
@@ -58,7 +59,9 @@ def recorded(
     made_with = json.loads(json.dumps({**settings, "prompts": [prompt.id for prompt in prompts]}))
     path = directory / SETTINGS
     if path.exists():
-        if different := differences(read_json(path), made_with):
+        different, unrecorded = without_unrecorded(differences(flatten(read_object(path, {})), flatten(made_with)))
+        warn_not_compared(str(path), unrecorded)
+        if different:
             found = f"rollouts in {directory} made with another {', '.join(name for name, _, _ in different)}"
             raise InputError("output", found, "the settings of this run", "Choose another directory, or remove it.")
     else:
@@ -108,7 +111,21 @@ def write_answer(rollouts: ChainRollouts | TreeRollouts, path: Path) -> None:
 
 
 def read_answer(path: Path) -> Any:
-    """What `write_answer` wrote."""
+    """What `write_answer` wrote.
+
+    Raises:
+        InputError: the file is something else.
+    """
+    try:
+        return _answer(path)
+    except InputError:
+        raise
+    except Exception as error:  # of Arrow, of JSON, or of what is not in it
+        found = f"damaged ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        raise InputError(str(path), found, "rollouts of one answer", "Delete it: it is recorded again.") from error
+
+
+def _answer(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     table = pq.read_table(path)

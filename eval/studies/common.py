@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from draftsmith.data.manifest import resolved
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import bar, say
 from draftsmith.data.prompts import numbers
+from draftsmith.data.reading import read_object
 from draftsmith.eval.bench import BenchConfig, bench, longest_sequence, model_paths
 from draftsmith.eval.figures import Figure
 from draftsmith.eval.load import LOADING, load_models
@@ -189,7 +189,7 @@ def measured_before(study: StudyConfig, config: BenchConfig) -> dict[str, Any] |
     path = config.output / RESULTS
     if (study.output / RESULTS).exists() or not path.exists():
         return None
-    results = json.loads(path.read_text())
+    results = read_object(path, {"meta": {"settings": dict}, "methods": [dict]})
     if results["meta"]["settings"] != resolved(config):
         return None
     say(f"Measured before: {path}")

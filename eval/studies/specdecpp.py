@@ -13,6 +13,7 @@ import torch
 
 from draftsmith.data.manifest import volatile
 from draftsmith.data.models import load_lm
+from draftsmith.data.sources import named_split
 from draftsmith.eval.bench import longest_sequence
 from draftsmith.eval.load import LOADING, load_models, warn_about_sampling
 from draftsmith.eval.measure import BenchPrompt
@@ -136,6 +137,10 @@ class SpecDecPPConfig:
         for name in ("label_prompts", "dev_prompts", "test_prompts", "max_new_tokens", "repeats"):
             at_least(name, getattr(self, name), 1)
         at_least("train_prompts", self.train_prompts, 0)
+        splits = [named_split(split) for split in (self.train_split, self.dev_split, self.split)]
+        if None in splits or len(set(splits)) < len(splits):
+            found = f"{self.split}, with dev_split {self.dev_split} and train_split {self.train_split}"
+            raise InputError("split", found, "three splits that share no prompts", "Name three.")
         _ = self.sampling
 
     @property

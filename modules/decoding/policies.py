@@ -43,7 +43,7 @@ class Rule(Protocol):
     """What to make of the probabilities."""
 
     def enough(self, survival: float, unjudged: int) -> bool:
-        """True when one more drafted token is not worth drafting.
+        """True when one more drafted token is not worth drafting, also where nothing can be said (NaN).
 
         survival: probability that all judged tokens of the draft are accepted. unjudged: tokens behind them.
         """
@@ -59,7 +59,7 @@ class ThresholdRule:
         self.h = h
 
     def enough(self, survival: float, unjudged: int) -> bool:
-        return 1 - survival > self.h
+        return not 1 - survival <= self.h
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Nothing is learned."""
@@ -114,7 +114,7 @@ class CostRule:
 
     def enough(self, survival: float, unjudged: int) -> bool:
         acceptance = self.acceptance
-        return survival * acceptance ** (1 + unjudged) < self.c * self.pace
+        return not survival * acceptance ** (1 + unjudged) >= self.c * self.pace
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         self._pace.add(num_accepted + 1, 1 + self.c * num_drafted)

@@ -45,7 +45,7 @@ class Confidence:
     def should_stop(self, view: DraftView) -> bool:
         if view.num_drafted >= self.max_drafted:
             return True
-        return view.num_drafted >= self.min_drafted and draft_law(view)[view.token].item() < self.threshold
+        return view.num_drafted >= self.min_drafted and not draft_law(view)[view.token].item() >= self.threshold
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Nothing is learned."""
@@ -84,7 +84,7 @@ class SelfVerify(RunningEntropy):
 
     def should_stop(self, view: DraftView) -> bool:
         self.entropies.append(entropy(draft_law(view)))
-        return view.num_drafted >= self.max_drafted or self.entropies[-1] > self.threshold
+        return view.num_drafted >= self.max_drafted or not self.entropies[-1] <= self.threshold
 
 
 def entropy(law: Tensor) -> float:

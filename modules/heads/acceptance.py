@@ -27,6 +27,7 @@ from draftsmith.modules.decoding.confidence import (
 from draftsmith.modules.decoding.policies import JudgedStop, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.repeats import RepeatScores
+from draftsmith.modules.finite import NonFinite
 
 LARGEST_TABLE = 2**24  # numbers, 64 MiB: of what a first layer makes of every token, worked out beforehand
 State = Literal["after", "before"]
@@ -226,11 +227,18 @@ class HeadJudge:
         self._before = []
 
     def prob(self, view: DraftView) -> float:
-        """Of the token shown; of a `late` judge that of the one before it, and 1 where there is none."""
+        """Of the token shown; of a `late` judge that of the one before it, and 1 where there is none.
+
+        Raises:
+            NonFinite: the head's output.
+        """
         values = self._features(view)
         if self.late and view.num_drafted == 1:
             return 1.0
-        return self._prob(self._logit(view, values))
+        logit = self._logit(view, values)
+        if not math.isfinite(logit):
+            raise NonFinite("output", "acceptance", -2 if self.late else -1)  # of the last token but one, or the last
+        return self._prob(logit)
 
     def _features(self, view: DraftView) -> list[float]:
         """Of the token to be judged."""

@@ -24,6 +24,8 @@ class BatchEagle:
     the next round's (EAGLE, section 4.3). A row that may draft no more in one round never does again.
     """
 
+    model = "eagle"
+
     def __init__(
         self,
         head: EagleHead,

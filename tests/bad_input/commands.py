@@ -102,10 +102,12 @@ ROWS = [
     # Studies.
     Row("eagle2: a model for a head", f"eval eagle2 {STUDY}--eagle {{draft}}", ("draft",)),
     Row("hsddw: no mid", f"eval hsddw {STUDY}--draft {{draft}} --mid ./nosuch", ("nosuch",)),
-    Row("calibration: a drafting head", f"eval calibration {STUDY}--fit-split test --draft {{draft}} --acceptance {{eagle}}",
+    Row("calibration: a drafting head", f"eval calibration {STUDY}--fit-split test --draft {{draft}} "
+        "--acceptance {eagle}",
         ("eagle",)),
     Row("policies: nobody drafts", f"eval policies {STUDY}", ("draft",)),
-    Row("specdecpp: no such heads", f"eval specdecpp {STUDY}--dev-split test --draft {{draft}} --heads ./nosuch", ("nosuch",)),
+    Row("specdecpp: no such heads", f"eval specdecpp {STUDY}--dev-split test --draft {{draft}} "
+        "--heads ./nosuch", ("nosuch",)),
     Row("generation: no batch", f"eval generation {TARGET}--prompts {{chats}} {OUT}--batch-size 0",
         ("batch_size", "0")),
     Row("latency: nothing of that name", f"eval latency {OUT}--what nosuch", ("nosuch",)),

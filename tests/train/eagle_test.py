@@ -258,7 +258,8 @@ def test_a_damaged_shard_is_named(artefacts, tmp_path):
 def test_a_family_whose_layers_the_head_can_not_take_is_refused(artefacts, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300)).save_pretrained(tmp_path / "gpt2")
+    sizes = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300, eos_token_id=3)
+    GPT2LMHeadModel(sizes).save_pretrained(tmp_path / "gpt2")
     target = load_lm(str(tmp_path / "gpt2"))
     with pytest.raises(InputError, match="layers are those of llama, mistral, qwen2, qwen3"):
         make_head(config(artefacts, tmp_path / "run", target=str(tmp_path / "gpt2")), target)
