@@ -1,8 +1,8 @@
 """Stage `data acceptance`: which tokens would the draft propose along the target's text, and would they be kept?
 
 Labels `mix`, of SpecDec++ (Huang et al. 2024), section 3.3; those of whole drafts, `rollout`, are made in
-data/rollouts.py. X is the target's response. The draft reads prompt and X (teacher forcing)
-and at every response position proposes Y_j ~ q(. | x, X_<j); the target keeps it with P_j = min(1, p(Y_j) / q(Y_j)).
+data/rollouts.py. X is what the target answered, in one turn or several. The draft reads prompt and X (teacher forcing)
+and at every token of an answer proposes Y_j ~ q(. | x, X_<j); the target keeps it with P_j = min(1, p(Y_j) / q(Y_j)).
 Labels hold for the sampling settings they were made with only: those are in the manifest.
 """
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data import rollouts
+from draftsmith.data.answers import answer_mask
 from draftsmith.data.batched import by_length, check_lengths, pad_right, row_uniforms, set_threads
 from draftsmith.data.device import pick_device
 from draftsmith.data.heads import eagle_identity, load_head
@@ -42,6 +43,8 @@ FIELDS = (
     Field("id", "string"),
     Field("input_ids", "list<int32>", ("T",)),
     Field("prompt_length", "int32"),
+    Field("loss_mask", "list<bool>", ("T",)),
+    Field("turn", "int32"),
     Field("draft_ids", "list<int32>", ("R",)),
     Field("log_p", "list<float32>", ("R",)),
     Field("log_q", "list<float32>", ("R",)),
@@ -291,16 +294,15 @@ def label_shard(
     check_lengths(rows, shard.start, min(target.info.max_position, draft.info.max_position))
     made: list[dict[str, Any]] = [{} for _ in rows]
     for batch in by_length([len(row["input_ids"]) for row in rows], config.batch_size):
-        ids, starts = [rows[i]["input_ids"] for i in batch], [rows[i]["prompt_length"] for i in batch]
+        ids, masks = [rows[i]["input_ids"] for i in batch], [answer_mask(rows[i]) for i in batch]
         drawn = [
-            row_uniforms("acceptance", config.seed, shard.start + i, len(rows[i]["input_ids"]) - start)
-            for i, start in zip(batch, starts, strict=True)
+            row_uniforms("acceptance", config.seed, shard.start + i, sum(mask))
+            for i, mask in zip(batch, masks, strict=True)
         ]
         with naming([rows[i]["id"] for i in batch]):
-            labels = label(target, draft, ids, starts, params, torch.from_numpy(np.concatenate(drawn)), config.chunk)
+            labels = label(target, draft, ids, masks, params, torch.from_numpy(np.concatenate(drawn)), config.chunk)
         for i, own in zip(batch, split(labels, [len(uniforms) for uniforms in drawn]), strict=True):
-            kept = ("id", "input_ids", "prompt_length", "task")
-            made[i] = {**{name: rows[i][name] for name in kept}, **own}
+            made[i] = {**rollouts.kept_of(rows[i]), **own}
         advance(len(batch))
     drafted = sum(len(row["draft_ids"]) for row in made)
     return ShardContent(made, {"tokens": sum(len(row["input_ids"]) for row in made), "drafted_tokens": drafted})
@@ -311,12 +313,13 @@ def label(
     target: CausalLM,
     draft: CausalLM,
     input_ids: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
+    masks: Sequence[Sequence[bool]],
     params: SamplingParams,
     uniforms: Tensor,
     chunk: int,
 ) -> Labels:
-    """Labels of all response positions of these rows, one row after the other: N in all.
+    """Labels of all positions of these rows where their masks [T] are true (never the first), one row after the other:
+    N in all.
 
     One forward of each model; distributions exist for `chunk` positions at a time, in float32.
     uniforms: [N] float64; uniforms[n] draws Y_n.
@@ -326,9 +329,9 @@ def label(
     """
     padded = pad_right(input_ids, target.device)
     # The hidden state at position t - 1 gives the law of the token at t.
-    spans = [torch.arange(start - 1, len(ids) - 1) for ids, start in zip(input_ids, prompt_lengths, strict=True)]
-    positions = torch.cat(spans).to(target.device)
-    owners = torch.cat([torch.full_like(span, i) for i, span in enumerate(spans)]).to(target.device)
+    places = [torch.tensor(mask).nonzero()[:, 0] - 1 for mask in masks]
+    positions = torch.cat(places).to(target.device)
+    owners = torch.cat([torch.full_like(own, i) for i, own in enumerate(places)]).to(target.device)
     target_hidden = target.features(padded)[owners, positions]
     draft_hidden = draft.features(padded.to(draft.device))[owners.to(draft.device), positions.to(draft.device)]
     parts = []

@@ -31,18 +31,24 @@ def row_uniforms(stage: str, seed: int, row: int, count: int) -> np.ndarray:
 
 @torch.inference_mode()
 def answer(
-    lm: CausalLM, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, uniforms: Tensor | None
+    lm: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    max_new_tokens: int,
+    uniforms: Tensor | None,
+    eos_ids: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """The target's answers, each up to and including an end token, `max_new_tokens`, or the end of the context.
 
     prompts: each shorter than the context. uniforms: [B, max_new_tokens] float64, [i, j] draws token j of row i;
-    None when greedy.
+    None when greedy. eos_ids: end tokens; None takes the target's, () never ends.
 
     Raises:
         NonFinite: the target's logits, of the prompt `row`.
     """
     limits = torch.tensor([min(max_new_tokens, lm.info.max_position - len(prompt)) for prompt in prompts])
-    end_tokens = torch.tensor(lm.info.eos_ids, dtype=torch.int64, device=lm.device)
+    ends = lm.info.eos_ids if eos_ids is None else eos_ids
+    end_tokens = torch.tensor(ends, dtype=torch.int64, device=lm.device)
     answers = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
     lengths = limits.clone()
     steps = int(limits.max())
@@ -98,12 +104,13 @@ def answer_all(
     max_new_tokens: int,
     batch_size: int,
     uniforms: Callable[[int], np.ndarray] | None = None,
-    advance: Callable[[int], None] = lambda count: None,
+    advance: Callable[[Sequence[int]], None] = lambda numbers: None,
+    eos_ids: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """`answer`, in batches of like length; the answers come in the order of `prompts`.
 
     uniforms: number of a prompt -> its [max_new_tokens] uniforms; greedy decoding needs none.
-    advance: called with the number of prompts that a batch finished.
+    advance: called with the numbers of the prompts that a batch finished. eos_ids: as of `answer`.
     """
     answers: list[list[int]] = [[] for _ in prompts]
     for batch in by_length([len(prompt) for prompt in prompts], batch_size):
@@ -112,13 +119,13 @@ def answer_all(
             assert uniforms is not None, "sampling draws with the rows' own uniforms"
             drawn = torch.from_numpy(np.stack([uniforms(i) for i in batch]))
         try:
-            made = answer(lm, [prompts[i] for i in batch], params, max_new_tokens, drawn)
+            made = answer(lm, [prompts[i] for i in batch], params, max_new_tokens, drawn, eos_ids)
         except NonFinite as error:
             error.row = batch[error.row or 0]
             raise
         for i, tokens in zip(batch, made, strict=True):
             answers[i] = tokens
-        advance(len(batch))
+        advance(batch)
     return answers
 
 

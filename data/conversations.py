@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from draftsmith.data.template import Messages, RowError
 from draftsmith.modules.types import InputError
@@ -23,6 +23,8 @@ ROLES = {
     "tool": "tool",
 }
 MAPPABLE = ("id", "task", "split", "prompt", "answer", "messages")
+# Which user turns of a conversation the target is to answer. `last`: after the recorded answers to those before it.
+Turns = Literal["all", "first", "last"]
 ID_COLUMNS = ("id", "question_id", "conversation_id", "prompt_id", "conv_id")
 TASK_COLUMNS = ("task", "category")
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
@@ -35,6 +37,19 @@ class Conversation:
 
     messages: Messages
     later: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the target is to answer of a conversation.
+
+    opening: waits for its first answer. later: what is said after each of its answers, up to where the next begins.
+    not_asked: user turns that it does not answer.
+    """
+
+    opening: Messages
+    later: tuple[Messages, ...] = ()
+    not_asked: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,6 +180,41 @@ def up_to_last_user(messages: Messages) -> Messages:
     if last < 0:
         raise RowError("no user turn")
     return messages[: last + 1]
+
+
+def asked_of(conversation: Conversation, turns: Turns) -> Asked:
+    """What the target is to answer.
+
+    all: every user turn, and tool messages that were answered; system messages stay where they are. The recorded
+    answers are left out, for the target's own take their places.
+
+    Raises:
+        RowError: there is no user turn, or one without text.
+    """
+    further = [[{"role": "user", "content": _filled(text, "a later turn")}] for text in conversation.later]
+    if turns == "last":
+        opening = up_to_last_user(conversation.messages)
+        before = sum(message["role"] == "user" for message in opening) - 1
+        return Asked(opening, not_asked=before + len(further))
+    opening, *later = [*_stretches(conversation.messages), *further]
+    return Asked(opening, tuple(later)) if turns == "all" else Asked(opening, not_asked=len(later))
+
+
+def _stretches(messages: Messages) -> list[Messages]:
+    """What is said between the assistant's turns, each stretch up to where the assistant is to speak: after every user
+    turn, and after a tool message that it went on from."""
+    stretches: list[Messages] = []
+    said: Messages = []
+    for i, message in enumerate(messages):
+        role, following = message["role"], messages[i + 1]["role"] if i + 1 < len(messages) else None
+        if role != "assistant":
+            said.append(message)
+        if role == "user" or (role == "tool" and following == "assistant"):
+            stretches.append(said)
+            said = []
+    if not any(message["role"] == "user" for message in messages):
+        raise RowError("no user turn")
+    return stretches
 
 
 def user_turns(conversation: Conversation) -> tuple[Messages, tuple[str, ...]]:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.data import feature_codec
+from draftsmith.data.answers import answer_mask
 from draftsmith.data.batched import by_length, pad_right, set_threads
 from draftsmith.data.device import pick_device
 from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
@@ -39,6 +40,7 @@ FIELDS = (
     Field("input_ids", "list<int32>", ("T",)),
     Field("prompt_length", "int32"),
     Field("loss_mask", "list<bool>", ("T",)),
+    Field("turn", "int32"),
     Field("task", "string"),
 )
 # Beside the states each token has an id and a mask bit in the index; and a file system is never filled to the brim.
@@ -226,12 +228,11 @@ def index_row(number: int, shard: Shard, row: dict[str, Any]) -> dict[str, Any]:
         "input_ids": ids,
         "prompt_length": start,
         "loss_mask": mask,
+        "turn": row.get("turn", 1),
         "task": row["task"],
     }
 
 
 def loss_mask(row: dict[str, Any]) -> tuple[int, list[bool]]:
-    """Where the answer of a response, or of a supervised prompt, begins, and which tokens [T] the loss counts."""
-    start = row["prompt_length"] if "prompt_length" in row else len(row["prompt_ids"])
-    mask = row["loss_mask"] if "loss_mask" in row else [position >= start for position in range(len(row["input_ids"]))]
-    return start, mask
+    """Where the first answer of a response, or of a supervised prompt, begins, and which tokens [T] the loss counts."""
+    return row["prompt_length"] if "prompt_length" in row else len(row["prompt_ids"]), answer_mask(row)

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from draftsmith.data.conversations import (
     Layout,
+    Turns,
+    asked_of,
     check_mapping,
     label_columns,
     label_of,
@@ -18,7 +20,6 @@ from draftsmith.data.conversations import (
     parse_columns,
     recognise,
     up_to_last_assistant,
-    up_to_last_user,
 )
 from draftsmith.data.manifest import Field, volatile
 from draftsmith.data.models import text_identity
@@ -41,6 +42,7 @@ FIELDS = (
     Field("prompt_ids", "list<int32>", ("P",)),
     Field("messages", "string"),
     Field("task", "string"),
+    Field("later", "string"),
 )
 SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("loss_mask", "list<bool>", ("T",)))
 
@@ -60,9 +62,13 @@ class PromptsConfig:
         limit: Only the first so many rows that pass the filters; 0 takes all.
         subset: Configuration name of a `datasets` source.
         revision: Revision of a hub data set.
-        supervised: Keep the answers too: input_ids of whole conversations, and a loss mask on the assistant's tokens.
+        turns: Which user turns of a conversation the target is to answer: all, each after its own answers to those
+            before; the first; or the last, after the answers that the source has to those before.
+        supervised: Keep the source's answers: input_ids of whole conversations, and a loss mask on the assistant's
+            tokens, of all turns.
         chat_template: File with a Jinja chat template to use instead of the tokenizer's own.
-        max_length: Longest prompt (supervised: conversation) in tokens; 0 is the target's context.
+        max_length: Longest prompt (supervised: conversation) in tokens, those of later turns with the answers before
+            them included; 0 is the target's context.
         overlong: What happens to longer ones: an error, or dropped and counted.
         invalid: What happens to rows that can not be used (no user turn, no text): an error, or dropped and counted.
         rows_per_shard: Rows of the source in each shard.
@@ -78,6 +84,7 @@ class PromptsConfig:
     limit: int = 0
     subset: str | None = None
     revision: str | None = None
+    turns: Turns = "all"
     supervised: bool = False
     chat_template: Path | None = volatile(None)
     max_length: int = 0
@@ -89,6 +96,9 @@ class PromptsConfig:
     def __post_init__(self) -> None:
         check_positive(self, "rows_per_shard")
         check_not_negative(self, "limit", "max_length")
+        if self.supervised and self.turns != "all":
+            expected = "all with --supervised: the mask is on every answer"
+            raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
 
 
 def numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
@@ -281,12 +291,13 @@ def encode(
         RowError: the row cannot be used. Overlong: it is too long.
     """
     conversation = layout.conversation(row)
-    prompt = up_to_last_user(conversation.messages)
+    asked = asked_of(conversation, config.turns)
     encoded: dict[str, Any] = {
         "id": layout.text(row, "id", default_id(index)),
-        "prompt_ids": prompt_ids(tokenizer, prompt),
-        "messages": json.dumps(prompt, ensure_ascii=False),
+        "prompt_ids": prompt_ids(tokenizer, asked.opening),
+        "messages": json.dumps(asked.opening, ensure_ascii=False),
         "task": layout.text(row, "task"),
+        "later": json.dumps(asked.later, ensure_ascii=False),
     }
     length = len(encoded["prompt_ids"]) + 1  # room for one token of an answer
     if config.supervised:
@@ -295,5 +306,6 @@ def encode(
         length = len(encoded["input_ids"])
     if context is not None and length > context:
         raise Overlong(f"{length} tokens (one for an answer included), more than {context}")
-    counts["later_turns_left_out"] += len(conversation.later)
+    counts["later_turns"] += len(asked.later)
+    counts["turns_not_asked"] += asked.not_asked
     return encoded

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.answers import answer_mask, spans
 from draftsmith.data.batched import check_lengths, row_uniforms
 from draftsmith.data.manifest import Field
 from draftsmith.data.naming import naming
@@ -34,6 +35,8 @@ FIELDS = (
     Field("id", "string"),
     Field("input_ids", "list<int32>", ("T",)),
     Field("prompt_length", "int32"),
+    Field("loss_mask", "list<bool>", ("T",)),
+    Field("turn", "int32"),
     Field("task", "string"),
     Field("starts", "list<int32>", ("S",)),
     Field("temperature", "list<float32>", ("S",)),
@@ -75,15 +78,15 @@ class Rollouts:
         """Columns of the artefact."""
         return (*FIELDS, *CHILD_FIELDS) if self.children else FIELDS
 
-    def starts(self, length: int, prompt_length: int, min_start: int, uniform: float) -> list[int]:
-        """Where drafts begin: every `stride` tokens from a random place on, each with room for K tokens.
+    def starts(self, mask: Sequence[bool], min_start: int, uniform: float) -> list[int]:
+        """Where drafts begin: every `stride` tokens of the answers, which `mask` [T] is true on, from a random place
+        on, each with room for K tokens.
 
-        The decoder's first draft follows the answer's first token, which the reading of the prompt gives.
+        The decoder's first draft follows an answer's first token, which the reading of the prompt gives.
         """
-        first, stop = max(prompt_length + 1, min_start), min(length, self.context - self.depth + 1)
-        if stop <= first:
-            return []
-        return list(range(first + int(uniform * min(self.stride, stop - first)), stop, self.stride))
+        stop = self.context - self.depth + 1
+        places = [at for first, end in spans(mask) for at in range(max(first + 1, min_start), min(end, stop))]
+        return places[int(uniform * min(self.stride, len(places))) :: self.stride]
 
 
 def label_shard(
@@ -118,7 +121,7 @@ def label_response(
     ids, depth = row["input_ids"], rollouts.depth
     most = -(-len(ids) // rollouts.stride)
     uniforms = torch.from_numpy(row_uniforms("rollouts", rollouts.seed, number, 1 + most * depth))
-    starts = rollouts.starts(len(ids), row["prompt_length"], drafter.min_start, float(uniforms[0]))
+    starts = rollouts.starts(answer_mask(row), drafter.min_start, float(uniforms[0]))
     if not starts:
         return None
     count = len(starts)
@@ -144,9 +147,14 @@ def label_response(
     labels["reached"] = reached(
         labels["accept_prob"].view(count, depth), drafted.tokens.cpu(), target.info.eos_ids
     ).flatten()
-    kept = {name: row[name] for name in ("id", "input_ids", "prompt_length", "task")}
     drafts = {"starts": starts, "temperature": [own.temperature for own in params], "draft_ids": tokens.cpu().numpy()}
-    return {**kept, **drafts, **{name: values.flatten().numpy() for name, values in labels.items()}}
+    return {**kept_of(row), **drafts, **{name: values.flatten().numpy() for name, values in labels.items()}}
+
+
+def kept_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What labels take over from a response."""
+    kept = {name: row[name] for name in ("id", "input_ids", "prompt_length", "task")}
+    return {**kept, "loss_mask": answer_mask(row), "turn": row.get("turn", 1)}
 
 
 def label_drafts(

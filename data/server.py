@@ -14,22 +14,25 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from draftsmith.data.manifest import read_json, volatile, write_json
+from draftsmith.data.files import write_json
+from draftsmith.data.manifest import volatile
+from draftsmith.data.reading import read_object
 from draftsmith.data.server_answer import SHOWN_CHARS, Asked, BadAnswer, Reader, named_failures
+from draftsmith.data.turns import Answer, Talk
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     import httpx
 
     from draftsmith.data.progress import Advance
-    from draftsmith.data.responses import ResponsesConfig
+    from draftsmith.data.responses import ResponsesConfig, Talks
     from draftsmith.data.shards import Rows, Shard, ShardContent
 
 RETRIED_STATUS = {408, 409, 425, 429}  # and all of 500 and above: busy, restarting, overloaded
@@ -101,7 +104,7 @@ class GaveUp(BadAnswer):
 
 @dataclass
 class Outcome:
-    """Of the rows of one shard, by number: rows of responses, and why there is none."""
+    """Of the rows of one shard, by number: what `Talk.held` says of each conversation, and why there is none."""
 
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
@@ -129,6 +132,9 @@ class ServerEngine:
         # The weights are at the server: all that is known of them is their configuration.
         self.identity = {"config": config_hash(raw)}
         self.seed = config.seed
+        if self.server.dialect != "vllm" and config.ignore_eos:
+            remedy = "Pass --server.dialect vllm, or answer in process."
+            raise InputError("ignore_eos", f"dialect {self.server.dialect}", "a server that knows it: vllm", remedy)
         if self.server.dialect == "openai" and self.params.top_k:
             remedy = "Pass --top-k 0, or another --server.dialect."
             raise InputError("top_k", self.params.top_k, "0: the OpenAI protocol has no top_k", remedy)
@@ -136,10 +142,9 @@ class ServerEngine:
             remedy = "Pass --server.dialect vllm, which sends token ids, or save the template with the model."
             raise InputError("chat_template", "prompts with another one than the server's", "the target's own", remedy)
 
-    def make(self, prompts: Rows) -> Callable[[Shard, Advance], ShardContent]:
+    def make(self, prompts: Rows, talks: Talks) -> Callable[[Shard, Advance], ShardContent]:
         """What makes a shard: all its rows concurrently, at most `concurrency` at once."""
-        from draftsmith.data.responses import check_context, count
-        from draftsmith.data.shards import ShardContent
+        from draftsmith.data.responses import check_context, content
 
         def make_shard(shard: Shard, advance: Advance) -> ShardContent:
             rows = dict(enumerate(prompts.read(shard.start, shard.stop), shard.start))
@@ -151,14 +156,15 @@ class ServerEngine:
             advance(len(outcome.answers))
             allowed = self.server.max_failed - _failed_before(self.config.output)
             try:
-                asyncio.run(self._answer_all(rows, outcome, allowed, advance))
+                held = {number: talks(row) for number, row in rows.items() if number not in outcome.answers}
+                asyncio.run(self._answer_all(held, outcome, allowed, advance))
                 self._check_failures(rows, outcome.failures, allowed)
             except BaseException:
                 write_json(before, outcome.answers)
                 raise
             before.unlink(missing_ok=True)
-            made = [outcome.answers[number] for number in rows if number in outcome.answers]
-            return ShardContent(made, {**count(made), "failed_dropped": len(outcome.failures)})
+            made = content([outcome.answers[number] for number in rows if number in outcome.answers])
+            return replace(made, counts={**made.counts, "failed_dropped": len(outcome.failures)})
 
         return make_shard
 
@@ -170,11 +176,9 @@ class ServerEngine:
             remedy = "Run the same command again, which asks for these only, or raise --server.max-failed."
             raise InputError("server", found, expected, remedy)
 
-    async def _answer_all(
-        self, rows: dict[int, dict[str, Any]], outcome: Outcome, allowed: int, advance: Advance
-    ) -> None:
-        """Fill `outcome` with the rows that it lacks. Where the server itself is in trouble no more is asked once the
-        failures are more than `allowed`."""
+    async def _answer_all(self, held: dict[int, Talk], outcome: Outcome, allowed: int, advance: Advance) -> None:
+        """Hold these conversations, which `outcome` lacks, and put them there. Where the server itself is in trouble no
+        more is asked once the failures are more than `allowed`."""
         import httpx
 
         gate = asyncio.Semaphore(self.server.concurrency)
@@ -184,20 +188,24 @@ class ServerEngine:
 
         async with httpx.AsyncClient(headers=headers, timeout=self.server.timeout_s, limits=limits) as client:
 
-            async def one(number: int, row: dict[str, Any]) -> None:
-                async with gate:
-                    if over.is_set():
-                        return
-                    try:
-                        reply = await self._ask(client, self.request(number, row))
-                        outcome.answers[number] = self.read(number, row, reply)
-                    except BadAnswer as error:
-                        outcome.failures[number] = str(error)
-                        if isinstance(error, GaveUp) and len(outcome.failures) > allowed:
-                            over.set()
+            async def one(number: int, talk: Talk) -> None:
+                while talk.prompt is not None:
+                    async with gate:
+                        if over.is_set():
+                            return
+                        try:
+                            reply = await self._ask(client, self.request(number, talk.asked(), talk.turn))
+                            talk.hear(self.read(number, talk.asked(), reply))
+                        except BadAnswer as error:
+                            outcome.failures[number] = str(error)
+                            if isinstance(error, GaveUp) and len(outcome.failures) > allowed:
+                                over.set()
+                            break
+                else:
+                    outcome.answers[number] = talk.held()
                 advance(1)
 
-            tasks = [asyncio.ensure_future(one(n, row)) for n, row in rows.items() if n not in outcome.answers]
+            tasks = [asyncio.ensure_future(one(number, talk)) for number, talk in held.items()]
             try:
                 await asyncio.gather(*tasks)
             finally:
@@ -209,14 +217,15 @@ class ServerEngine:
         most = self.config.max_new_tokens
         return most if self.context is None else min(most, self.context - len(row["prompt_ids"]))
 
-    def request(self, number: int, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Endpoint and body for one prompt."""
+    def request(self, number: int, row: dict[str, Any], turn: int = 1) -> tuple[str, dict[str, Any]]:
+        """Endpoint and body for one prompt: a turn of the `number`-th conversation."""
         params, limit = self.params, self.limit(row)
-        body: dict[str, Any] = {"model": self.model, "seed": self.row_seed(number)}
+        body: dict[str, Any] = {"model": self.model, "seed": self.row_seed(number, turn)}
         if self.server.dialect == "vllm":
             top_k = params.top_k or -1
             body |= {"prompt": row["prompt_ids"], "max_tokens": limit, "temperature": params.temperature}
             body |= {"top_p": params.top_p, "top_k": top_k, "return_token_ids": True, "repetition_penalty": 1.0}
+            body |= {"ignore_eos": True} if self.config.ignore_eos else {}
             return "completions", body
         body["messages"] = json.loads(row["messages"])
         if self.server.dialect == "openai":
@@ -231,22 +240,24 @@ class ServerEngine:
         body["generation_config"] = json.dumps(settings)
         return "chat/completions", body
 
-    def row_seed(self, number: int) -> int:
-        """31 bits, of this row alone."""
-        return int.from_bytes(hashlib.sha256(f"{self.seed}/{number}".encode()).digest()[:4], "big") >> 1
+    def row_seed(self, number: int, turn: int = 1) -> int:
+        """31 bits, of this row and turn alone."""
+        name = f"{self.seed}/{number}" if turn == 1 else f"{self.seed}/{number}/{turn}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
 
     @property
     def model(self) -> str:
         """Its name at the server."""
         return self.server.model or self.config.target
 
-    def read(self, number: int, row: dict[str, Any], reply: Any) -> dict[str, Any]:
-        """A row of responses from a server's reply; errors as of `Reader.read`."""
+    def read(self, number: int, row: dict[str, Any], reply: Any) -> Answer:
+        """An answer from a server's reply. row: what was asked. Errors as of `Reader.read`."""
         asked = Asked(f"prompt {number}", row["prompt_ids"], self.limit(row), self.model)
-        answer = self.reader.read(asked, reply)
-        if self.context is not None and len(answer["input_ids"]) > self.context:
-            raise BadAnswer(f"{len(answer['input_ids']):,} tokens with the prompt, more than the context")
-        return {"id": row["id"], "task": row["task"], **answer}
+        found = self.reader.read(asked, reply)
+        if self.context is not None and len(found["input_ids"]) > self.context:
+            raise BadAnswer(f"{len(found['input_ids']):,} tokens with the prompt, more than the context")
+        tokens, ended = found["input_ids"][found["prompt_length"] :], found["ended"] and not self.config.ignore_eos
+        return Answer(tokens, ended, found["text"], found["retokenised"], found["server_tokens"])
 
     async def _ask(self, client: httpx.AsyncClient, request: tuple[str, dict[str, Any]]) -> Any:
         """One reply, asked for again while the server is not available."""
@@ -339,13 +350,13 @@ def _answers_before(path: Path, rows: dict[int, dict[str, Any]]) -> dict[int, di
     """What an earlier start was answered in a shard that it did not finish."""
     if not path.exists():
         return {}
-    found = {int(number): row for number, row in read_json(path).items()}
+    found = {int(number): row for number, row in read_object(path, {}).items()}
     return {number: row for number, row in found.items() if number in rows}
 
 
 def _failed_before(directory: Path) -> int:
     """Prompts that finished shards lack."""
-    records = (read_json(path) for path in directory.glob("shard-*.done.json"))
+    records = (read_object(path, {}) for path in directory.glob("shard-*.done.json"))
     return sum(record["counts"].get("failed_dropped", 0) for record in records)
 
 

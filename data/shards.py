@@ -53,9 +53,10 @@ ARROW = {
     "list<float32>": pa.list_(pa.float32()),
     "list<bool>": pa.list_(pa.bool_()),
 }
+DROPPED = "_dropped"  # behind the reason, in counts
+SPLIT = "rows_split"  # in counts: rows of the table that an input row has beyond its first
 DONE = {"files": [FILE], "counts": {"rows": int, "*": int}}
 BEGIN_AGAIN = "Delete the directory and run the stage again."
-DROPPED = "_dropped"  # behind the reason, in counts
 POLL_S = 0.1  # and 5 ms a shard: looking costs one stat for each
 
 
@@ -76,7 +77,8 @@ class Shard:
 class ShardContent:
     """What a stage makes of one shard: table rows by the plan's fields, counts that add up over shards, and tensors
     [name -> Tensor] for a safetensors file beside the table (None: the stage writes no tensors). Input rows that have
-    no row in the table are counted as REASON_dropped."""
+    no row in the table are counted as REASON_dropped, and the rows beyond the first of those that have several as
+    rows_split."""
 
     rows: list[dict[str, Any]]
     counts: dict[str, int] = field(default_factory=dict)
@@ -195,7 +197,8 @@ def write_shard(plan: Plan, shard: Shard, content: ShardContent) -> None:
         names.append(f"{shard.name}.safetensors")
         write_tensors(directory / names[1], content.tensors, remedy=remedy)
     num_rows = len(content.rows)
-    assert num_rows + sum(dropped(content.counts).values()) == shard.stop - shard.start, "rows that nobody accounts for"
+    kept, lost = num_rows - content.counts.get(SPLIT, 0), sum(dropped(content.counts).values())
+    assert kept + lost == shard.stop - shard.start, "rows that nobody accounts for"
     files = [FileEntry(n, (directory / n).stat().st_size, file_sha256(directory / n), num_rows) for n in names]
     record = {"files": [asdict(entry) for entry in files], "counts": {"rows": num_rows, **content.counts}}
     write_json(directory / f"{shard.name}.done.json", record)
@@ -246,7 +249,7 @@ def _finish(plan: Plan) -> Manifest:
     )
     manifest.write(plan.directory)
     size = sum(entry.bytes for entry in files)
-    told = {"rows", "read", *(name + DROPPED for name in dropped(counts))}
+    told = {"rows", "read", SPLIT, *(name + DROPPED for name in dropped(counts))}
     more = {name: value for name, value in counts.items() if value and name not in told}
     numbers = "".join(f", {value:,} {name.replace('_', ' ')}" for name, value in more.items())
     say(f"{plan.kind}: {account(counts)}; {size / 1e6:,.1f} MB{numbers} in {plan.directory}")
@@ -263,7 +266,9 @@ def account(counts: Mapping[str, int]) -> str:
     reasons = dropped(counts)
     because = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in reasons.items())
     lost = f"{sum(reasons.values()):,}: {because}" if reasons else "0"
-    return f"read {counts['read']:,}, kept {counts['rows']:,}, dropped {lost}"
+    extra = counts.get(SPLIT, 0)
+    rows = f" in {counts['rows']:,} rows" if extra else ""
+    return f"read {counts['read']:,}, kept {counts['rows'] - extra:,}{rows}, dropped {lost}"
 
 
 def _await_manifest(plan: Plan) -> Manifest:

@@ -170,6 +170,7 @@ def notes_of(first: Bench, second: Bench) -> list[str]:
     unrecorded += identity_differences(first, second)[1]
     if unrecorded:
         notes.append(f"Not compared, for one of them does not record it: {', '.join(sorted(unrecorded))}.")
+    notes += auto_notes(first.meta, second.meta)
     for temperature in dict.fromkeys([*first.methods, *second.methods]):
         mine, theirs = (bench.methods.get(temperature, {}) for bench in (first, second))
         for letter, own, other in (("A", mine, theirs), ("B", theirs, mine)):
@@ -180,6 +181,18 @@ def notes_of(first: Bench, second: Bench) -> list[str]:
     if any(failed):
         notes.append(f"Prompts that failed in either run are left out (rows: {failed[0]} and {failed[1]}).")
     return notes
+
+
+def auto_notes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """What `auto` came to where both measured it, and not alike."""
+    found = []
+    for kind, name in (("step_costs", "c of {}"), ("tree_times", "times of {}")):
+        mine, theirs = first.get(kind) or {}, second.get(kind) or {}  # earlier versions have none
+        for key in (key for key in mine if key in theirs and mine[key] != theirs[key]):
+            values = f" {mine[key]:.4g} and {theirs[key]:.4g}" if kind == "step_costs" else ""
+            found.append(name.format(key) + values)
+    why = "methods that go by them draft otherwise for that alone. --costs takes the numbers of another run."
+    return [f"They measured other costs for auto ({'; '.join(found)}): {why}"] if found else []
 
 
 def compare(first: Bench, second: Bench, seed: int) -> list[figures.Table]:

@@ -25,9 +25,16 @@ AGAIN = "Delete it and measure again."
 class Journal:
     """Entries of one run, `entries` those that were there when it was opened."""
 
-    def __init__(self, directory: Path, decided_by: Mapping[str, Any], entry: Shape = object):
+    def __init__(
+        self,
+        directory: Path,
+        decided_by: Mapping[str, Any],
+        entry: Shape = object,
+        auto: Mapping[str, Any] | None = None,
+    ):
         """
-        decided_by: all that a measurement depends on, as JSON values. entry: the shape of what is added.
+        decided_by: all that a measurement depends on, as JSON values. entry: the shape of what is added. auto: what the
+            run's first start has measured, for whoever goes on (`unfinished_auto`).
 
         Raises:
             InputError: the directory holds an unfinished run of something else, or a damaged journal.
@@ -44,7 +51,8 @@ class Journal:
             self.entries = lines[1:]
             cut(self.path, self._length)
         else:
-            write_text(self.path, json.dumps({"settings": dict(decided_by), "sha256": digest(decided_by)}) + "\n")
+            head = {"settings": dict(decided_by), "sha256": digest(decided_by), "auto": dict(auto or {})}
+            write_text(self.path, json.dumps(head) + "\n")
 
     def _check(self, head: Any, decided_by: Mapping[str, Any]) -> None:
         if head.get("sha256") == digest(decided_by):
@@ -62,6 +70,12 @@ class Journal:
     def remove(self) -> None:
         """The run is complete."""
         self.path.unlink()
+
+
+def unfinished_auto(directory: Path) -> dict[str, Any]:
+    """What the first start of an unfinished run has measured: drafts are of other lengths with other numbers."""
+    lines, _ = _whole_lines(directory / JOURNAL)
+    return lines[0].get("auto", {}) if lines and isinstance(lines[0], dict) else {}
 
 
 def digest(content: Mapping[str, Any]) -> str:

@@ -56,6 +56,7 @@ class LosslessConfig:
     keep_tasks: keep prompts of these tasks, separated by commas.
     limit: prompts of the greedy test.
     max_new_tokens: longest answer of the greedy test.
+    ignore_eos: in the greedy test go on after the end token, up to max_new_tokens.
     sampled_prompts: prompts of the sampling test; 0 leaves it out.
     samples: answers sampled to each.
     temperature: of the sampling test.
@@ -84,6 +85,7 @@ class LosslessConfig:
     keep_tasks: str | None = None
     limit: int = 20
     max_new_tokens: int = 64
+    ignore_eos: bool = False
     sampled_prompts: int = 2
     samples: int = 300
     temperature: float = 1.0
@@ -130,7 +132,7 @@ def run(config: LosslessConfig) -> int:
     sampled = prompts[: config.sampled_prompts]
     laws = [PairLaw(target, prompt, config.sampling) for prompt in sampled]
     reference = None if config.dtype == "float32" else load_lm(config.target, **{**how, "dtype": "float32"})
-    ends = target.info.eos_ids
+    ends = () if config.ignore_eos else target.info.eos_ids
     answers = [
         EngineRunner(target, None, SamplingParams(), ends)(prompt.prompt_ids, config.max_new_tokens, 0).tokens
         for prompt in prompts

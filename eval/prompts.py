@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from draftsmith.data.conversations import label_columns, label_of, layout_of, up_to_last_user, user_turns
+from draftsmith.data.conversations import Turns, label_columns, label_of, layout_of, up_to_last_user, user_turns
 from draftsmith.data.manifest import MANIFEST, STARTED, open_artefact
 from draftsmith.data.models import resolve_model, text_identity
 from draftsmith.data.sources import named_split, open_source
-from draftsmith.data.template import RowError, load_chat_tokenizer, prompt_ids
+from draftsmith.data.template import RowError, load_chat_tokenizer, prompt_ids, template_hash
+from draftsmith.data.turns import has_later_turns, later_turns
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.modules.types import InputError
-
-# Which user turns of a conversation are asked. `last`: its last one only, after the recorded answers to those before.
-# `first`, `all`: from the first on, without recorded answers.
-Turns = Literal["first", "all", "last"]
 
 
 @dataclass(frozen=True)
 class Row:
     """One prompt before it is selected; its token ids are made only when it is.
 
-    content: token ids, or the row as it was found. where: its file and line.
+    content: the row as it was found, of an artefact or a file. where: its file and line.
     """
 
     id: str
@@ -47,26 +45,29 @@ def read_prompts(
     """Prompts as token ids: the target's chat template, applied up to where the answer begins.
 
     split: keep rows whose own `split` is this one; `none` keeps all. keep_tasks: keep rows of these tasks, separated by
-    commas. limit: keep the first so many, 0 all. turns: which user turns of a conversation; a prompts artefact has only
-    the last one. skip: leave out the first so many of what would be kept.
+    commas. limit: keep the first so many, 0 all. turns: which user turns of a conversation. A prompts artefact begins
+    where it was made to begin (`data prompts --turns`); all asks its later turns too. skip: leave out the first so many
+    of what would be kept.
 
     Raises:
         InputError: nothing there, rows of an unknown shape, two of one id, an artefact of another tokenizer, or no row
             left.
     """
-    prompt_of = artefact_prompt if is_artefact(source) else chat_prompt(target, turns)
-    rows = kept_rows(source, target, split, keep_tasks)
+    prompt_of = artefact_prompt(turns) if is_artefact(source) else chat_prompt(target, turns)
+    rows = kept_rows(source, target, split, keep_tasks, turns)
     return [prompt_of(row) for row in itertools.islice(rows, skip, skip + limit if limit else None)]
 
 
-def kept_rows(source: str, target: str, split: str | None, keep_tasks: str | None) -> Iterator[Row]:
+def kept_rows(
+    source: str, target: str, split: str | None, keep_tasks: str | None, turns: Turns = "last"
+) -> Iterator[Row]:
     """Rows of this split and these tasks, as of `read_prompts`; at least one."""
     path, split = Path(resolve_model(source)), named_split(split)
     wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
     seen_tasks, seen_splits = set(), set()
     places: dict[str, str] = {}
     found = False
-    for row in artefact_rows(path, target) if is_artefact(source) else chat_rows(source, split):
+    for row in artefact_rows(path, target, turns) if is_artefact(source) else chat_rows(source, split):
         seen_tasks.add(row.task)
         seen_splits.add(row.split)
         if (split and row.split != split) or (wanted is not None and row.task not in wanted):
@@ -104,20 +105,39 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(name for name in names if name)) or "none"
 
 
-def artefact_rows(directory: Path, target: str) -> Iterator[Row]:
-    """Rows of a prompts artefact made with the target's tokenizer; `content` are token ids."""
+def artefact_prompt(turns: Turns) -> Callable[[Row], BenchPrompt]:
+    """Row of an artefact -> prompt; with turns all, with its later turns, up to one that is more than a user's."""
+
+    def prompt(row: Row) -> BenchPrompt:
+        found = row.content
+        later = user_texts(found) if turns == "all" else ()
+        messages = tuple(json.loads(found["messages"])) if later else ()
+        return BenchPrompt(row.id, list(found["prompt_ids"]), row.task, messages, later)
+
+    return prompt
+
+
+def artefact_rows(directory: Path, target: str, turns: Turns = "last") -> Iterator[Row]:
+    """Rows of a prompts artefact made with the target's tokenizer, and where later turns are asked its template."""
     import pyarrow.parquet as pq
 
     manifest = open_artefact(directory, "prompts", text_identity(target))
+    if turns == "all" and has_later_turns(manifest):
+        ours, theirs = template_hash(load_chat_tokenizer(target)), manifest.identity.get("chat_template")
+        if ours != theirs:
+            found = f"{directory} made with chat template {theirs}"
+            raise InputError("prompts", found, f"{ours}, the target's: later turns need it", "Pass --turns first.")
     for entry in manifest.files:
         if not entry.name.endswith(".parquet"):
             continue
         for row in pq.read_table(directory / entry.name).to_pylist():
-            yield Row(str(row["id"]), row.get("task") or "", row.get("split") or "", list(row["prompt_ids"]))
+            yield Row(str(row["id"]), row.get("task") or "", row.get("split") or "", row)
 
 
-def artefact_prompt(row: Row) -> BenchPrompt:
-    return BenchPrompt(row.id, row.content, row.task)
+def user_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Later turns of a row of prompts, up to one that is more than a user's."""
+    plain = itertools.takewhile(lambda said: [message["role"] for message in said] == ["user"], later_turns(row))
+    return tuple(said[0]["content"] for said in plain)
 
 
 def chat_rows(source: str, split: str | None) -> Iterator[Row]:

@@ -113,7 +113,8 @@ class BetweenSteps(pl.Callback):
         self.latest = metrics
         log(trainer, {f"val/{name}": value for name, value in metrics.items()}, step)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        say_on_rank_zero(f"step {step}/{module.total_steps}: {shown}")
+        measured = f" ({getattr(self.probe, 'measured', '')})" if "tau" in metrics else ""
+        say_on_rank_zero(f"step {step}/{module.total_steps}: {shown}{measured}")
         # What decoding reaches decides, where it is measured: a head can lose teacher-forced accuracy and gain tau.
         probed = self.probe is not None and self.probe_every > 0
         monitor, larger_is_better = ("tau", True) if probed else (module.monitor, module.larger_is_better)

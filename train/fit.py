@@ -20,7 +20,9 @@ import lightning.pytorch as pl
 import yaml
 from torch import nn
 
+from draftsmith.data.answers import Supervision
 from draftsmith.data.card import model_card
+from draftsmith.data.datasets import answers_in, conversations_of
 from draftsmith.data.files import make_directory, write_json, write_text
 from draftsmith.data.heads import head_fields, save_head
 from draftsmith.data.manifest import (
@@ -106,7 +108,7 @@ def split(config: TrainConfig, train: Any, val: Any | None, context: int, overla
         return Samples(train, range(len(train))), Samples(val, range(len(val)))
     if config.val_share == 0:
         raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
-    rows = getattr(train, "rows", range(len(train)))  # pieces of one sequence stay on one side
+    rows = conversations_of(train)  # those, and pieces of one sequence, stay on one side
     train_rows, _ = held_out(len(set(rows)), config.val_share)
     kept = set(train_rows)
     return (
@@ -137,6 +139,7 @@ def fit(
     """
     checkpoint = _checkpoint(config, provenance)
     step = step_of(checkpoint)
+    learned = tell_supervision(data.train)
     if is_first_process():
         _begin(config, provenance)
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -148,7 +151,7 @@ def fit(
     telemetry = Telemetry()
     between = BetweenSteps(
         config.output,
-        _head_saver(config, provenance, data),
+        _head_saver(config, provenance, data, learned),
         checkpoints,
         val_every=config.val_every or data.order.steps_per_epoch,
         log_every=config.log_every,
@@ -261,10 +264,25 @@ def _made_from(provenance: Provenance) -> dict[str, Any]:
     return made_from
 
 
-def _head_saver(config: TrainConfig, provenance: Provenance, data: HeadDataModule) -> SaveHead:
-    """Saves a head under output/NAME, with its manifest and model card."""
+def tell_supervision(train: Samples) -> dict[str, float]:
+    """Say what will be learned, and warn where that is little; the numbers, none for data without answers."""
+    lengths = answers_in(train.dataset, train.indices)
+    if lengths is None:
+        return {}
+    learned = Supervision.of(lengths)
+    say_on_rank_zero(f"data: {learned.text()}")
+    if warning := learned.warning():
+        say_on_rank_zero(warning)
+    return learned.numbers()
+
+
+def _head_saver(
+    config: TrainConfig, provenance: Provenance, data: HeadDataModule, learned: Mapping[str, float]
+) -> SaveHead:
+    """Saves a head under output/NAME, with its manifest and model card. learned: what `tell_supervision` said."""
     parts = {"training": data.train.lengths, "validation": data.val.lengths}
     samples = {name: {"samples": len(lengths), "tokens": sum(lengths)} for name, lengths in parts.items()}
+    samples["training"] |= learned
     made_with = {"packages": package_versions(), "git_commit": git_commit()}
 
     def save(head: nn.Module, name: str, step: int, metrics: Mapping[str, float]) -> None:

@@ -115,7 +115,8 @@ class StopRule(Chain, ABC):
 class Judged(StopRule, ABC):
     """A chain that ends by the probabilities that its tokens are accepted: one judge and one rule, whatever is drafted.
 
-    Rows that are decoded together have a policy each, of one rule and of one model of what is learned.
+    Rows that are decoded together have a policy each, which learns from that row alone: what a row drafts does not
+    depend on the rows beside it.
     """
 
     @property
@@ -133,8 +134,7 @@ class Judged(StopRule, ABC):
 
     def policies(self, models: Models, batch: int | None) -> list[JudgedStop]:
         """One for each row, or one."""
-        rule = self.rule(models, batch)
-        return [JudgedStop(judge, rule, *self.limits) for judge in self.judges(models, batch or 1)]
+        return [JudgedStop(judge, self.rule(models, batch), *self.limits) for judge in self.judges(models, batch or 1)]
 
     def policy(self, models: Models) -> StopPolicy:
         return self.policies(models, None)[0]
@@ -196,7 +196,6 @@ class CostAware(Judged, ABC):
         this machine, once a run.
     """
 
-    learns = True
     c: float | Literal["auto"] = "auto"
     min: int = 1
     max: int = 16
@@ -242,11 +241,9 @@ class Online(CostAware):
     repeats: bool = True
 
     def judges(self, models: Models, count: int) -> Sequence[Judge]:
-        from draftsmith.modules.decoding.online_logistic import OnlineLogistic
         from draftsmith.modules.decoding.policies import OnlineJudge
 
-        model = OnlineLogistic(1 + self.repeats)
-        return [OnlineJudge(self.by, self.repeats, model) for _ in range(count)]
+        return [OnlineJudge(self.by, self.repeats) for _ in range(count)]
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class StudyConfig:
     keep_tasks: keep prompts whose own task is one of these, separated by commas.
     limit: study the first so many prompts; 0 takes all.
     max_new_tokens: longest answer.
+    ignore_eos: go on after the end token, up to max_new_tokens.
     temperatures: separated by commas; 0 is greedy.
     dtype: float32, bfloat16, float16 or auto.
     device: cpu, cuda, cuda:1, ...
@@ -68,6 +69,7 @@ class StudyConfig:
     keep_tasks: str | None = None
     limit: int = 16
     max_new_tokens: int = 256
+    ignore_eos: bool = False
     temperatures: str = "0,1"
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     device: str = "cpu"
@@ -129,7 +131,7 @@ def prepare(config: StudyConfig, methods: Sequence[str], further: Sequence[Bench
     target = load_lm(config.target, **how)
     longest = longest_sequence([*prompts, *further], config.max_new_tokens, target.info.max_position)
     models = load_models(named, model_paths(config), longest, params, target, **how)
-    return Ground(models, prompts, tuple(target.info.eos_ids))
+    return Ground(models, prompts, () if config.ignore_eos else tuple(target.info.eos_ids))
 
 
 def decode(

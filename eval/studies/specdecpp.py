@@ -25,6 +25,7 @@ from draftsmith.eval.rollouts.rollouts import ChainRollouts
 from draftsmith.eval.studies.forward_times import ForwardTimes
 from draftsmith.eval.studies.heads import head_directories, load_heads
 from draftsmith.eval.studies.recording import recorded_chains
+from draftsmith.eval.studies.specdecpp_bound import rejection_bound
 from draftsmith.eval.studies.specdecpp_sweep import PUBLISHED_H, Grid, Rule, Setting, best, published_head
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.types import InputError, SamplingParams
@@ -194,6 +195,7 @@ BEST_K, BEST_T, BEST_HEAD, PUBLISHED, PUBLISHED_CALIBRATED = (
     "published: w_rej 6, D 3, h 0.7",
     "the same head, calibrated, best h",
 )
+BOUND = "best calibrated head, h by theorem 3.1"
 
 
 def load_study(config: SpecDecPPConfig, heads: Path) -> Study:
@@ -229,7 +231,7 @@ def rollouts_of(study: Study, split: str) -> ChainRollouts:
         config.sampling, config.recorded_depth, config.max_new_tokens, config.seed, study.models.target.info.eos_ids
     )
     directory = config.output / "rollouts" / split
-    return recorded_chains(directory, study.models, "draft", study.prompts[split], how, study.heads)
+    return recorded_chains(directory, study.models, "draft", study.prompts[split], how, study.heads, along=True)
 
 
 def dev_methods(config: SpecDecPPConfig) -> list[str]:
@@ -254,4 +256,17 @@ def choose(study: Study, settings: Sequence[Setting], times: ForwardTimes) -> Ch
         found[PUBLISHED] = Rule(head=published, h=PUBLISHED_H)
         own = [s for s in stopped if s.rule.head == published and s.rule.calibrated]
         found[PUBLISHED_CALIBRATED] = best(own, times.tokens_per_s).rule
+    h = theorem_h(times)
+    if h is not None:
+        head = best([s for s in stopped if s.rule.calibrated], times.tokens_per_s).rule.head
+        found[BOUND] = Rule(head=head, h=h, calibrated=True)
     return Choice(found)
+
+
+def theorem_h(times: ForwardTimes) -> float | None:
+    """`rejection_bound` at these times, with delta = 0; None where it is no threshold: a draft step takes as long as a
+    target call, or a regression has lost its way."""
+    if not 0 < times.t_draft < times.t_target:
+        return None
+    h = round(rejection_bound(times.t_draft, times.t_target), 3)
+    return h if 0 < h < 1 else None

@@ -21,6 +21,7 @@ from draftsmith.data.files import make_directory, write_json, write_text
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
 from draftsmith.data.writer import sole_writer
+from draftsmith.eval.auto import resolved_auto
 from draftsmith.eval.bench import longest_sequence, model_paths
 from draftsmith.eval.clocks import Clock, clock_of, synchronised
 from draftsmith.eval.costs import AR, Costs, measure_costs
@@ -156,7 +157,7 @@ def run(config: TuneConfig) -> Path:
     make_directory(config.output)
     write_text(config.output / DECODE, decode_yaml(config, choice))
     models = {"draft": setup.models.draft}
-    more = {"clock": config.clock, "step_costs": setup.models.step_costs}
+    more = {"clock": config.clock, **resolved_auto(setup.models)}
     meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
     found = {"meta": meta, "figures": to_json(figures(choice)), "summary": summary(choice)}
     write_json(config.output / RESULTS, {**found, "costs": choice.costs.to_json()})

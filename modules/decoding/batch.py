@@ -162,7 +162,8 @@ class _Batch:
             if not row.done:
                 row.take(row_tokens, len(row_tokens) - 1, num_drafted)
         if self._drafter is not None:
-            self._drafter.advance(BatchOutcome(emitted, tokens, num_accepted, features))
+            done = [row.done for row in rows]
+            self._drafter.advance(BatchOutcome(emitted, tokens, num_accepted, features, done))
 
     def _check(self, brought: Sequence[Sequence[int]], num_drafted: Sequence[int]) -> None:
         """Of rows whose answer is complete nothing is looked at.

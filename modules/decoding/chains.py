@@ -41,12 +41,14 @@ class BatchOutcome:
     tokens: the same padded at the right, int64 [B, n], n > K. num_accepted: int64 [B].
     features: [B, n, H] of the root and the drafted tokens: row i predicts the sequence's i-th emitted token, and the
         rows past its last mean nothing. They are good until the target's next call.
+    done: whose answer is complete, by this round or before: their policies do not hear of it (`Drafter.advance`).
     """
 
     emitted: list[list[int]]
     tokens: Tensor
     num_accepted: Tensor
     features: Tensor
+    done: list[bool]
 
 
 class BatchDrafter(Protocol):

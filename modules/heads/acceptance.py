@@ -66,6 +66,16 @@ class AcceptanceHeadConfig:
     knots: tuple[tuple[float, float], ...] = ()
 
     @property
+    def late(self) -> bool:
+        """A token is judged one token later: what it reads is there once the drafter has read the token."""
+        return self.state == "after"
+
+    @property
+    def as_published(self) -> bool:
+        """It reads what SpecDec++'s head reads: of a chain the state after the token, and nothing else."""
+        return self.late and not self.features and self.judges == "chain"
+
+    @property
     def inner_size(self) -> int:
         """Width of the hidden layers."""
         return self.width or self.hidden_size
@@ -203,8 +213,8 @@ class HeadJudge:
         """embed: the drafter's token embeddings, for a head that reads the state before the token. calibrated: the
         probability; else the raw output, which the paper's threshold is for."""
         config = head.config
-        assert config.state == "after" or embed is not None
-        self.late = config.state == "after"
+        assert config.late or embed is not None
+        self.late = config.late
         self._names = config.features
         self._logit = _OnCpu(head, embed) if head.out.weight.device.type == "cpu" else _OnDevice(head, embed)
         self._correction = math.log(config.w_rej / config.w_acc) if calibrated else 0.0

@@ -107,8 +107,8 @@ class BatchEagle:
             self._tokens[row] += emitted
             self._read_rows[row] += self._num_new[row]
             self._num_new[row] = len(emitted)
-            self._stops[row].observe(self._num_drafted[row], len(emitted) - 1)
-        self._num_drafted = [0] * len(outcome.emitted)  # rounds in which no row has room for a draft are not this one
+            if not outcome.done[row]:
+                self._stops[row].observe(self._num_drafted[row], len(emitted) - 1)
 
     def select(self, rows: Tensor) -> None:
         self._rows.select(rows)

@@ -175,7 +175,7 @@ def make(pair, tmp_path):
 
 
 def test_a_prompt_is_the_templates_text_up_to_the_generation_prompt(make):
-    rows = make([{"id": 5, "messages": [*HI, *chat((USER, "c"), (ASSISTANT, "d"))]}])
+    rows = make([{"id": 5, "messages": [*HI, *chat((USER, "c"), (ASSISTANT, "d"))]}], turns="last")
     text = "<|user|>Hi<|end|><|assistant|>Ho<|end|><|user|>c<|end|><|assistant|>"
     assert rows[0]["prompt_ids"] == tiny_tokenizer()(text)["input_ids"]
     assert json.loads(rows[0]["messages"]) == [*HI, *chat((USER, "c"))]

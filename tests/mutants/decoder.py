@@ -7,6 +7,7 @@ from mutants.mutant import BATCH, CHAINS, CUBE, EXACT, GREEDY, LIMITS, REPLAYS, 
 VERIFY, CHAINS_PY, BATCH_PY, LOOP, TRACE_PY, CHAIN = (
     f"modules/decoding/{name}.py" for name in ("verify", "chains", "batch", "loop", "trace", "chain")
 )
+LEARN = "test_policies_that_learn_answer_the_same_and_learn_from_their_own_rows"
 DRAFTERS = "modules/decoding/drafters"
 CACHE, CACHE_TEST = "modules/kv_cache.py", "tests/modules/kv_cache_test.py"
 PARITY, ROWS = "tests/modules/targets/parity_test.py", "tests/modules/targets/rows_test.py"
@@ -104,12 +105,10 @@ MUTANTS = [
     Mutant("batch-eagle-hears-of-one-more", "modules/heads/eagle_batch.py",
            "observe(self._num_drafted[row], len(emitted) - 1)", "observe(self._num_drafted[row], len(emitted))",
            (BATCH,)),
-    Mutant("batch-draft-model-hears-of-a-draft-twice", f"{DRAFTERS}/draft_model_batch.py",
-           "        self._num_drafted = [0] * len(outcome.emitted)", "        _ = [0] * len(outcome.emitted)",
-           (f"{BATCH}::test_policies_hear_of_every_draft_once",)),
-    Mutant("batch-eagle-hears-of-a-draft-twice", "modules/heads/eagle_batch.py",
-           "        self._num_drafted = [0] * len(outcome.emitted)", "        _ = [0] * len(outcome.emitted)",
-           (f"{BATCH}::test_policies_hear_of_every_draft_once",)),
+    Mutant("batch-draft-model-hears-of-the-last-round", f"{DRAFTERS}/draft_model_batch.py",
+           "if not outcome.done[row]:", "if True:", (f"{BATCH}::{LEARN}[1-online:c=0.02:max=6]",)),
+    Mutant("batch-eagle-hears-of-the-last-round", "modules/heads/eagle_batch.py", "if not outcome.done[row]:",
+           "if True:", (f"{BATCH}::{LEARN}[1-online:c=0.01:max=5:drafter=eagle]",)),
     Mutant("batch-eagles-context", "modules/heads/eagle_batch.py", "self._positions - end + 1", "self._positions - end",
            (BATCH,)),
     # -- drafting one sequence
@@ -178,8 +177,8 @@ MUTANTS = [
            "return len(self.steps)", (TRACE,)),
     Mutant("trace-redundancy-upside-down", TRACE_PY, "1 - self.num_accepted / self.num_draft_tokens",
            "self.num_accepted / self.num_draft_tokens", (TRACE,)),
-    Mutant("trace-utilisation-without-roots", TRACE_PY, "max(self.num_draft_tokens + self.num_target_calls, 1)",
-           "max(self.num_draft_tokens, 1)", (TRACE,)),
+    Mutant("trace-verification-rate-upside-down", TRACE_PY, "self.num_target_calls / max(self.num_tokens, 1)",
+           "self.num_tokens / max(self.num_target_calls, 1)", (TRACE,)),
     Mutant("trace-discard-rate-of-drafted-tokens", TRACE_PY, "self.num_discarded / max(self.num_tokens, 1)",
            "self.num_discarded / max(self.num_draft_tokens, 1)", (TRACE,)),
     # -- caches and masks

@@ -178,7 +178,9 @@ def write_responses(directory: Path, target: str, lengths: Sequence[int], vocab:
             {
                 "id": str(number),
                 "input_ids": documents[number],
-                "prompt_length": int(len(documents[number]) * PROMPT_SHARE),
+                "prompt_length": (start := int(len(documents[number]) * PROMPT_SHARE)),
+                "loss_mask": [at >= start for at in range(len(documents[number]))],
+                "turn": 1,
                 "ended": True,
                 "retokenised": False,
                 "task": "synthetic",

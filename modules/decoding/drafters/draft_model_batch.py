@@ -64,8 +64,8 @@ class BatchDraftModel:
     def advance(self, outcome: BatchOutcome) -> None:
         for row, emitted in enumerate(outcome.emitted):
             self._tokens[row] += emitted
-            self._stops[row].observe(self._num_drafted[row], len(emitted) - 1)
-        self._num_drafted = [0] * len(outcome.emitted)  # rounds in which no row has room for a draft are not this one
+            if not outcome.done[row]:
+                self._stops[row].observe(self._num_drafted[row], len(emitted) - 1)
 
     def select(self, rows: Tensor) -> None:
         self._session.select(rows)

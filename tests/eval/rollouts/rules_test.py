@@ -33,7 +33,11 @@ def rows(count: int = 2) -> ChainRollouts:
 def test_a_threshold_is_passed_not_met_and_judges_the_tokens_before_the_last(h, minimum, maximum, length):
     rollouts = rows()
     probs = np.tile(PROBS, (len(rollouts.start), 1))
-    assert replay.threshold(rollouts, probs, h, minimum, maximum).tolist() == [length] * len(rollouts.start)
+    assert replay.threshold(rollouts, probs, h, (minimum, maximum), True).tolist() == [length] * len(rollouts.start)
+    # A head that judges the last token too is one token earlier, where the least allows it.
+    early = replay.threshold(rollouts, probs, h, (minimum, maximum), False).tolist()
+    judged_too = next((n for n in range(minimum, maximum) if 1 - np.prod(PROBS[:n]) > h), maximum)
+    assert early == [judged_too] * len(rollouts.start)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,13 +10,13 @@ from greedy_world import GREEDY, NEW_TOKENS, World, make_world, transformers_ans
 from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models import load_lm
+from draftsmith.eval.learned import known
 from draftsmith.eval.methods import parse_method
 from draftsmith.eval.methods.base import Models
 from draftsmith.modules.decoding.batch import generate_batch
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.drafters.draft_model_batch import BatchDraftModel
 from draftsmith.modules.decoding.loop import generate
-from draftsmith.modules.decoding.policies import CostRule, JudgedStop
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.heads.eagle_batch import BatchEagle
 from draftsmith.modules.sampling import TorchSource, probabilities
@@ -255,41 +254,26 @@ def test_graphs_decode_what_the_cpu_does(tmp_path, method):
 
 @pytest.mark.parametrize("method", ["cost:c=0.1:max=6", "online:c=0.02:max=6", "online:c=0.01:max=5:drafter=eagle"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_policies_that_learn_answer_the_same_and_learn_together(world, method, size):
+def test_policies_that_learn_answer_the_same_and_learn_from_their_own_rows(world, method, size):
     drafter = batch_drafter(world, method, size)
-    start = [deepcopy(learner) for learner in drafter.stops[0].learners]
-    made = in_groups(world, drafter, size, world.prompts[:8])
-    assert [one.tokens for one in made] == world.answers[:8]
+    start = known(drafter)
+    made = in_groups(world, drafter, size, world.prompts[:9])
+    assert [one.tokens for one in made] == world.answers[:9]
     assert len({step.num_drafted for one in made for step in one.trace.steps}) > 2
-    if size == 1:  # until the first answer ends it is the single loop, round by round
-        assert made[0].trace == world.run(method, world.prompts[0], NEW_TOKENS).trace
-    # What the rows learn is in one place, and lasts.
-    assert len({id(learner) for stop in drafter.stops for learner in stop.learners}) == len(start)
-    for learner, before in zip(drafter.stops[0].learners, start, strict=True):
-        assert numbers(learner) != numbers(before)
+    # What a row learns lasts from group to group, and is what the loop for one learns from that row's prompts.
+    taught = known(drafter)
+    each = len(taught) // size
+    for row in range(size):
+        single = world.drafter(method)
+        for place in range(row, 9, size):
+            assert made[place].trace == world.run(method, world.prompts[place], NEW_TOKENS, drafter=single).trace
+        own = numbers(taught[row * each :][:each])
+        # Rows and single tokens are read by different kernels: float32 confidences differ in the last bits.
+        assert own == pytest.approx(numbers(known(single)), rel=1e-4, abs=1e-4) and own != numbers(start[:each])
 
 
-@pytest.mark.parametrize("method", ["online:c=0.02:max=6", "online:c=0.01:max=5:drafter=eagle"])
-@pytest.mark.parametrize("size", [1, 3])
-def test_policies_hear_of_every_draft_once(world, monkeypatch, method, size):
-    """Also where an answer's last round has no room for a draft: that is no second verdict on the one before."""
-    told: list[tuple[int, int]] = []
-    observe = JudgedStop.observe
-
-    def watched(self: JudgedStop, num_drafted: int, num_accepted: int) -> None:
-        told.append((num_drafted, num_accepted))
-        observe(self, num_drafted, num_accepted)
-
-    monkeypatch.setattr(JudgedStop, "observe", watched)
-    rounds_without = 0
-    for count in (5, 8):
-        made = in_groups(world, batch_drafter(world, method, size), size, world.prompts[4 : 4 + size], count)
-        steps = [(step.num_drafted, step.num_accepted) for one in made for step in one.trace.steps]
-        rounds_without += sum(drafted == 0 for drafted, _ in steps)
-        assert sorted(filter(any, told)) == sorted(filter(any, steps))
-        told.clear()
-    assert rounds_without > 0
-
-
-def numbers(learner: Any) -> list[float]:
-    return [learner.pace, learner.acceptance] if isinstance(learner, CostRule) else learner.weights
+def numbers(states: Any) -> list[float]:
+    """All that was learned, in one row."""
+    if isinstance(states, float):
+        return [states]
+    return [number for part in (states.values() if isinstance(states, dict) else states) for number in numbers(part)]
