@@ -125,6 +125,18 @@ def test_the_limit_cuts_inside_a_round(world, method, count):
         assert one == world.run(method, prompt, count)
 
 
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_more_nodes_than_allowed_are_scored_in_a_call(world, most):
+    prompts, drafter = world.prompts[:4], batch_drafter(world, "spec:k=5", 4)
+    made = generate_batch(world.target, drafter, prompts, GREEDY, 20, [0] * 4, (), max_nodes=most)
+    for prompt, answer, one in zip(prompts, world.answers, made, strict=False):
+        single = generate(
+            world.target, world.drafter("spec:k=5"), prompt, GREEDY, 20, TorchSource(0), (), max_nodes=most
+        )
+        assert one == single and one.tokens == answer[:20]
+        assert max(step.num_drafted for step in one.trace.steps) == most
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_row_whose_context_is_full_ends_beside_others(world, method):
     long = world.prompts[-1] * CONTEXT
@@ -227,8 +239,6 @@ def test_sampled_tokens_have_the_targets_odds(world, method):
 @pytest.mark.slow
 def test_the_shipped_pair_in_batches():
     from draftsmith.eval.prompts import read_prompts
-    from draftsmith.modules.decoding.loop import generate
-    from draftsmith.modules.sampling import TorchSource
 
     target, draft = load_lm("embedded:target"), load_lm("embedded:draft")
     prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "test", None, 7)]
