@@ -88,6 +88,18 @@ def test_ties_at_the_top_p_boundary_keep_the_smallest_set_from_the_lowest_index(
     assert (TopPLogitsWarper(0.5)(None, logits) > -torch.inf).sum() == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kept", range(1, 8))
+def test_a_nucleus_ends_with_the_token_that_brings_its_mass_to_top_p_exactly(kept, dtype):
+    logits = torch.full((1, 11), -torch.inf, dtype=dtype)
+    logits[:, 2:10] = 1.5  # an eighth each: no rounding decides
+    for top_p, expected in ((kept / 8, kept), (kept / 8 + 1e-3, kept + 1)):
+        law = probabilities(logits, SamplingParams(1.0, top_p=top_p))
+        assert law[0].nonzero()[:, 0].tolist() == list(range(2, 2 + expected))
+        if dtype != torch.bfloat16:
+            assert int((TopPLogitsWarper(top_p)(None, logits) > -torch.inf).sum()) == expected
+
+
 def test_greedy_is_one_hot_on_the_lowest_index_of_the_maximum():
     assert probabilities(torch.tensor([1.0, 5.0, 5.0]), SamplingParams()).tolist() == [0, 1, 0]
 
@@ -164,6 +176,16 @@ def test_a_source_repeats_itself_and_its_coins_have_the_right_odds():
     assert not any(first.accept(0.0) for _ in range(300)) and all(first.accept(1.0) for _ in range(300))
     heads = sum(first.accept(0.3) for _ in range(20_000))
     assert abs(heads - 6000) < 5 * (20_000 * 0.21) ** 0.5  # plumbing only: five standard deviations, one seed
+
+
+@pytest.mark.parametrize(
+    ("uniform", "prob", "accepted"),
+    [(0.0, 0.0, False), (0.0, 2**-1074, True), (0.5, 0.5, False), (0.25, 0.5, True), (LARGEST_UNIFORM, 1.0, True)],
+)
+def test_a_token_is_accepted_where_the_uniform_lies_below_its_odds(monkeypatch, uniform, prob, accepted):
+    source = TorchSource(0)
+    monkeypatch.setattr(source, "uniform", lambda: uniform)
+    assert source.accept(prob) == accepted
 
 
 @pytest.mark.parametrize("size", [7, 8192, 8193, 32000, 32032])

@@ -16,9 +16,11 @@ from draftsmith.eval.methods.base import Models
 from draftsmith.modules.decoding.batch import generate_batch
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.drafters.draft_model_batch import BatchDraftModel
+from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.heads.eagle_batch import BatchEagle
-from draftsmith.modules.sampling import probabilities
+from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -97,6 +99,23 @@ def test_end_tokens_let_rows_leave_at_different_rounds(world, method):
         assert one == world.run(method, prompt, NEW_TOKENS, ends)
 
 
+@pytest.mark.parametrize("method", ["spec:k=5", "eagle:k=4", "online:c=0.02:max=6"])
+def test_drafts_end_with_the_answer_in_every_row(world, method):
+    prompts = world.prompts[:9]
+    ends = tuple(dict.fromkeys(answer[4 + 3 * i] for i, answer in enumerate(world.answers[:9])))
+    made = in_groups(world, batch_drafter(world, method, 3, ends=ends), 3, prompts, ends=ends)
+    models = Models(world.target, world.draft, eagle=world.eagle, capacity=CONTEXT, ends=ends)
+    singles = [parse_method(method).build(models) for _ in range(3)]
+    behind = 0
+    for place, (prompt, one) in enumerate(zip(prompts, made, strict=True)):
+        single, full = singles[place % 3], world.drafter(method)
+        assert one == generate(world.target, single, prompt, GREEDY, NEW_TOKENS, TorchSource(0), ends)
+        going_on = world.run(method, prompt, NEW_TOKENS, ends, drafter=full)
+        assert going_on.tokens == one.tokens
+        behind += pool([going_on.trace]).num_discarded - pool([one.trace]).num_discarded
+    assert behind > 0
+
+
 @pytest.mark.parametrize("method", SOME)
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_the_limit_cuts_inside_a_round(world, method, count):
@@ -104,6 +123,18 @@ def test_the_limit_cuts_inside_a_round(world, method, count):
     for prompt, answer, one in zip(world.prompts, world.answers, made, strict=False):
         assert one.tokens == answer[:count]
         assert one == world.run(method, prompt, count)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_more_nodes_than_allowed_are_scored_in_a_call(world, most):
+    prompts, drafter = world.prompts[:4], batch_drafter(world, "spec:k=5", 4)
+    made = generate_batch(world.target, drafter, prompts, GREEDY, 20, [0] * 4, (), max_nodes=most)
+    for prompt, answer, one in zip(prompts, world.answers, made, strict=False):
+        single = generate(
+            world.target, world.drafter("spec:k=5"), prompt, GREEDY, 20, TorchSource(0), (), max_nodes=most
+        )
+        assert one == single and one.tokens == answer[:20]
+        assert max(step.num_drafted for step in one.trace.steps) == most
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -208,8 +239,6 @@ def test_sampled_tokens_have_the_targets_odds(world, method):
 @pytest.mark.slow
 def test_the_shipped_pair_in_batches():
     from draftsmith.eval.prompts import read_prompts
-    from draftsmith.modules.decoding.loop import generate
-    from draftsmith.modules.sampling import TorchSource
 
     target, draft = load_lm("embedded:target"), load_lm("embedded:draft")
     prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "test", None, 7)]
