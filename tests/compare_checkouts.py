@@ -3,8 +3,8 @@
     python tests/compare_checkouts.py OLD NEW [REPEATS]
 
 OLD and NEW are checkouts named `draftsmith` (git worktree add /tmp/old/draftsmith COMMIT). Each answers the same
-shipped prompts with the embedded pair on one thread, now one and now the other, and tells its own CPU time. Printed are the
-medians of the pairs' ratios, new by old, and their quartiles.
+shipped prompts with the embedded pair on one thread, now one and now the other, and tells its own CPU time. Printed are
+the medians of the pairs' ratios, new by old, and their quartiles.
 """
 
 from __future__ import annotations
