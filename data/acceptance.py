@@ -327,7 +327,7 @@ def label(
     Raises:
         NonFinite: a model's logits.
     """
-    padded = pad_right(input_ids, target.device)
+    padded = pad_right(input_ids, target)
     # The hidden state at position t - 1 gives the law of the token at t.
     places = [torch.tensor(mask).nonzero()[:, 0] - 1 for mask in masks]
     positions = torch.cat(places).to(target.device)

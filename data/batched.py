@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import best_tokens, draw_rows, probabilities
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, check_ids
 from draftsmith.modules.types import InputError, SamplingParams
 
 # Rows that have ended cost compute until they are dropped, and dropping copies the cache: drop a fifth at a time.
@@ -46,6 +46,8 @@ def answer(
     Raises:
         NonFinite: the target's logits, of the prompt `row`.
     """
+    for prompt in prompts:
+        check_ids(prompt, lm.info.vocab_size)
     limits = torch.tensor([min(max_new_tokens, lm.info.max_position - len(prompt)) for prompt in prompts])
     ends = lm.info.eos_ids if eos_ids is None else eos_ids
     end_tokens = torch.tensor(ends, dtype=torch.int64, device=lm.device)
@@ -139,10 +141,17 @@ def check_lengths(rows: Sequence[dict[str, Any]], first: int, context: int) -> N
             raise InputError(f"response {first + offset}", found, expected, remedy)
 
 
-def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """[B, T] int64, zeros behind the shorter rows: attention is causal, so they are seen by nothing that counts."""
+def pad_right(rows: Sequence[Sequence[int]], lm: CausalLM) -> Tensor:
+    """[B, T] int64 for a model to read, zeros behind the shorter rows: attention is causal, so they are seen by nothing
+    that counts.
+
+    Raises:
+        InputError: a token that the model does not have.
+    """
+    for row in rows:
+        check_ids(row, lm.info.vocab_size)
     width = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=lm.device)
 
 
 def set_threads(num_threads: int) -> None:

@@ -195,7 +195,7 @@ def read_shard(lm: CausalLM, source: Rows, shard: Shard, config: FeaturesConfig,
             raise InputError(f"row {shard.start + offset}", found, expected, "Make shorter ones, or use --limit.")
     tensors: dict[str, torch.Tensor] = {}
     for batch in by_length([len(row["input_ids"]) for row in rows], config.batch_size):
-        features = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm.device))
+        features = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm))
         for i, padded in zip(batch, features, strict=True):
             own = padded[: len(rows[i]["input_ids"])]
             place = first_broken(own)

@@ -84,7 +84,7 @@ class Answers:
         whether the target would have gone on with them is counted there."""
         target, how, ids = self._target, self._how, prompt.prompt_ids
         made = self._generation(prompt, number)
-        room = room_for(ids, how.max_new_tokens, target.info.max_position)
+        room = room_for(ids, how.max_new_tokens, target.info)
         answer = Answer(prompt.id, prompt.task, len(ids), made.tokens, made.ended, room)
         count = min(further, room - len(made.tokens)) if made.ended else 0
         session = target.session(len(ids) + len(made.tokens) + count)

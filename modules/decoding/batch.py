@@ -42,11 +42,10 @@ def generate_batch(
     session: one of the target's to use again, for the graphs that it holds; None makes one.
     Other arguments and the errors are those of `loop.generate`.
     """
-    limit = target.info.max_position
     ends = frozenset(target.info.eos_ids if eos_ids is None else eos_ids)
     longest_chain = 0 if drafter is None else min(drafter.max_drafted, max_nodes)
     every = [
-        _Row(number, prompt, seed, ends, room_for(prompt, max_new_tokens, limit), longest_chain)
+        _Row(number, prompt, seed, ends, room_for(prompt, max_new_tokens, target.info), longest_chain)
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
     longest = max(row.num_prompt + row.room for row in every)

@@ -12,7 +12,7 @@ from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, S
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.finite import blame
-from draftsmith.modules.targets.base import CausalLM, Scores, Session
+from draftsmith.modules.targets.base import CausalLM, ModelInfo, Scores, Session, check_ids
 from draftsmith.modules.types import InputError, SamplingParams
 
 EMPTY = DraftTree((), ())
@@ -68,12 +68,12 @@ def generate(
     session: one of the target's to use again, for the graphs that it holds; None makes one.
 
     Raises:
-        InputError: empty prompt, or a prompt that leaves no room in the target's context.
+        InputError: empty prompt, one with tokens that the target does not have, or with no room left in its context.
         NonFinite: a model gave numbers that choose no token.
     """
     limit = target.info.max_position
     ends = frozenset(target.info.eos_ids if eos_ids is None else eos_ids)
-    room = room_for(prompt, max_new_tokens, limit)
+    room = room_for(prompt, max_new_tokens, target.info)
     if session is None:
         session = target.session(min(session_capacity(len(prompt), room, max_nodes), limit + max_nodes + 1))
     session.keep(0)
@@ -93,16 +93,18 @@ def generate(
     return Generation(state.tokens, state.trace, state.ended)
 
 
-def room_for(prompt: Sequence[int], max_new_tokens: int, limit: int) -> int:
-    """Most tokens that may follow the prompt in a context of `limit`.
+def room_for(prompt: Sequence[int], max_new_tokens: int, info: ModelInfo) -> int:
+    """Most tokens that may follow the prompt in a target's context.
 
     Raises:
         InputError: as `generate` does.
     """
+    limit = info.max_position
     if not 0 < len(prompt) < limit:
         raise InputError(
             "prompt", f"{len(prompt)} tokens", f"1 to {limit - 1}, the target's context", "Shorten the prompt."
         )
+    check_ids(prompt, info.vocab_size)
     if max_new_tokens < 1:
         raise InputError("max_new_tokens", max_new_tokens, "1 or more", "Ask for at least one token.")
     return min(max_new_tokens, limit - len(prompt))

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.modules.types import InputError
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -28,6 +30,16 @@ class ModelInfo:
     max_position: int
     eos_ids: tuple[int, ...]
     identity: dict[str, str]
+
+
+def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raises:
+    InputError: a token that the model has no embedding for: its tokenizer has more tokens than it.
+    """
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        remedy = "Use the model's own tokenizer, or resize its embeddings."
+        raise InputError("tokens", f"id {wrong}", f"ids below {vocab_size}, the model's vocabulary", remedy)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama_dir
 
+from draftsmith.data.batched import answer, pad_right
 from draftsmith.data.models import check_same_tokenizer, load_lm, load_tokenizer, resolve_model, tokenizer_identity
+from draftsmith.launch.cli import main
 from draftsmith.modules.targets.hf import HFLM
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +239,21 @@ def test_tokenizers_are_compared_by_content(pristine, directory, tmp_path):
         check_same_tokenizer(str(pristine), str(directory))
     with pytest.raises(InputError, match="without tokenizer files"):
         load_tokenizer(str(gpt2(tmp_path / "bare")))
+
+
+def test_a_token_that_the_model_does_not_have_is_one_error(directory, capsys):
+    tokenizer = load_tokenizer(str(directory))
+    tokenizer.add_tokens(["<|new|>"])  # and no embedding for it: an index error on a CPU, a lost device on a GPU
+    tokenizer.save_pretrained(str(directory))
+    for engine in ("lean", "hf"):
+        words = ["decode", "say <|new|>", "--target", str(directory), "--method", "ar", "--engine", engine]
+        assert main(words) == 2
+        assert "tokens: found id " in capsys.readouterr().err.splitlines()[-1]
+    lm = load_lm(str(directory))
+    with pytest.raises(InputError, match="ids below"):
+        answer(lm, [[1, 2], [lm.info.vocab_size]], SamplingParams(), 4, None)
+    with pytest.raises(InputError, match="ids below"):
+        pad_right([[-1]], lm)
 
 
 def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path):
