@@ -162,7 +162,7 @@ def test_a_directory_made_for_another_target_is_found(exported, checked, tmp_pat
 def test_a_damaged_record_is_one_line(copy_of, checked):
     directory = copy_of("vllm")
     (directory / RECORD).write_text(json.dumps({"format": "vllm"}))
-    with pytest.raises(InputError, match=r"draftsmith\.json: found damaged"):
+    with pytest.raises(InputError, match=r"draftsmith\.json: found no tensors"):
         checked(directory, "vllm")
 
 
