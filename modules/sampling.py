@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,13 +136,30 @@ def pick(probs: Tensor, uniform: float) -> int:
         return index
     # NumPy looks up with fewer calls. Scaling by the sum as computed keeps the index in range; "right" steps over
     # entries of probability zero.
+    if len(probs) >= TOP_MIN_SIZE:
+        return _pick_in_blocks(probs.numpy(), uniform)
     cumulative = probs.cumsum(-1, dtype=torch.float64).numpy()
     index = int(cumulative.searchsorted(cumulative[-1] * uniform, "right"))
-    if index >= len(probs):  # uniform * total rounded up to the total, or is NaN
-        if not 0 < cumulative[-1] < math.inf:
-            raise NonFinite("probabilities")
-        index = int(probs.nonzero()[-1])  # the last token that has mass
-    return index
+    return _last(probs.numpy(), cumulative[-1]) if index >= len(probs) else index
+
+
+def _pick_in_blocks(probs: Any, uniform: float) -> int:
+    """`pick` of a NumPy array [V]: the sums of blocks, which are quick to get, say in which block the token is."""
+    whole = len(probs) - len(probs) % TOP_BLOCK
+    ends = probs[:whole].reshape(-1, TOP_BLOCK).sum(-1, dtype="float64").cumsum()
+    total = ends[-1] + probs[whole:].sum(dtype="float64")
+    wanted = total * uniform
+    block = int(ends.searchsorted(wanted, "right"))  # the rest behind the whole blocks counts as one
+    own = probs[block * TOP_BLOCK : (block + 1) * TOP_BLOCK]
+    place = int(own.cumsum(dtype="float64").searchsorted(wanted - (ends[block - 1] if block else 0.0), "right"))
+    return block * TOP_BLOCK + (_last(own, total) if place >= len(own) else place)
+
+
+def _last(probs: Any, total: float) -> int:
+    """The last token of a NumPy array that has mass, where uniform * total was rounded up to the total, or is NaN."""
+    if not 0 < total < math.inf:
+        raise NonFinite("probabilities")
+    return int(probs.nonzero()[0][-1])
 
 
 class TorchSource:

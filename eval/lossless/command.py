@@ -24,7 +24,7 @@ from draftsmith.data.manifest import package_versions, resolved
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
 from draftsmith.data.writer import sole_writer
-from draftsmith.eval.bench import check_device, longest_sequence, model_paths
+from draftsmith.eval.bench import longest_sequence, model_paths
 from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.lossless.answers import BatchedLoop, Loop, SingleLoop
 from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test

@@ -347,3 +347,19 @@ def test_rows_without_a_token_are_found():
     for number in (math.nan, math.inf, -math.inf):
         states[2, 1] = states[3, 0] = number
         assert first_broken(states) == 2 and first_broken(states.bfloat16()) == 2
+
+
+@pytest.mark.parametrize("size", [8191, 8192, 8193, 8192 + 127])
+def test_blocks_and_rows_draw_alike(size):
+    """Where vocabularies begin to be searched in blocks, with a rest behind the last one, and zeros at the ends."""
+    probs = (2 * torch.randn(size, generator=torch.Generator().manual_seed(1))).softmax(-1)
+    probs[torch.rand(size, generator=torch.Generator().manual_seed(2)) < 0.5] = 0
+    probs[-200:] = 0
+    for uniform in [0.0, 2**-1074, LARGEST_UNIFORM, *torch.linspace(0, 1, 302, dtype=torch.float64)[1:-1].tolist()]:
+        assert probs[drawn_by(probs, uniform)] > 0
+    # A sum that rounding leaves short of the block's is not a step into the next one.
+    lumps = torch.zeros(size)
+    lumps[5], lumps[4000], lumps[-1] = 0.3, 0.3, 0.4
+    ends = torch.tensor([0.3, 0.6]).double().tolist()
+    for uniform in [*ends, *(math.nextafter(end, 0) for end in ends), *(math.nextafter(end, 1) for end in ends)]:
+        assert drawn_by(lumps, uniform) in (5, 4000, size - 1)
