@@ -143,6 +143,7 @@ def run(config: LosslessConfig) -> int:
     target = load_lm(config.target, **how)
     longest = longest_sequence(prompts, max(config.max_new_tokens, config.sampled_tokens), target.info.max_position)
     models = load_models(named, model_paths(config), longest, config.sampling, target, **how)
+    models = dataclasses.replace(models, ends=ends_of(config, target))
     reference = None if config.dtype == "float32" else load_lm(config.target, **{**how, "dtype": "float32"})
     found = certify(config, named, models, prompts, reference)
     write(config, named, found, target)

@@ -131,7 +131,8 @@ def prepare(config: StudyConfig, methods: Sequence[str], further: Sequence[Bench
     target = load_lm(config.target, **how)
     longest = longest_sequence([*prompts, *further], config.max_new_tokens, target.info.max_position)
     models = load_models(named, model_paths(config), longest, params, target, **how)
-    return Ground(models, prompts, () if config.ignore_eos else tuple(target.info.eos_ids))
+    ends = () if config.ignore_eos else tuple(target.info.eos_ids)
+    return Ground(dataclasses.replace(models, ends=ends), prompts, ends)
 
 
 def decode(

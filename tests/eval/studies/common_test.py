@@ -25,11 +25,11 @@ from draftsmith.eval.studies.common import (
 from draftsmith.modules.types import InputError, SamplingParams
 
 
-def test_quick_lowers_and_never_raises():
-    config = StudyConfig(target="t", prompts="p", limit=3, repeats=4)
+def test_quick_lowers_and_never_raises(tmp_path):
+    config = StudyConfig(target="t", prompts="p", limit=3, repeats=4, output=tmp_path)
     quick = reduced(config, {"limit": 5, "repeats": 1}, {"temperatures": "0"})
     assert (quick.limit, quick.repeats, quick.temperatures) == (3, 1, "0")
-    everything = StudyConfig(target="t", prompts="p", limit=0)
+    everything = StudyConfig(target="t", prompts="p", limit=0, output=tmp_path)
     assert reduced(everything, {"limit": 5}, {}).limit == 5  # 0 takes all prompts, which are more
 
 
@@ -98,3 +98,17 @@ def test_an_interrupted_study_does_not_measure_twice_and_a_complete_one_does(mod
     (tmp_path / "results.json").write_text("{}")  # the study's own, written last
     measured(dataclasses.replace(config, seed=1), ["spec:k=2"], SamplingParams(1.0))
     assert runs == ["bench-t1"] * 3
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_drafts_end_where_answers_do(models, ignore_eos, tmp_path):
+    """So that a replay's rounds are those of the bench that the study rests on."""
+    config = StudyConfig(
+        target=models["target"],
+        prompts=models["prompts"],
+        draft=models["draft"],
+        ignore_eos=ignore_eos,
+        output=tmp_path,
+    )
+    ground = prepare(config, ["spec:k=2"])
+    assert ground.models.ends == ground.eos_ids and bool(ground.eos_ids) != ignore_eos
