@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+MUTANT_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -13,13 +14,14 @@ ENGINES := safeailab vllm sglang
 ENGINE_ENVS := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-cluster test-engines lint format types wheel clean
+.PHONY: help setup setup-dev demo test test-cluster test-engines mutants lint format types wheel clean
 
 help:
 	@echo "make demo     set up .venv and run the whole pipeline on the embedded models"
 	@echo "make test     set up .venv with the dev extra and run the tests (PYTEST_ARGS='-m \"not slow\"')"
 	@echo "make test-cluster  the launchers on a real SLURM of two nodes, here (installs Debian's slurm-wlm and munge)"
 	@echo "make test-engines  exports read by the released code of SafeAILab, vLLM and SGLang, on a CPU (2.7 GB of disk)"
+	@echo "make mutants  small wrong changes of the decoder, one by one: the tests notice each (MUTANT_ARGS='--only batch')"
 	@echo "make lint     ruff        make format   ruff's fixes and formatter"
 	@echo "make types    mypy        make wheel    build the wheel and check what is in it"
 	@echo "make setup, make setup-dev, make clean"
@@ -64,6 +66,9 @@ $(ENGINE_ENVS)/%/.stamp: tests/engines/%.txt $(VENV)/.setup-dev.stamp
 		> "$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/zz-draftsmith.pth"
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
 	@touch $@
+
+mutants: setup-dev
+	$(BIN)/python tests/mutants/run.py $(MUTANT_ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

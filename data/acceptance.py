@@ -1,8 +1,8 @@
 """Stage `data acceptance`: which tokens would the draft propose along the target's text, and would they be kept?
 
 Labels `mix`, of SpecDec++ (Huang et al. 2024), section 3.3; those of whole drafts, `rollout`, are made in
-data/rollouts.py. X is the target's response. The draft reads prompt and X (teacher forcing)
-and at every response position proposes Y_j ~ q(. | x, X_<j); the target keeps it with P_j = min(1, p(Y_j) / q(Y_j)).
+data/rollouts.py. X is what the target answered, in one turn or several. The draft reads prompt and X (teacher forcing)
+and at every token of an answer proposes Y_j ~ q(. | x, X_<j); the target keeps it with P_j = min(1, p(Y_j) / q(Y_j)).
 Labels hold for the sampling settings they were made with only: those are in the manifest.
 """
 
@@ -20,14 +20,19 @@ import torch
 from torch import Tensor
 
 from draftsmith.data import rollouts
-from draftsmith.data.batched import by_length, check_lengths, pad_right, pick_device, row_uniforms, set_threads
+from draftsmith.data.answers import answer_mask
+from draftsmith.data.batched import by_length, check_lengths, pad_right, row_uniforms, set_threads
+from draftsmith.data.device import pick_device
 from draftsmith.data.heads import eagle_identity, load_head
 from draftsmith.data.manifest import Field, open_artefact, volatile
-from draftsmith.data.models import check_same_tokenizer, load_lm, tokenizer_identity
+from draftsmith.data.models import check_same_tokenizer, load_lm, text_identity
+from draftsmith.data.naming import naming
 from draftsmith.data.progress import Advance
 from draftsmith.data.prompts import check_not_negative, check_positive, numbers
 from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, run_stage
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.heads.eagle import EagleHead
 from draftsmith.modules.heads.eagle_branches import EagleBranches
 from draftsmith.modules.sampling import draw_rows, probabilities
@@ -38,6 +43,8 @@ FIELDS = (
     Field("id", "string"),
     Field("input_ids", "list<int32>", ("T",)),
     Field("prompt_length", "int32"),
+    Field("loss_mask", "list<bool>", ("T",)),
+    Field("turn", "int32"),
     Field("draft_ids", "list<int32>", ("R",)),
     Field("log_p", "list<float32>", ("R",)),
     Field("log_q", "list<float32>", ("R",)),
@@ -172,6 +179,7 @@ class Labels:
     overlap: Tensor
 
 
+@sole_writer(shared=True)
 def run(config: AcceptanceConfig) -> Path:
     """Write the artefact `acceptance`, or `rollouts`; returns its directory."""
     set_threads(config.num_threads)
@@ -187,8 +195,8 @@ def run(config: AcceptanceConfig) -> Path:
     draft = None if config.draft is None else load(config.draft)
     if draft is not None:
         check_pair(target, draft)
-    tokenizer = tokenizer_identity(config.target)["tokenizer"]
-    manifest = open_artefact(config.responses, "responses", {"tokenizer": tokenizer, "target": target.info.identity})
+    identity = {**text_identity(config.target), "target": target.info.identity}
+    manifest = open_artefact(config.responses, "responses", identity)
     rows = Rows(config.responses, manifest)
     sampling = config.sampling(manifest.sampling or {})
     config = dataclasses.replace(config, mode=mode_of(sampling[0]))
@@ -286,15 +294,15 @@ def label_shard(
     check_lengths(rows, shard.start, min(target.info.max_position, draft.info.max_position))
     made: list[dict[str, Any]] = [{} for _ in rows]
     for batch in by_length([len(row["input_ids"]) for row in rows], config.batch_size):
-        ids, starts = [rows[i]["input_ids"] for i in batch], [rows[i]["prompt_length"] for i in batch]
+        ids, masks = [rows[i]["input_ids"] for i in batch], [answer_mask(rows[i]) for i in batch]
         drawn = [
-            row_uniforms("acceptance", config.seed, shard.start + i, len(rows[i]["input_ids"]) - start)
-            for i, start in zip(batch, starts, strict=True)
+            row_uniforms("acceptance", config.seed, shard.start + i, sum(mask))
+            for i, mask in zip(batch, masks, strict=True)
         ]
-        labels = label(target, draft, ids, starts, params, torch.from_numpy(np.concatenate(drawn)), config.chunk)
+        with naming([rows[i]["id"] for i in batch]):
+            labels = label(target, draft, ids, masks, params, torch.from_numpy(np.concatenate(drawn)), config.chunk)
         for i, own in zip(batch, split(labels, [len(uniforms) for uniforms in drawn]), strict=True):
-            kept = ("id", "input_ids", "prompt_length", "task")
-            made[i] = {**{name: rows[i][name] for name in kept}, **own}
+            made[i] = {**rollouts.kept_of(rows[i]), **own}
         advance(len(batch))
     drafted = sum(len(row["draft_ids"]) for row in made)
     return ShardContent(made, {"tokens": sum(len(row["input_ids"]) for row in made), "drafted_tokens": drafted})
@@ -305,21 +313,25 @@ def label(
     target: CausalLM,
     draft: CausalLM,
     input_ids: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
+    masks: Sequence[Sequence[bool]],
     params: SamplingParams,
     uniforms: Tensor,
     chunk: int,
 ) -> Labels:
-    """Labels of all response positions of these rows, one row after the other: N in all.
+    """Labels of all positions of these rows where their masks [T] are true (never the first), one row after the other:
+    N in all.
 
     One forward of each model; distributions exist for `chunk` positions at a time, in float32.
     uniforms: [N] float64; uniforms[n] draws Y_n.
+
+    Raises:
+        NonFinite: a model's logits.
     """
     padded = pad_right(input_ids, target.device)
     # The hidden state at position t - 1 gives the law of the token at t.
-    spans = [torch.arange(start - 1, len(ids) - 1) for ids, start in zip(input_ids, prompt_lengths, strict=True)]
-    positions = torch.cat(spans).to(target.device)
-    owners = torch.cat([torch.full_like(span, i) for i, span in enumerate(spans)]).to(target.device)
+    places = [torch.tensor(mask).nonzero()[:, 0] - 1 for mask in masks]
+    positions = torch.cat(places).to(target.device)
+    owners = torch.cat([torch.full_like(own, i) for i, own in enumerate(places)]).to(target.device)
     target_hidden = target.features(padded)[owners, positions]
     draft_hidden = draft.features(padded.to(draft.device))[owners.to(draft.device), positions.to(draft.device)]
     parts = []
@@ -329,14 +341,21 @@ def label(
         draft_prob = probabilities(draft.lm_head(draft_hidden[piece]), params).to(target_prob.device)
         parts.append(label_positions(target_prob, draft_prob, uniforms[piece].to(target_prob.device)))
     columns = ("draft_ids", "log_p", "log_q", "accept_prob", "overlap")
-    return Labels(*(torch.cat([getattr(part, name) for part in parts]).cpu() for name in columns))
+    labels = Labels(*(torch.cat([getattr(part, name) for part in parts]).cpu() for name in columns))
+    broken = labels.overlap.isnan().nonzero()  # where p or q has a NaN
+    if len(broken):
+        n = int(broken[0])
+        model = "draft" if labels.draft_ids[n] == NO_TOKEN else "target"
+        raise NonFinite(model=model, position=int(positions[n]) + 1, row=int(owners[n]))
+    return labels
 
 
 def label_positions(target_prob: Tensor, draft_prob: Tensor, uniforms: Tensor) -> Labels:
     """Y ~ q and its labels for laws p and q, each [N, V] in float32 or wider. Greedy laws are one-hot: then Y is the
-    draft's argmax, and P and the overlap are 1 where the target's is the same, else 0."""
+    draft's argmax, and P and the overlap are 1 where the target's is the same, else 0. Where p or q has a NaN the
+    overlap is NaN, and where it is q's there is no Y."""
     drafted = draw_rows(draft_prob, uniforms)
-    p, q = (prob.gather(-1, drafted[:, None])[:, 0] for prob in (target_prob, draft_prob))
+    p, q = (prob.gather(-1, drafted.clamp_min(0)[:, None])[:, 0] for prob in (target_prob, draft_prob))
     accept_prob = (p / q).clamp(max=1.0)  # q > 0: a token of probability zero is never drawn
     overlap = torch.minimum(target_prob, draft_prob).sum(-1).clamp(max=1.0)
     return Labels(drafted, p.log().float(), q.log().float(), accept_prob.float(), overlap.float())

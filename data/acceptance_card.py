@@ -17,7 +17,7 @@ def described(head: Mapping[str, Any]) -> list[str]:
     """Lines on what the head is."""
     blocks = f"{head['num_blocks']} {'tied ' if head.get('tied') else ''}residual block(s)"
     return [
-        f"- {blocks} of width {head['hidden_size']}, then one logit",
+        f"- {blocks} of width {head.get('width') or head['hidden_size']}, then one logit",
         f"- judges {JUDGES[head.get('judges', 'chain')]}",
     ]
 

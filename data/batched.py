@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.data.ranks import place
-from draftsmith.modules.sampling import draw_rows, probabilities
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
+from draftsmith.modules.sampling import best_tokens, draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -31,15 +31,24 @@ def row_uniforms(stage: str, seed: int, row: int, count: int) -> np.ndarray:
 
 @torch.inference_mode()
 def answer(
-    lm: CausalLM, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, uniforms: Tensor | None
+    lm: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    max_new_tokens: int,
+    uniforms: Tensor | None,
+    eos_ids: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """The target's answers, each up to and including an end token, `max_new_tokens`, or the end of the context.
 
     prompts: each shorter than the context. uniforms: [B, max_new_tokens] float64, [i, j] draws token j of row i;
-    None when greedy.
+    None when greedy. eos_ids: end tokens; None takes the target's, () never ends.
+
+    Raises:
+        NonFinite: the target's logits, of the prompt `row`.
     """
     limits = torch.tensor([min(max_new_tokens, lm.info.max_position - len(prompt)) for prompt in prompts])
-    end_tokens = torch.tensor(lm.info.eos_ids, dtype=torch.int64, device=lm.device)
+    ends = lm.info.eos_ids if eos_ids is None else eos_ids
+    end_tokens = torch.tensor(ends, dtype=torch.int64, device=lm.device)
     answers = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
     lengths = limits.clone()
     steps = int(limits.max())
@@ -48,7 +57,10 @@ def answer(
     alive = torch.ones(len(prompts), dtype=torch.bool)  # of them, those that have not ended
     for step in range(steps):
         tokens = _draw(logits, params, None if uniforms is None else uniforms[rows, step])
-        answers[rows, step] = tokens.cpu()
+        drawn = tokens.cpu()
+        if int(drawn.min()) == NO_TOKEN:
+            _check(drawn, rows, alive, prompts, step)
+        answers[rows, step] = drawn
         ended = alive & torch.isin(tokens, end_tokens).cpu()
         lengths[rows[ended]] = step + 1
         full = step + 1 >= limits[rows]  # another token would have no position in the context
@@ -60,16 +72,23 @@ def answer(
             session.select(kept.to(lm.device))
             rows, tokens = rows[kept], tokens[kept.to(lm.device)]
             alive = alive[kept]
-        logits = session.step(tokens)
+        logits = session.step(tokens.clamp_min(0))
     return [answers[i, :length].tolist() for i, length in enumerate(lengths.tolist())]
 
 
 def _draw(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> Tensor:
-    """One token a row, [B] on the logits' device."""
+    """One token a row, [B] on the logits' device; NO_TOKEN where there is none."""
     if params.greedy:
-        return logits.argmax(-1)
+        return best_tokens(logits)
     assert uniforms is not None
     return draw_rows(probabilities(logits, params), uniforms.to(logits.device))
+
+
+def _check(drawn: Tensor, rows: Tensor, alive: Tensor, prompts: Sequence[Sequence[int]], step: int) -> None:
+    """Raises NonFinite where a row that has not ended has no token."""
+    broken = rows[alive & (drawn == NO_TOKEN)].tolist()
+    if broken:
+        raise NonFinite(model="target", position=len(prompts[broken[0]]) + step, row=broken[0])
 
 
 def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -85,12 +104,13 @@ def answer_all(
     max_new_tokens: int,
     batch_size: int,
     uniforms: Callable[[int], np.ndarray] | None = None,
-    advance: Callable[[int], None] = lambda count: None,
+    advance: Callable[[Sequence[int]], None] = lambda numbers: None,
+    eos_ids: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """`answer`, in batches of like length; the answers come in the order of `prompts`.
 
     uniforms: number of a prompt -> its [max_new_tokens] uniforms; greedy decoding needs none.
-    advance: called with the number of prompts that a batch finished.
+    advance: called with the numbers of the prompts that a batch finished. eos_ids: as of `answer`.
     """
     answers: list[list[int]] = [[] for _ in prompts]
     for batch in by_length([len(prompt) for prompt in prompts], batch_size):
@@ -98,10 +118,14 @@ def answer_all(
         if not params.greedy:
             assert uniforms is not None, "sampling draws with the rows' own uniforms"
             drawn = torch.from_numpy(np.stack([uniforms(i) for i in batch]))
-        made = answer(lm, [prompts[i] for i in batch], params, max_new_tokens, drawn)
+        try:
+            made = answer(lm, [prompts[i] for i in batch], params, max_new_tokens, drawn, eos_ids)
+        except NonFinite as error:
+            error.row = batch[error.row or 0]
+            raise
         for i, tokens in zip(batch, made, strict=True):
             answers[i] = tokens
-        advance(len(batch))
+        advance(batch)
     return answers
 
 
@@ -119,13 +143,6 @@ def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """[B, T] int64, zeros behind the shorter rows: attention is causal, so they are seen by nothing that counts."""
     width = max(len(row) for row in rows)
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-
-
-def pick_device(device: str) -> str:
-    """`auto` is this rank's CUDA device where there is one, else the CPU."""
-    if device != "auto":
-        return device
-    return f"cuda:{place().local_rank}" if torch.cuda.is_available() else "cpu"
 
 
 def set_threads(num_threads: int) -> None:

@@ -143,8 +143,8 @@ def front_matter(facts: Facts) -> str:
         "tags": ["speculative-decoding", "draftsmith", *TAGS[facts.kind]],
     }
     base = facts.target if facts.by_eagle else facts.read_model
-    if is_hub_id(base):
-        fields["base_model"] = base
+    if base is not None and is_hub_id(base.partition("@")[0]):
+        fields["base_model"] = base.partition("@")[0]
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
 
 
@@ -210,10 +210,21 @@ def data(facts: Facts) -> str:
         if name in inputs:
             lines.append(f"- {said}: {code(facts.config.get(name)) or 'unknown path'}, digest `{inputs[name]}`")
     for name, part in counts.items():
-        lines.append(f"- {name}: {part['samples']:,} samples, {part['tokens']:,} tokens")
+        lines.append(f"- {name}: {part['samples']:,} samples, {part['tokens']:,} tokens{answers_text(part)}")
     if "init" in inputs:
         lines.append(f"- started from: {code(facts.config.get('init'))}, weights' sha256 `{inputs['init']}`")
     return "\n".join(lines) or sentence(facts.unknown)
+
+
+def answers_text(part: Mapping[str, Any]) -> str:
+    """What was learned of them, where it is recorded (data/answers.py)."""
+    if "answers" not in part:
+        return ""
+    few, middle, many = (f"{part[f'tokens_p{rank}']:,.0f}" for rank in (5, 50, 95))
+    return (
+        f"; {part['answers']:,} answers of {part['answer_tokens']:,} tokens ({few}, {middle} and {many} an answer at "
+        f"the 5th, 50th and 95th percentile; {part['early_share']:.0%} among the first five of an answer)"
+    )
 
 
 def training(facts: Facts) -> str:

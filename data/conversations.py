@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from draftsmith.data.template import Messages, RowError
 from draftsmith.modules.types import InputError
@@ -23,9 +23,12 @@ ROLES = {
     "tool": "tool",
 }
 MAPPABLE = ("id", "task", "split", "prompt", "answer", "messages")
+# Which user turns of a conversation the target is to answer. `last`: after the recorded answers to those before it.
+Turns = Literal["all", "first", "last"]
 ID_COLUMNS = ("id", "question_id", "conversation_id", "prompt_id", "conv_id")
 TASK_COLUMNS = ("task", "category")
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
+KNOWN_COLUMNS = "messages, conversations, turns, instruction (Alpaca) or prompt"
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,19 @@ class Conversation:
 
     messages: Messages
     later: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the target is to answer of a conversation.
+
+    opening: waits for its first answer. later: what is said after each of its answers, up to where the next begins.
+    not_asked: user turns that it does not answer.
+    """
+
+    opening: Messages
+    later: tuple[Messages, ...] = ()
+    not_asked: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,9 +65,28 @@ class Layout:
         return self.read(row, self.columns)
 
     def text(self, row: Mapping[str, Any], column: str, default: str = "") -> str:
-        """`id`, `task` or `split` of a row, as a string."""
-        value = row.get(self.columns[column]) if column in self.columns else None
-        return default if value is None else str(value)
+        """`id`, `task` or `split` of a row, as of `label_of`."""
+        return label_of(row, self.columns, column, default)
+
+
+def label_columns(columns: Sequence[str], mapping: Mapping[str, str]) -> dict[str, str]:
+    """Our name -> theirs of `id`, `task` and `split`, as far as there are such columns."""
+    usual = {"id": ID_COLUMNS, "task": TASK_COLUMNS, "split": ("split",)}
+    guessed = {ours: _first(candidates, columns) for ours, candidates in usual.items()}
+    mapped = {ours: theirs for ours, theirs in mapping.items() if ours in usual and theirs in columns}
+    return {ours: theirs for ours, theirs in guessed.items() if theirs and ours not in mapping} | mapped
+
+
+def label_of(row: Mapping[str, Any], columns: Mapping[str, str], name: str, default: str = "") -> str:
+    """`id`, `task` or `split` of a row, as a string.
+
+    Raises:
+        RowError: it is a list or an object.
+    """
+    value = row.get(columns[name]) if name in columns else None
+    if isinstance(value, list | tuple | Mapping):
+        raise RowError(f"{columns[name]} is {kind_name(value)}, expected text or a number")
+    return default if value is None else well_formed(str(value), columns[name])
 
 
 def parse_columns(text: str) -> dict[str, str]:
@@ -78,12 +113,39 @@ def recognise(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mappin
     Raises:
         InputError: nothing fits; it names the columns found and the flag that maps them.
     """
+    check_mapping(columns, mapping)
+    layout = _fitting(columns, sample, mapping)
+    if layout is None:
+        remedy = "Map them: --columns prompt=NAME[,answer=NAME]."
+        raise InputError("columns", listed(columns), KNOWN_COLUMNS, remedy)
+    return layout
+
+
+def check_mapping(columns: Sequence[str], mapping: Mapping[str, str]) -> None:
+    """Raises InputError for a mapping to a column that no row has."""
     absent = sorted(set(mapping.values()) - set(columns))
     if absent:
-        raise InputError("columns", absent[0], f"a column of the data: {', '.join(columns)}", "Correct --columns.")
-    usual = {"id": ID_COLUMNS, "task": TASK_COLUMNS, "split": ("split",)}
-    guessed = {ours: _first(candidates, columns) for ours, candidates in usual.items()}
-    names = {ours: theirs for ours, theirs in guessed.items() if theirs} | dict(mapping)
+        raise InputError("columns", absent[0], f"a column of the data: {listed(columns)}", "Correct --columns.")
+
+
+def layout_of(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout:
+    """The layout of one row of a data set whose rows may differ. Columns that are null in it do not count where others
+    fit: a table has every column of rows of several shapes.
+
+    Raises:
+        RowError: nothing fits.
+    """
+    mapped = mapping.values()
+    filled = [name for name, value in row.items() if value is not None or name in mapped]
+    layout = _fitting(filled, row, mapping) or _fitting(list(row), row, mapping)
+    if layout is None:
+        raise RowError(f"columns {listed(list(row))}, none of {KNOWN_COLUMNS}")
+    return layout
+
+
+def _fitting(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout | None:
+    """The first layout that fits these columns."""
+    names = label_columns(columns, mapping) | dict(mapping)
 
     def has(*wanted: str) -> bool:
         return all(name in columns for name in wanted)
@@ -105,8 +167,7 @@ def recognise(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mappin
             names["messages"] = names["prompt"]
             return Layout("messages", names, _read_messages)
         return Layout("prompt", names, _read_prompt)
-    expected = "messages, conversations, turns, instruction (Alpaca) or prompt"
-    raise InputError("columns", ", ".join(columns), expected, "Map them: --columns prompt=NAME[,answer=NAME].")
+    return None
 
 
 def up_to_last_user(messages: Messages) -> Messages:
@@ -119,6 +180,41 @@ def up_to_last_user(messages: Messages) -> Messages:
     if last < 0:
         raise RowError("no user turn")
     return messages[: last + 1]
+
+
+def asked_of(conversation: Conversation, turns: Turns) -> Asked:
+    """What the target is to answer.
+
+    all: every user turn, and tool messages that were answered; system messages stay where they are. The recorded
+    answers are left out, for the target's own take their places.
+
+    Raises:
+        RowError: there is no user turn, or one without text.
+    """
+    further = [[{"role": "user", "content": _filled(text, "a later turn")}] for text in conversation.later]
+    if turns == "last":
+        opening = up_to_last_user(conversation.messages)
+        before = sum(message["role"] == "user" for message in opening) - 1
+        return Asked(opening, not_asked=before + len(further))
+    opening, *later = [*_stretches(conversation.messages), *further]
+    return Asked(opening, tuple(later)) if turns == "all" else Asked(opening, not_asked=len(later))
+
+
+def _stretches(messages: Messages) -> list[Messages]:
+    """What is said between the assistant's turns, each stretch up to where the assistant is to speak: after every user
+    turn, and after a tool message that it went on from."""
+    stretches: list[Messages] = []
+    said: Messages = []
+    for i, message in enumerate(messages):
+        role, following = message["role"], messages[i + 1]["role"] if i + 1 < len(messages) else None
+        if role != "assistant":
+            said.append(message)
+        if role == "user" or (role == "tool" and following == "assistant"):
+            stretches.append(said)
+            said = []
+    if not any(message["role"] == "user" for message in messages):
+        raise RowError("no user turn")
+    return stretches
 
 
 def user_turns(conversation: Conversation) -> tuple[Messages, tuple[str, ...]]:
@@ -159,20 +255,30 @@ def _message_style(value: Any) -> str:
 
 
 def _read_messages(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
-    turns = row.get(columns["messages"])
-    if not isinstance(turns, list) or not turns:
-        raise RowError(f"{columns['messages']} is empty")
-    blank_system = [_role(turn) == "system" and not _content(turn) for turn in turns]  # common, and means none
+    turns = _turns(row, columns["messages"])
+    blank_system = [
+        _role(turn) == "system" and _content(turn) in (None, "") for turn in turns
+    ]  # common, and means none
     return Conversation([_message(turn) for turn, blank in zip(turns, blank_system, strict=True) if not blank])
+
+
+def _turns(row: Mapping[str, Any], column: str) -> list[Any]:
+    """Raises RowError where there is no list, or nothing in it."""
+    turns = row.get(column)
+    if turns is not None and not isinstance(turns, list):
+        raise RowError(f"{column} is {kind_name(turns)}, expected a list")
+    if not turns:
+        raise RowError(f"{column} is empty")
+    return turns
 
 
 def _role(turn: Any) -> str:
     if not isinstance(turn, Mapping):
-        raise RowError(f"a turn is a {type(turn).__name__}, expected role and content (or from and value)")
+        raise RowError(f"a turn is {kind_name(turn)}, expected role and content (or from and value)")
     said = turn.get("role", turn.get("from"))
     role = ROLES.get(str(said).lower())
     if role is None:
-        raise RowError(f"unknown role {said!r}, expected one of {', '.join(ROLES)}")
+        raise RowError(f"unknown role {repr(said)[:60]}, expected one of {', '.join(ROLES)}")
     return role
 
 
@@ -182,7 +288,10 @@ def _content(turn: Mapping[str, Any]) -> Any:
         return content
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):  # OpenAI's content parts
         raise RowError("a turn holds something other than text")
-    return "".join(part["text"] for part in content)
+    texts = [part.get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise RowError("a part of a turn says it is text and has none")
+    return "".join(texts)
 
 
 def _message(turn: Any) -> dict[str, str]:
@@ -191,21 +300,59 @@ def _message(turn: Any) -> dict[str, str]:
 
 
 def _filled(value: Any, what: str) -> str:
-    if not isinstance(value, str) or not value.strip():
+    if value is not None and not isinstance(value, str):
+        raise RowError(f"{what} is {kind_name(value)}, expected text")
+    if value is None or not value.strip():
         raise RowError(f"{what} has no text")
-    return value
+    return well_formed(value, what)
+
+
+def _optional(value: Any, what: str) -> str | None:
+    """A text that a row may lack; None where it does, or where it is blank.
+
+    Raises:
+        RowError: it is something else.
+    """
+    return None if value is None or value == "" or str(value).isspace() else _filled(value, what)
+
+
+def well_formed(text: str, what: str) -> str:
+    """
+    Raises:
+        RowError: half of a surrogate pair stands in it, which no tokenizer and no file takes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = ascii(text[error.start])
+        raise RowError(f"{what} holds half of a surrogate pair ({found}), expected Unicode text") from error
+    return text
+
+
+def listed(columns: Sequence[str], shown: int = 12) -> str:
+    """The first so many names, shortened; what a file holds need not be short."""
+    more = f" and {len(columns) - shown} more" if len(columns) > shown else ""
+    return ", ".join(name if len(name) <= 40 else f"{name[:40]}..." for name in columns[:shown]) + more or "none"
+
+
+def kind_name(value: Any) -> str:
+    """What a JSON value is, in words."""
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    names = {str: "text", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
 
 
 def _read_turns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
-    turns = row.get("turns")
-    if not isinstance(turns, list) or not turns:
-        raise RowError("turns is empty")
+    turns = _turns(row, "turns")
     return Conversation([{"role": "user", "content": _filled(turns[0], "the first turn")}], tuple(turns[1:]))
 
 
 def _read_alpaca(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
-    instruction, given = _filled(row.get("instruction"), "instruction"), row.get("input")
-    content = f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else instruction
+    instruction, given = _filled(row.get("instruction"), "instruction"), _optional(row.get("input"), "input")
+    content = f"{instruction}\n\n{given}" if given is not None else instruction
     return _exchange(content, row.get("output"))
 
 
@@ -215,7 +362,8 @@ def _read_prompt(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversa
 
 
 def _exchange(prompt: str, answer: Any) -> Conversation:
+    """answer: of another type (the number of a choice) it is none, which is told where answers are learned from."""
     messages = [{"role": "user", "content": prompt}]
     if isinstance(answer, str) and answer.strip():
-        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "assistant", "content": well_formed(answer, "the answer")})
     return Conversation(messages)

@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from draftsmith.data import feature_codec
+from draftsmith.data.answers import answer_lengths, conversation_numbers
 from draftsmith.data.features import key, open_texts
 from draftsmith.data.manifest import Manifest, open_artefact
 from draftsmith.data.shards import Rows
+from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import FeatureBatch, InputError
 
 Item = dict[str, Tensor]
@@ -54,11 +56,12 @@ class AcceptanceDataset(Dataset):
             raise InputError("mix", mix, "a probability in [0, 1)", "The paper's is 0.15.")
         self.manifest: Manifest = open_artefact(directory, "acceptance", identity)
         self.mix, self.seed = mix, seed
-        columns = ["input_ids", "prompt_length", "draft_ids", "accept_prob", "log_q", "overlap"]
-        self._table = Rows(directory, self.manifest, columns).table()
+        columns = ["input_ids", "draft_ids", "accept_prob", "log_q", "overlap"]
+        self._table = Rows(directory, self.manifest, [*columns, *answer_columns(self.manifest)]).table()
         self._names = Rows(directory, self.manifest, ["id"])
-        self._lists = {name: Lists(self._table[name]) for name in columns if name != "prompt_length"}
-        self._prompt_lengths = self._table["prompt_length"].to_numpy()
+        self._lists = {name: Lists(self._table[name]) for name in columns}
+        self.answers = Answers(self._table)
+        check_labels(directory, self._names, self._lists["accept_prob"])
         # Shared memory, so that reader processes that live on into the next epoch see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -76,7 +79,7 @@ class AcceptanceDataset(Dataset):
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
-        return len(self._prompt_lengths)
+        return len(self.answers)
 
     def __getitem__(self, row: int) -> Item:
         """The row in the epoch that `set_epoch` has set."""
@@ -85,16 +88,15 @@ class AcceptanceDataset(Dataset):
     def item(self, row: int, epoch: int) -> Item:
         """z_ids [T] int64, loss_mask [T] bool, accept_prob, log_q and overlap [T] float32."""
         ids = self._lists["input_ids"][row].astype(np.int64)
-        start = int(self._prompt_lengths[row])
-        uniforms = _generator("mix", self.seed, epoch, row).random(len(ids) - start)
+        places = np.flatnonzero(self.answers.mask(row))  # the labels are of these, in order
+        own = _generator("mix", self.seed, epoch, row).random(len(places)) >= self.mix
         drafted = np.zeros(len(ids), dtype=bool)
-        drafted[start:] = uniforms >= self.mix
-        own = drafted[start:]
-        ids[start:][own] = self._lists["draft_ids"][row][own]
+        drafted[places] = own
+        ids[drafted] = self._lists["draft_ids"][row][own]
         item = {"z_ids": torch.from_numpy(ids), "loss_mask": torch.from_numpy(drafted)}
         for name in ("accept_prob", "log_q", "overlap"):
             values = np.zeros(len(ids), dtype=np.float32)
-            values[start:][own] = self._lists[name][row][own]
+            values[drafted] = self._lists[name][row][own]
             item[name] = torch.from_numpy(values)
         return item
 
@@ -108,10 +110,11 @@ class FeatureDataset(Dataset):
     def __init__(self, directory: Path, identity: Mapping[str, Any] | None = None, check: str = "sha256"):
         self.manifest: Manifest = open_artefact(directory, "features", identity, check)
         self._directory = Path(directory)
-        self._table = Rows(directory, self.manifest, ["row", "shard", "length", "input_ids", "loss_mask"]).table()
+        columns = ["row", "shard", "length", "input_ids", *answer_columns(self.manifest)]
+        self._table = Rows(directory, self.manifest, columns).table()
         self._names = Rows(directory, self.manifest, ["id"])
         self._rows, self._shards = self._table["row"].to_numpy(), self._table["shard"].to_pylist()
-        self._ids, self._masks = Lists(self._table["input_ids"]), Lists(self._table["loss_mask"])
+        self._ids, self.answers = Lists(self._table["input_ids"]), Answers(self._table)
         self._files: dict[tuple[int, str], Any] = {}
 
     @property
@@ -129,10 +132,14 @@ class FeatureDataset(Dataset):
     def __getitem__(self, row: int) -> Item:
         """Fields of FeatureBatch for one row: input_ids [T], features [T, H] bf16, loss_mask [T], position_ids [T]."""
         ids = torch.from_numpy(self._ids[row].astype(np.int64))
+        features = feature_codec.read(self._open(self._shards[row]), key(int(self._rows[row])))
+        place = first_broken(features)
+        if place is not None:
+            raise broken_features(self._directory / self._shards[row], f"row {self.name(row)}", place)
         return {
             "input_ids": ids,
-            "features": feature_codec.read(self._open(self._shards[row]), key(int(self._rows[row]))),
-            "loss_mask": torch.from_numpy(self._masks[row].astype(bool)),
+            "features": features,
+            "loss_mask": torch.from_numpy(self.answers.mask(row)),
             "position_ids": torch.arange(len(ids)),
         }
 
@@ -161,11 +168,8 @@ class ResponsesDataset(Dataset):
     def __init__(self, directory: Path, target: str, identity: Mapping[str, str]):
         """identity: the target's; responses must be its own, and supervised prompts of its tokenizer."""
         self.manifest: Manifest = open_texts(directory, target, identity, "data")
-        columns = {spec.name for spec in self.manifest.fields} & {"input_ids", "prompt_length", "loss_mask"}
-        table = Rows(directory, self.manifest, sorted(columns)).table()
-        self._ids = Lists(table["input_ids"])
-        self._masks = Lists(table["loss_mask"]) if "loss_mask" in columns else None
-        self._starts = None if self._masks else table["prompt_length"].to_numpy()
+        table = Rows(directory, self.manifest, ["input_ids", *answer_columns(self.manifest)]).table()
+        self._ids, self.answers = Lists(table["input_ids"]), Answers(table)
 
     @property
     def lengths(self) -> list[int]:
@@ -178,13 +182,8 @@ class ResponsesDataset(Dataset):
     def __getitem__(self, row: int) -> Item:
         """Fields of FeatureBatch for one row: input_ids [T], loss_mask [T], position_ids [T]."""
         ids = torch.from_numpy(self._ids[row].astype(np.int64))
-        positions = torch.arange(len(ids))
-        if self._masks is not None:
-            mask = torch.from_numpy(self._masks[row].astype(bool))
-        else:
-            assert self._starts is not None
-            mask = positions >= int(self._starts[row])
-        return {"input_ids": ids, "loss_mask": mask, "position_ids": positions}
+        mask = torch.from_numpy(self.answers.mask(row))
+        return {"input_ids": ids, "loss_mask": mask, "position_ids": torch.arange(len(ids))}
 
 
 class Pieces(Dataset):
@@ -239,20 +238,52 @@ def item_of(dataset: Any, index: int, epoch: int) -> Item:
     return dataset.item(index, epoch) if hasattr(dataset, "item") else dataset[index]
 
 
+def answers_in(dataset: Any, indices: Sequence[int]) -> np.ndarray | None:
+    """Tokens of every answer of the samples' rows; of a row that is in pieces, of the whole row, once. None for data
+    without answers."""
+    while hasattr(dataset, "texts"):  # with features from a cache
+        dataset = dataset.texts
+    if isinstance(dataset, Pieces):
+        rows = dataset.rows
+        return answers_in(dataset.dataset, sorted({rows[i] for i in indices}))
+    return dataset.answers.lengths(indices) if hasattr(dataset, "answers") else None
+
+
+def conversations_of(dataset: Any) -> list[int]:
+    """Which conversation each sample is of, as a number."""
+    if isinstance(dataset, Pieces):
+        own = conversations_of(dataset.dataset)
+        return [own[row] for row in dataset.rows]
+    return dataset.answers.conversations if hasattr(dataset, "answers") else list(range(len(dataset)))
+
+
 def name_of(dataset: Any, index: int) -> str:
     """What a user knows a sample by: its id where it has one, else its number."""
     return dataset.name(index) if hasattr(dataset, "name") else f"row {index}"
+
+
+def broken_features(path: Path, row: str, position: int) -> InputError:
+    """Of features that were read from a file and are NaN or infinite at a token."""
+    remedy = "Its target was broken, or it was damaged: check the target, delete the file and make it again."
+    return InputError(str(path), f"NaN or infinity in {row}, position {position}", "finite features", remedy)
+
+
+def check_labels(directory: Path, names: Rows, labels: Lists) -> None:
+    """Raises InputError where acceptance probabilities are not finite."""
+    place = labels.first_broken()
+    if place is not None:
+        found = f"{directory} with NaN or infinity in the labels of row {names.read(place, place + 1)[0]['id']}"
+        raise InputError("data", found, "probabilities", "Check the models that labelled it, and make it again.")
 
 
 class Lists:
     """A list column as one flat numpy array and offsets: a row is a slice, not Python numbers."""
 
     def __init__(self, column: pa.ChunkedArray):
-        array = column.combine_chunks()
-        if isinstance(array, pa.ChunkedArray):  # older pyarrow keeps the wrapper
-            array = array.chunk(0)
-        self._offsets = array.offsets.to_numpy()
-        self._values = array.values.to_numpy(zero_copy_only=False)
+        # Chunk by chunk: Arrow's own lists count in 32 bits, and as one chunk would end at 2^31 tokens.
+        self._offsets = offsets_of(column)
+        parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
+        self._values = parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -260,6 +291,63 @@ class Lists:
 
     def __getitem__(self, row: int) -> np.ndarray:
         return self._values[self._offsets[row] : self._offsets[row + 1]]
+
+    def first_broken(self) -> int | None:
+        """The first row with a number that is not finite."""
+        broken = np.flatnonzero(~np.isfinite(self._values))
+        return int(np.searchsorted(self._offsets, broken[0], "right")) - 1 if len(broken) else None
+
+    def answer_lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of a column of loss masks: tokens of every answer, and which row each is of."""
+        return answer_lengths(self._values, self._offsets)
+
+
+class Answers:
+    """Where the answers are in each row of a table."""
+
+    def __init__(self, table: pa.Table):
+        """table: with the columns that `answer_columns` names, and input_ids where there is no loss_mask."""
+        names = set(table.column_names)
+        self._masks = Lists(table["loss_mask"]) if "loss_mask" in names else None
+        self._starts = None if self._masks else table["prompt_length"].to_numpy()
+        self._ends = None if self._masks else Lists(table["input_ids"]).lengths
+        self._turns = table["turn"].to_numpy() if "turn" in names else np.ones(table.num_rows, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def mask(self, row: int) -> np.ndarray:
+        """[T] bool."""
+        if self._masks is not None:
+            return self._masks[row].astype(bool)
+        assert self._starts is not None and self._ends is not None
+        return np.arange(self._ends[row]) >= self._starts[row]
+
+    def lengths(self, rows: Sequence[int]) -> np.ndarray:
+        """Tokens of every answer of these rows."""
+        if self._masks is None:
+            return (self._ends - self._starts)[np.asarray(rows, dtype=np.int64)]
+        wanted = np.zeros(len(self), dtype=bool)
+        wanted[np.asarray(rows, dtype=np.int64)] = True
+        lengths, owner = self._masks.answer_lengths()
+        return lengths[wanted[owner]]
+
+    @property
+    def conversations(self) -> list[int]:
+        """Which conversation each row is of, counted from 0."""
+        return conversation_numbers(self._turns)
+
+
+def answer_columns(manifest: Manifest) -> list[str]:
+    """Of this artefact's columns, those that say where the answers are."""
+    names = {spec.name for spec in manifest.fields}
+    return [*(["loss_mask"] if "loss_mask" in names else ["prompt_length"]), *(["turn"] if "turn" in names else [])]
+
+
+def offsets_of(column: pa.ChunkedArray) -> np.ndarray:
+    """Where each row of a list column begins and the last one ends, in 64 bits [N+1]."""
+    lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
+    return np.concatenate([[0], *lengths]).cumsum(dtype=np.int64)
 
 
 def _generator(*key: object) -> np.random.Generator:

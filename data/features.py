@@ -16,14 +16,19 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.data import feature_codec
-from draftsmith.data.batched import by_length, pad_right, pick_device, set_threads
+from draftsmith.data.answers import answer_mask
+from draftsmith.data.batched import by_length, pad_right, set_threads
+from draftsmith.data.device import pick_device
 from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
-from draftsmith.data.models import load_lm, tokenizer_identity
+from draftsmith.data.models import load_lm, text_identity
+from draftsmith.data.naming import naming
 from draftsmith.data.parallel import DONE, tell, told
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
 from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, read_done, run_stage
+from draftsmith.data.writer import sole_writer
+from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
@@ -35,6 +40,7 @@ FIELDS = (
     Field("input_ids", "list<int32>", ("T",)),
     Field("prompt_length", "int32"),
     Field("loss_mask", "list<bool>", ("T",)),
+    Field("turn", "int32"),
     Field("task", "string"),
 )
 # Beside the states each token has an id and a mask bit in the index; and a file system is never filled to the brim.
@@ -84,6 +90,7 @@ class FeaturesConfig:
         check_not_negative(self, "limit", "num_threads", "max_bytes")
 
 
+@sole_writer(shared=True)
 def run(config: FeaturesConfig) -> Path:
     """Write the artefact `features`; returns its directory."""
     set_threads(config.num_threads)
@@ -138,7 +145,7 @@ def open_texts(
     Raises:
         InputError: another artefact, or prompts without answers.
     """
-    expected: dict[str, Any] = {"tokenizer": tokenizer_identity(target)["tokenizer"]}
+    expected: dict[str, Any] = text_identity(target)
     if Manifest.read(directory).kind == "responses":
         expected["target"] = dict(identity)
     manifest = open_artefact(directory, ("responses", "prompts"), expected, check)
@@ -190,7 +197,12 @@ def read_shard(lm: CausalLM, source: Rows, shard: Shard, config: FeaturesConfig,
     for batch in by_length([len(row["input_ids"]) for row in rows], config.batch_size):
         features = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm.device))
         for i, padded in zip(batch, features, strict=True):
-            stored = feature_codec.encode(padded[: len(rows[i]["input_ids"])], config.feature_dtype)
+            own = padded[: len(rows[i]["input_ids"])]
+            place = first_broken(own)
+            if place is not None:
+                with naming([rows[i]["id"]]):
+                    raise NonFinite("hidden states", "target", place)
+            stored = feature_codec.encode(own, config.feature_dtype)
             # A copy: a view would keep, and safetensors would refuse, the padded batch behind it.
             tensors |= {key(shard.start + i) + suffix: tensor.cpu().clone() for suffix, tensor in stored.items()}
         advance(len(batch))
@@ -216,12 +228,11 @@ def index_row(number: int, shard: Shard, row: dict[str, Any]) -> dict[str, Any]:
         "input_ids": ids,
         "prompt_length": start,
         "loss_mask": mask,
+        "turn": row.get("turn", 1),
         "task": row["task"],
     }
 
 
 def loss_mask(row: dict[str, Any]) -> tuple[int, list[bool]]:
-    """Where the answer of a response, or of a supervised prompt, begins, and which tokens [T] the loss counts."""
-    start = row["prompt_length"] if "prompt_length" in row else len(row["prompt_ids"])
-    mask = row["loss_mask"] if "loss_mask" in row else [position >= start for position in range(len(row["input_ids"]))]
-    return start, mask
+    """Where the first answer of a response, or of a supervised prompt, begins, and which tokens [T] the loss counts."""
+    return row["prompt_length"] if "prompt_length" in row else len(row["prompt_ids"]), answer_mask(row)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
-import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.data.manifest import file_sha256
+from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text
+from draftsmith.data.manifest import compare_identity, file_sha256, warn_not_compared
+from draftsmith.data.reading import check_shape, read_object
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -27,6 +27,8 @@ SCHEMA_VERSION = 1
 HEADS = {"acceptance": ("AcceptanceHeadConfig", "AcceptanceHead"), "eagle": ("EagleConfig", "EagleHead")}
 
 
+# Of their settings, what is read before they are built.
+SIZES = {"acceptance": {"hidden_size": int}, "eagle": {"llama": {"hidden_size": int, "vocab_size": int}}}
 # What an acceptance head says of its labels: mix or rollout, sampling or greedy, of a draft model or of an EAGLE head.
 LABELS = ("labels", "mode", "drafter")
 
@@ -55,12 +57,7 @@ def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any
     manifest: what it was made from: `target` (identity), `sampling`, what LABELS names, inputs, seed, versions,
         measured numbers. The files' sha256 are added here.
     """
-    from safetensors.torch import save_file
-
     directory = Path(directory)
-    partial = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     config = {
         "kind": kind_of(head),
         "schema_version": SCHEMA_VERSION,
@@ -69,21 +66,14 @@ def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any
         "sampling": manifest.get("sampling"),
         **{name: manifest[name] for name in LABELS if name in manifest},
     }
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     # Tied blocks share storage, which safetensors refuses: each tensor is stored once, under its first name.
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.named_parameters()}
-    save_file(state, partial / "model.safetensors")
-    (partial / "README.md").write_text(card)
-    sha256 = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(partial.iterdir())}
-    (partial / "manifest.json").write_text(json.dumps({"kind": "head", **manifest, "sha256": sha256}, indent=2) + "\n")
-    if directory.exists():
-        old = directory.with_name(directory.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        directory.rename(old)
-        partial.rename(directory)
-        shutil.rmtree(old)
-    else:
-        partial.rename(directory)
+    with whole_directory(directory) as partial:
+        write_json(partial / "config.json", config, indent=2)
+        write_tensors(partial / "model.safetensors", state)
+        write_text(partial / "README.md", card)
+        sha256 = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(partial.iterdir())}
+        write_json(partial / "manifest.json", {"kind": "head", **manifest, "sha256": sha256}, indent=2)
     return directory
 
 
@@ -98,21 +88,19 @@ def head_config(directory: str | Path) -> dict[str, Any]:
         raise InputError(
             "head", directory, "a head directory (config.json, manifest.json)", "Train one, or check the path."
         )
-    try:
-        manifest = json.loads((directory / "manifest.json").read_text())
-    except ValueError as error:
-        raise InputError(
-            str(directory / "manifest.json"), f"damaged ({error})", "JSON", "Copy or train the head again."
-        ) from error
+    again = "Copy or train the head again."
+    manifest = read_object(directory / "manifest.json", {"sha256?": {"*": str}}, again)
     for name, sha256 in manifest.get("sha256", {}).items():
         file = directory / name
         if name != "README.md" and (not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256):
             raise InputError(
                 str(file), "missing or changed content", f"sha256 {sha256[:12]}", "Copy or train the head again."
             )
-    config = json.loads((directory / "config.json").read_text())
-    if config.get("kind") not in HEADS:
-        raise InputError("kind", config.get("kind"), " or ".join(HEADS), f"{directory} is no head of this version.")
+    known = {"target?": (dict, None), "sampling?": (dict, None)}
+    config = read_object(directory / "config.json", {"kind": object, "head": dict, **known}, again)
+    if config["kind"] not in list(HEADS):  # a list: what is read may not be hashable
+        raise InputError("kind", config["kind"], " or ".join(HEADS), f"{directory} is no head of this version.")
+    check_shape(directory / "config.json", config["head"], SIZES[config["kind"]], again, "head")
     return config
 
 
@@ -189,14 +177,18 @@ def _settings(config: dict[str, Any]) -> Any:
     """The head's own config dataclass."""
     config_class, _ = head_classes(config["kind"])
     fields = dict(config["head"])
-    if "llama" in fields:
-        layer = dict(fields["llama"])
-        fields["llama"] = LlamaConfig(**{**layer, "rope_scaling": RopeScaling(**layer["rope_scaling"])})
-    # JSON has lists only.
-    fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
-    if "knots" in fields:
-        fields["knots"] = tuple(tuple(knot) for knot in fields["knots"])
-    return config_class(**fields)
+    try:
+        if "llama" in fields:
+            layer = dict(fields["llama"])
+            fields["llama"] = LlamaConfig(**{**layer, "rope_scaling": RopeScaling(**layer["rope_scaling"])})
+        # JSON has lists only.
+        fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+        if "knots" in fields:
+            fields["knots"] = tuple(tuple(knot) for knot in fields["knots"])
+        return config_class(**fields)
+    except (TypeError, KeyError) as error:  # a name that is absent, unknown, or of another type
+        found = f"settings that are none of an {config['kind']} head ({error})"
+        raise InputError("config.json", found, "what training wrote", "Copy or train the head again.") from error
 
 
 def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
@@ -231,9 +223,16 @@ def head_settings(directory: str | Path, kind: str) -> Any:
 
 def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
     """On the CPU, in the type of its file."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return build_head(config["kind"], _settings(config), load_file(Path(directory) / "model.safetensors"))
+    file = Path(directory) / "model.safetensors"
+    try:
+        state = load_file(file)
+    except (SafetensorError, OSError) as error:
+        remedy = "Copy or train the head again."
+        raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", remedy) from error
+    return build_head(config["kind"], _settings(config), state)
 
 
 def check_sizes(field: str, named: str | Path, head: Mapping[str, Any], width: int, vocab_size: int | None) -> None:
@@ -256,16 +255,24 @@ def check_sizes(field: str, named: str | Path, head: Mapping[str, Any], width: i
 
 def _check_identity(directory: str | Path, config: dict[str, Any], identity: Mapping[str, str]) -> None:
     recorded = config.get("target")
-    if recorded:
-        different = [key for key, value in recorded.items() if identity.get(key) != value]
-        different += [key for key in identity if key == "eagle" and key not in recorded]
-        if different:
-            raise InputError(
-                "head",
-                f"{directory} trained for another model ({', '.join(different)} differ)",
-                "the model it was trained for",
-                "Train a head for this model.",
-            )
+    if not recorded:
+        return
+    # Heads of earlier versions have the tokenizer in their manifest only, of the texts that they were trained on.
+    models = read_object(Path(directory) / "manifest.json", {"models?": (dict, None)}).get("models") or {}
+    if isinstance(models.get("tokenizer"), str):
+        recorded = {"tokenizer": models["tokenizer"], **recorded}
+    differing, unrecorded = compare_identity({"model": identity}, {"model": recorded})
+    if differing:
+        names = ", ".join(key.removeprefix("model.") for key, _, _ in differing)
+        reads = "--target TARGET" if config["kind"] == "eagle" or "eagle" in recorded else "--draft DRAFT"
+        start = f"draftsmith train {config['kind']} --init {directory} {reads} --data DATA --output DIR"
+        raise InputError(
+            "head",
+            f"{directory} trained for another model ({names} differ)",
+            "the model it was trained for",
+            f"Pass that one, or train this head on for the other, on data made with it: {start}",
+        )
+    warn_not_compared(str(directory), [key.removeprefix("model.") for key in unrecorded])
 
 
 def starting_settings(directory: str | Path, kind: str, width: int | None = None, vocab_size: int | None = None) -> Any:

@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.data.answers import answer_mask, answers_of, spans
 from draftsmith.data.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.models import load_tokenizer, tokenizer_identity
 from draftsmith.data.prompts import check_not_negative
 from draftsmith.data.shards import Rows
+from draftsmith.data.turns import later_turns
 from draftsmith.modules.types import InputError
 
 KINDS = ("prompts", "responses", "acceptance", "rollouts", "features")
@@ -112,22 +114,18 @@ def round_trips(rows: Rows, tokenizer: Any) -> dict[str, str]:
     }
 
 
-def answer_of(row: dict[str, Any]) -> list[int]:
-    return row["input_ids"][row["prompt_length"] :]
-
-
 def sampled_exactly(row: dict[str, Any], tokenizer: Any) -> bool:
-    """True where tokenising the answer's text gives the sampled ids back."""
-    ids = answer_of(row)
-    return tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] == ids
+    """True where tokenising the answers' texts gives the sampled ids back."""
+    answers = answers_of(row)
+    return all(tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] == ids for ids in answers)
 
 
 def retokenised_exactly(row: dict[str, Any], tokenizer: Any) -> bool:
     """True where nothing speaks against the ids being those that the server sampled: they give its text back, and they
     are as many as it counted (where it counted)."""
-    ids = answer_of(row)
-    same_text = tokenizer.decode(ids, skip_special_tokens=True) == row["text"]
-    return same_text and row["server_tokens"] in (None, len(ids))
+    answers = answers_of(row)
+    said = "".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in answers)
+    return said == row["text"] and row["server_tokens"] in (None, sum(map(len, answers)))
 
 
 def show_row(
@@ -147,7 +145,7 @@ def show_row(
         mask = row.get("loss_mask") or [False] * len(ids)
     else:
         ids = row["input_ids"]
-        mask = row.get("loss_mask") or [position >= row["prompt_length"] for position in range(len(ids))]
+        mask = answer_mask(row)
     console.print(masked_text(ids, mask, tokenizer, marked=not console.is_terminal))
     notes = [f"{len(ids)} tokens", f"{sum(mask)} counted by the loss"]
     if manifest.kind == "responses":
@@ -157,8 +155,12 @@ def show_row(
         notes.append(feature_note(directory, row))
     console.print(Text(", ".join(notes), style="cyan"))
     if manifest.kind == "prompts":
-        for message in json.loads(row["messages"]):
-            console.print(Text(f"{message['role']}: {message['content']}", style=PROMPT), soft_wrap=True)
+        stretches = [json.loads(row["messages"]), *later_turns(row)]
+        for turn, said in enumerate(stretches, 1):
+            if turn > 1:
+                console.print(Text(f"(the target's answer, then turn {turn})", style=COUNTED))
+            for message in said:
+                console.print(Text(f"{message['role']}: {message['content']}", style=PROMPT), soft_wrap=True)
 
 
 def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, marked: bool) -> Text:
@@ -175,21 +177,23 @@ def masked_text(ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, marked
 
 
 def show_labels(console: Console, row: dict[str, Any], tokenizer: Any) -> None:
-    """The target's answer, each token coloured by how likely it is that the draft's proposal there is kept, and a table
-    of the first positions."""
-    start, probs = row["prompt_length"], row["accept_prob"]
-    text = Text(tokenizer.decode(row["input_ids"][:start]), style=PROMPT)
-    for token, prob in zip(answer_of(row), probs, strict=True):
-        text.append(tokenizer.decode([token]), style=band(prob))
+    """The target's answers, each token coloured by how likely it is that the draft's proposal there is kept, and a
+    table of the first positions."""
+    ids, probs, text, known = row["input_ids"], row["accept_prob"], Text(), 0
+    places = [at for start, end in spans(answer_mask(row)) for at in range(start, end)]
+    for at, prob in zip(places, probs, strict=True):
+        text.append(tokenizer.decode(ids[known:at]), style=PROMPT)
+        text.append(tokenizer.decode([ids[at]]), style=band(prob))
+        known = at + 1
     console.print(text)
     legend = bands()
     legend.append(f"mean {sum(probs) / len(probs):.3f}, mean overlap {sum(row['overlap']) / len(probs):.3f}")
     console.print(legend)
     table = Table("position", "target X", "draft Y", "P", "overlap", "log p(Y)", "log q(Y)")
     for j in range(min(LABELS_SHOWN, len(probs))):
-        shown = (tokenizer.decode([ids[j]]) for ids in (answer_of(row), row["draft_ids"]))
+        shown = (tokenizer.decode([token]) for token in (ids[places[j]], row["draft_ids"][j]))
         numbers = (f"{row[name][j]:.3f}" for name in ("accept_prob", "overlap", "log_p", "log_q"))
-        table.add_row(str(start + j), *(Text(repr(piece)) for piece in shown), *numbers, style=band(probs[j]))
+        table.add_row(str(places[j]), *(Text(repr(piece)) for piece in shown), *numbers, style=band(probs[j]))
     console.print(table)
 
 

@@ -10,21 +10,44 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import os
 import shlex
 import subprocess
+import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.files import write_json
+from draftsmith.data.ranks import place
+from draftsmith.data.reading import check_shape, read_object
 from draftsmith.modules.types import InputError
 
 SCHEMA_VERSION = 1
 MANIFEST, STARTED = "manifest.json", "started.json"
 ROOT = Path(__file__).resolve().parents[1]  # of the package, and of the checkout where it runs from one
+# Hashes that earlier versions did not record.
+LATER = ("weights", "tokenizer", "encoding", "code")
 PACKAGES = ("draftsmith", "torch", "transformers", "tokenizers", "datasets", "safetensors", "pyarrow", "numpy")
+
+
+# Of the files as they are on the disk (data/reading.py).
+FILE: dict[str, Any] = {"name": str, "bytes": int, "sha256": str, "rows": int}
+SHAPE: dict[str, Any] = {
+    "kind": str,
+    "config?": dict,
+    "inputs?": {"*": str},
+    "identity?": dict,
+    "sampling?": (dict, None),
+    "fields": [{"name": str, "dtype": str, "shape": [str]}],
+    "counts?": {"*": int},
+    "files": [FILE],
+    "seed?": (int, None),
+    "command?": str,
+    "packages?": {"*": (str, None)},
+    "git_commit?": (str, None),
+}
 
 
 @dataclass(frozen=True)
@@ -94,20 +117,17 @@ class Manifest:
         path = directory / MANIFEST
         if not path.exists():
             raise _missing(directory)
-        try:
-            raw = json.loads(path.read_text("utf-8"))
-            version = raw["schema_version"]
-            if version != SCHEMA_VERSION:
-                found = f"schema version {version}"
-                raise InputError(str(path), found, f"version {SCHEMA_VERSION}", f"Make it again: {raw.get('command')}")
-            raw["fields"] = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in raw["fields"])
-            raw["files"] = tuple(FileEntry(**entry) for entry in raw["files"])
-            return Manifest(**raw)
-        except InputError:
-            raise
-        except (ValueError, KeyError, TypeError) as error:
-            remedy = "Delete this file and run the stage again: it keeps the shards."
-            raise InputError(str(path), f"damaged ({error})", "a manifest of this program", remedy) from error
+        remedy = "Delete this file and run the stage again: it keeps the shards."
+        raw = read_object(path, {"schema_version": int, "command?": str}, remedy)
+        if raw["schema_version"] != SCHEMA_VERSION:
+            found = f"schema version {raw['schema_version']}"
+            raise InputError(str(path), found, f"version {SCHEMA_VERSION}", f"Make it again: {raw.get('command')}")
+        check_shape(path, raw, SHAPE, remedy)
+        if unknown := sorted(raw.keys() - {spec.name for spec in dataclasses.fields(Manifest)}):
+            raise InputError(str(path), f"damaged (unknown: {unknown[0]})", "a manifest of this program", remedy)
+        raw["fields"] = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in raw["fields"])
+        raw["files"] = tuple(FileEntry(**{name: entry[name] for name in FILE}) for entry in raw["files"])
+        return Manifest(**{spec.name: raw[spec.name] for spec in dataclasses.fields(Manifest) if spec.name in raw})
 
 
 def _missing(directory: Path) -> InputError:
@@ -115,7 +135,7 @@ def _missing(directory: Path) -> InputError:
         return InputError(str(directory), "no such directory", "an artefact's directory", "Check the path.")
     started = directory / STARTED
     if started.exists():
-        command = read_json(started).get("command", "the stage's command")
+        command = read_object(started, {"command": str})["command"]
         return InputError(str(directory), "an unfinished stage", "a complete one", f"Continue it: {command}")
     return InputError(str(directory), f"no {MANIFEST}", "an artefact's directory", "Check the path.")
 
@@ -129,7 +149,8 @@ def open_artefact(
     """The manifest of an artefact that is complete, of this kind, intact, and made with these models.
 
     identity: nested hashes, compared with the artefact's. A single hash that the artefact lacks was unknown to its
-        stage (the lm_head of a model behind a server) and does not count; a whole missing model does.
+        stage (the weights of a model behind a server; an earlier version), which a warning says; a whole missing model
+        differs.
     check: what proves a file intact: `sha256` reads all of it; `size` does not, for terabytes of features.
 
     Raises:
@@ -141,21 +162,54 @@ def open_artefact(
     if kinds is not None and manifest.kind not in kinds:
         found = f"an artefact of kind {manifest.kind}"
         raise InputError(str(directory), found, f"kind {' or '.join(kinds)}", "Pass another directory.")
-    differing = _other_identity(identity or {}, manifest.identity)
+    differing, unrecorded = compare_identity(identity or {}, manifest.identity)
     if differing:
         found = "made with another " + "; ".join(f"{k}: {theirs} here, {ours} given" for k, ours, theirs in differing)
-        remedy = f"Make it again: {manifest.command}"
+        remedy = f"Make it again: {manifest.command} (with the models given here, and another output)"
         raise InputError(str(directory), found, "the same identity", remedy)
+    warn_not_compared(str(directory), unrecorded)
     for entry in manifest.files:
         check_file(Path(directory), entry, manifest.command, check)
     return manifest
 
 
-def _other_identity(given: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, given, recorded) of what differs."""
-    known = flatten(recorded)
-    shared = {key: value for key, value in flatten(given).items() if key in known or key.split(".")[0] not in recorded}
-    return differences(shared, {key: known.get(key) for key in shared})
+def compare_identity(
+    given: Mapping[str, Any], recorded: Mapping[str, Any]
+) -> tuple[list[tuple[str, Any, Any]], list[str]]:
+    """(key, given, recorded) of what differs, and the keys that were not recorded, which nobody can compare.
+
+    given: nested hashes. What is recorded of models that are not given does not count; a model that is given and of
+    which nothing is recorded differs, and so does one with an EAGLE head from one without.
+    """
+    ours, theirs = flatten(given), flatten(recorded)
+    for key in [key for key in theirs if key.endswith(".eagle") and key.split(".")[0] in given]:
+        ours.setdefault(key, None)
+    unrecorded = [
+        key
+        for key in ours.keys() - theirs.keys()
+        if not key.endswith(".eagle") and (key.split(".")[0] in recorded or key in LATER)
+    ]
+    compared = {key: value for key, value in ours.items() if key not in unrecorded}
+    return differences(compared, {key: theirs.get(key) for key in compared}), sorted(unrecorded)
+
+
+def without_unrecorded(differing: Iterable[tuple[str, Any, Any]]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
+    """Of `differences`: those that count, and the keys of hashes that one side lacks because an earlier version did not
+    take them."""
+    listed = list(differing)
+    lacking = [key for key, one, other in listed if key.split(".")[-1] in LATER and None in (one, other)]
+    return [entry for entry in listed if entry[0] not in lacking], lacking
+
+
+def warn_not_compared(where: str, keys: Sequence[str]) -> None:
+    """Say once what of an identity could not be compared."""
+    if keys and where not in _warned and place().rank == 0:
+        _warned.add(where)
+        found = f"{where} does not record {', '.join(keys)} (an earlier version or a server made it)"
+        print(f"draftsmith: warning: {found}: not compared", file=sys.stderr)
+
+
+_warned: set[str] = set()
 
 
 def check_file(directory: Path, entry: FileEntry, command: str, check: str = "sha256") -> None:
@@ -196,39 +250,6 @@ def file_sha256(path: Path) -> str:
     """Hex digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_json(path: Path) -> Any:
-    """The content of a file that `write_json` wrote.
-
-    Raises:
-        OSError: it is not there. InputError: it is not JSON, so something else has damaged it.
-    """
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise InputError(str(path), f"damaged ({error})", "JSON", "Delete it and run the stage again.") from error
-
-
-def write_json(path: Path, content: object) -> None:
-    """Atomically: the file is there whole or not at all, also after a kill or a power cut."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    publish(temporary, path)
-
-
-def publish(temporary: Path, path: Path) -> None:
-    """Give a written and synced file its name, durably."""
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def package_versions() -> dict[str, str | None]:

@@ -15,7 +15,8 @@ MEANING = {
     "token_loss": "soft cross-entropy against the target's distribution, nats a token",
     "top1": "share of response tokens where the head's first choice is the target's, teacher-forced",
     "top3": "share where the target's choice is among the head's first three",
-    "tau": "emitted tokens per target call, greedy chains on held-out prompts",
+    "tau": "emitted tokens per target call, greedy chains; end tokens are ignored where tau_behind_end is there",
+    "tau_behind_end": "share of those tokens that come behind an end token: the target serves no such text",
 }
 STEPS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 

@@ -6,16 +6,37 @@ in the place of another has none.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from draftsmith.data.card import model_card
+from draftsmith.data.files import write_json, write_text
 from draftsmith.data.heads import head_config
-from draftsmith.data.manifest import file_sha256, publish, read_json, write_json
+from draftsmith.data.manifest import file_sha256
+from draftsmith.data.reading import read_object
 
 MEASURED, CARD, WEIGHTS = "measured.json", "README.md", "model.safetensors"
+NUMBER, INTERVAL = (float, None), ([(float, None)], None)
+ROW = {
+    "tau": NUMBER,
+    "speedup": NUMBER,
+    "tau_ci95?": INTERVAL,
+    "speedup_ci95?": INTERVAL,
+    "prompts?": int,
+    "tokens?": int,
+}
+SHAPE = {
+    "head_sha256": str,
+    "methods": [{"method": str, "temperature?": float, **ROW, "by_task?": {"*": ROW}}],
+    "settings": {"temperature": float},
+    "prompts": dict,
+    "clock": str,
+    "hardware": dict,
+    "date": str,
+    "target?": dict,
+    "versions?": dict,
+}
 
 
 def write_measured(directory: str | Path, measured: Mapping[str, Any]) -> None:
@@ -37,7 +58,7 @@ def measured_of(directory: str | Path) -> dict[str, Any] | None:
     directory = Path(directory)
     if not (directory / MEASURED).exists():
         return None
-    measured = read_json(directory / MEASURED)
+    measured = read_object(directory / MEASURED, SHAPE, "Delete it, or measure again: eval bench --card.")
     return measured if measured.get("head_sha256") == file_sha256(directory / WEIGHTS) else None
 
 
@@ -45,10 +66,5 @@ def write_card(directory: str | Path) -> None:
     """The card of a head directory anew, atomically, from the files beside it."""
     directory = Path(directory)
     config = head_config(directory)
-    manifest = {"head": config["head"], **read_json(directory / "manifest.json")}
-    temporary = directory / f"{CARD}.tmp-{os.getpid()}"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(model_card(config["kind"], manifest, measured=measured_of(directory)))
-        file.flush()
-        os.fsync(file.fileno())
-    publish(temporary, directory / CARD)
+    manifest = {"head": config["head"], **read_object(directory / "manifest.json", {})}
+    write_text(directory / CARD, model_card(config["kind"], manifest, measured=measured_of(directory)))

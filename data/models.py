@@ -2,104 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftsmith.data.checkpoint import (
+    check_proportions,
+    checkpoint_files,
+    end_tokens,
+    read_object,
+    read_settings,
+    read_state,
+)
+from draftsmith.data.device import check_device
+from draftsmith.data.digests import tensor_hash
+from draftsmith.data.hub import EMBEDDED, model_directory, resolve_model
+from draftsmith.data.identity import config_hash, encoding_hash, model_identity, template_hash, vocabulary_hash
 from draftsmith.data.parallel import check_placed, placement
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.types import InputError
 
-EMBEDDED = "embedded:"
+__all__ = [
+    "DTYPES", "EMBEDDED", "check_same_tokenizer", "config_hash", "end_tokens", "load_lm", "load_tokenizer",
+    "load_transformers", "model_directory", "read_config", "read_object", "resolve_model", "tensor_hash",
+    "text_identity",
+    "tokenizer_identity", "trust_code",
+]  # fmt: skip
+
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-def resolve_model(path: str) -> str:
-    """`embedded:NAME` -> the shipped file or directory; a local directory or a hub id stays as it is."""
-    if not str(path).startswith(EMBEDDED):
-        return str(path)
-    name = str(path).removeprefix(EMBEDDED)
-    root = Path(__file__).parent / "embedded"
-    found = root / ("prompts.jsonl" if name == "prompts" else name)
-    if not found.exists():
-        shipped = sorted(p.name for p in root.iterdir() if (p / "config.json").exists())
-        raise InputError("path", path, f"one of {', '.join(EMBEDDED + name for name in shipped)}", "Name one of these.")
-    return str(found)
-
-
-def model_directory(path: str, more: tuple[str, ...] = ()) -> Path:
-    """The local directory of a model; a hub id is downloaded (or taken from the cache) first.
-
-    more: patterns of files to download beside those that a model of our own kind has.
-    """
-    resolved = resolve_model(path)
-    directory = Path(resolved)
-    if directory.is_dir():
-        if not (directory / "config.json").exists():
-            raise InputError(
-                "model", f"{path} without config.json", "a transformers model directory", "Check the path."
-            )
-        return directory
-    if directory.exists() or resolved.startswith((".", "/", "~")) or resolved.count("/") != 1:
-        raise InputError(
-            "model", path, "a transformers model directory, a hub id or embedded:target", "Check the path."
-        )
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", *more]
-    try:
-        return Path(snapshot_download(resolved, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises a family of its own: no network, no such id, no access
-        raise InputError(
-            "model", f"{path} ({type(error).__name__})", "a directory or a hub id", "Check it, or log in."
-        ) from error
-
-
-def read_state(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory's safetensors files, as stored."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    files = sorted(directory.glob("model*.safetensors"))
-    if not files:
-        raise InputError(
-            "model", f"{directory} without safetensors", "model*.safetensors", "Save it as safetensors first."
-        )
-    state: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            state.update(load_file(file))
-        except SafetensorError as error:
-            raise InputError(
-                str(file), f"damaged ({error})", "a whole safetensors file", "Fetch or build it again."
-            ) from error
-    return state
-
-
-def tensor_hash(tensor: torch.Tensor) -> str:
-    """Content hash of a tensor's values in bf16, so that it does not depend on the dtype it was loaded in."""
-    data = tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
-
-
-def end_tokens(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """End tokens: generation_config.json first, as `generate` does, then config.json."""
-    ids = raw.get("eos_token_id")
-    generation = directory / "generation_config.json"
-    if generation.exists():
-        ids = json.loads(generation.read_text()).get("eos_token_id", ids)
-    return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
-
-
-def config_hash(raw: dict[str, Any]) -> str:
-    """Hash of what makes the model: bookkeeping fields that saving changes do not count."""
-    skipped = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
-    kept = {key: value for key, value in raw.items() if key not in skipped}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+# Names that a Llama's output embedding may have in its files; of a tied one, its embedding's.
+OUTPUTS = ("lm_head.weight", "embed_tokens.weight")
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def load_lm(
@@ -128,9 +64,11 @@ def load_lm(
 
     if engine not in ("auto", "lean", "hf"):
         raise InputError("engine", engine, "auto, lean or hf", "Choose one of these.")
+    check_device(device)
     directory = model_directory(path)
-    raw = read_object(directory / "config.json")
+    raw = read_settings(directory)
     resolved = _resolve_dtype(dtype, raw)
+    check_proportions(raw, checkpoint_files(directory))
     if parallel != "none":
         if engine == "lean":
             found = f"{parallel} on the lean engine"
@@ -146,23 +84,8 @@ def load_lm(
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """`config.json` of a model, as it is."""
-    return read_object(model_directory(path) / "config.json")
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        InputError: damaged, or JSON of another kind.
-    """
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON or no text; nested without end
-        raise InputError(str(file), f"damaged ({error})", "JSON", "Fetch or build it again.") from error
-    if not isinstance(found, dict):
-        raise InputError(str(file), f"a JSON {type(found).__name__}", "a JSON object", "Fetch or build it again.")
-    return found
+    """`config.json` of a model, checked."""
+    return read_settings(model_directory(path))
 
 
 def _resolve_dtype(dtype: str, raw: dict[str, Any]) -> torch.dtype:
@@ -176,15 +99,24 @@ def _resolve_dtype(dtype: str, raw: dict[str, Any]) -> torch.dtype:
 def _load_lean(directory: Path, raw: dict[str, Any], dtype: torch.dtype, device: str, packed: bool) -> CausalLM:
     from draftsmith.modules.targets.llama import LlamaLM, llama_config, model_from_state
 
-    config = llama_config(raw)
-    model = model_from_state(config, read_state(directory), dtype).to(device)
+    try:
+        config = llama_config(raw)
+        eos_ids = end_tokens(directory, raw)
+        model = model_from_state(config, read_state(directory), dtype)
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        # Settings that contradict each other: more heads than width, rope of an unknown spelling.
+        found = f"settings that make no model ({type(error).__name__}: {first_line(error)})"
+        raise InputError(str(directory / "config.json"), found, "a model's", "Check the checkpoint.") from error
+    model = model.to(device)
     info = ModelInfo(
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         num_layers=config.num_layers,
         max_position=config.max_position,
-        eos_ids=end_tokens(directory, raw),
-        identity=_identity(raw, model.lm_head.weight),
+        eos_ids=eos_ids,
+        identity=_identity(directory, raw, OUTPUTS),
     )
     return LlamaLM(model, info, packed)
 
@@ -199,6 +131,8 @@ def _load_hf(
 ) -> CausalLM:
     from draftsmith.modules.targets.hf import HFLM
 
+    of_text = {**raw, **{key: value for key, value in (raw.get("text_config") or {}).items() if value is not None}}
+    eos_ids = end_tokens(directory, of_text)
     model = load_transformers(directory, dtype, trust_remote_code, **placement(parallel, raw))
     if parallel == "none":
         model = model.to(device)
@@ -210,13 +144,18 @@ def _load_hf(
         if getattr(text, field, None) not in (None, 0, 1, 1.0):
             remedy = "This model family is not supported yet."
             raise InputError(field, getattr(text, field), "logits as the output embedding gives them", remedy)
+    weight = model.get_output_embeddings().weight
+    outputs = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
+    identity = _identity(directory, raw, outputs)
+    if "lm_head" not in identity:  # of a name that the files do not have
+        identity["lm_head"] = tensor_hash(weight)
     info = ModelInfo(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         num_layers=text.num_hidden_layers,
         max_position=getattr(text, "max_position_embeddings", None) or 2048,
-        eos_ids=end_tokens(directory, raw.get("text_config") or raw),
-        identity=_identity(raw, model.get_output_embeddings().weight),
+        eos_ids=eos_ids,
+        identity=identity,
     )
     return HFLM(model, info)
 
@@ -227,18 +166,26 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
     dtype: `auto` is the checkpoint's own.
 
     Raises:
-        InputError: a checkpoint that is damaged, absent or not whole.
+        InputError: a checkpoint that is damaged, absent or not whole, or settings that transformers makes no model of.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    checkpoint_files(directory)  # never pickles
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **spread
         )
-    except (SafetensorError, OSError, RuntimeError) as error:  # damaged, absent, or tensors of another shape
-        found = str(error).strip().splitlines()[0]
-        raise InputError("model", f"{directory} ({found})", "a whole checkpoint", "Fetch or build it again.") from error
+    except torch.OutOfMemoryError:
+        raise  # nothing is wrong with the checkpoint
+    except ImportError as error:
+        found = f"{directory}, which needs a package ({first_line(error)})"
+        raise InputError("model", found, "packages that are installed", "Install it.") from error
+    except Exception as error:  # what others wrote fails in the ways of each architecture, and of code that it brings
+        if "trust_remote_code" in str(error):
+            remedy = "Pass --trust-remote-code if you trust it."
+            raise InputError("model", f"{directory}, which runs its own code", "leave to run it", remedy) from error
+        found = f"{directory} ({type(error).__name__}: {first_line(error)})"
+        raise InputError("model", found, "a whole checkpoint", "Fetch or build it again.") from error
     # transformers fills what is missing with random numbers and a warning.
     if missing := sorted(loading["missing_keys"]):
         found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"
@@ -246,29 +193,83 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
     return model
 
 
-def _identity(raw: dict[str, Any], lm_head: torch.Tensor) -> dict[str, str]:
-    return {"config": config_hash(raw), "lm_head": tensor_hash(lm_head), "layers": "final-norm"}
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:300]
+
+
+def _identity(directory: Path, raw: dict[str, Any], outputs: Any) -> dict[str, str]:
+    found = model_identity(directory, raw, outputs)
+    if has_tokenizer(directory):
+        found["tokenizer"] = tokenizer_identity(str(directory))["tokenizer"]
+    return found
+
+
+_trusted = False
+
+
+def trust_code() -> None:
+    """From here on, code that comes with a tokenizer may run: a command's --trust-remote-code holds for all its models,
+    and the command line calls this."""
+    global _trusted
+    _trusted = True
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in TOKENIZERS)
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a model directory, hub id or embedded name."""
+    """The tokenizer of a model directory, hub id or embedded name.
+
+    Raises:
+        InputError: there is none, or its files are damaged.
+    """
     from transformers import AutoTokenizer
 
     directory = model_directory(path)
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    if not has_tokenizer(directory):
         raise InputError("tokenizer", f"{path} without tokenizer files", "tokenizer.json", "Save the tokenizer there.")
-    return AutoTokenizer.from_pretrained(str(directory))
+    read_settings(directory)  # which the library asks for the tokenizer's class
+    for file in (directory / name for name in TOKENIZERS[:2]):
+        if file.exists():
+            read_object(file)
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=_trusted)
+    except Exception as error:  # the library in Rust raises plain exceptions
+        if "trust_remote_code" in str(error):
+            remedy = "Pass --trust-remote-code if you trust it."
+            raise InputError("tokenizer", f"{path}, which runs its own code", "leave to run it", remedy) from error
+        found = f"{path} with a damaged one ({type(error).__name__}: {first_line(error)})"
+        raise InputError("tokenizer", found, "a tokenizer's files", "Fetch or save it again.") from error
 
 
 def tokenizer_identity(path: str) -> dict[str, str]:
-    """Content hashes of the vocabulary (with special tokens) and of the chat template."""
-    tokenizer = load_tokenizer(path)
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    template = json.dumps(tokenizer.chat_template, sort_keys=True)
+    """Content hashes: `tokenizer` of the vocabulary (with special tokens), `encoding` of all that makes ids of text,
+    `chat_template`."""
+    directory = model_directory(path)
+    if not has_tokenizer(directory):
+        load_tokenizer(path)  # raises
+    files = sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors")
+    written = tuple(
+        (file.name, *(file.stat().st_mtime_ns, file.stat().st_ctime_ns, file.stat().st_size)) for file in files
+    )
+    return dict(_tokenizer_identity(str(directory), written))
+
+
+@functools.lru_cache(maxsize=16)
+def _tokenizer_identity(directory: str, written: tuple[tuple[str, int, int, int], ...]) -> dict[str, str]:
+    tokenizer = load_tokenizer(directory)
     return {
-        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
-        "chat_template": hashlib.sha256(template.encode()).hexdigest()[:16],
+        "tokenizer": vocabulary_hash(tokenizer),
+        "encoding": encoding_hash(Path(directory)),
+        "chat_template": template_hash(tokenizer),
     }
+
+
+def text_identity(path: str) -> dict[str, str]:
+    """Of `tokenizer_identity` what text's token ids depend on."""
+    found = tokenizer_identity(path)
+    return {name: found[name] for name in ("tokenizer", "encoding")}
 
 
 def check_same_tokenizer(target: str, draft: str, flag: str = "draft") -> None:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.data.conversations import Layout, parse_columns, recognise, up_to_last_assistant, up_to_last_user
+from draftsmith.data.conversations import (
+    Layout,
+    Turns,
+    asked_of,
+    check_mapping,
+    label_columns,
+    label_of,
+    layout_of,
+    listed,
+    parse_columns,
+    recognise,
+    up_to_last_assistant,
+)
 from draftsmith.data.manifest import Field, volatile
-from draftsmith.data.models import tokenizer_identity
+from draftsmith.data.models import text_identity
 from draftsmith.data.progress import Advance
 from draftsmith.data.shards import Plan, Shard, ShardContent, run_stage
-from draftsmith.data.sources import Row, Source, open_source
+from draftsmith.data.sources import Row, Source, first_rows, named_split, open_source
 from draftsmith.data.template import (
     RowError,
     context_length,
@@ -23,6 +35,7 @@ from draftsmith.data.template import (
     supervised_ids,
     template_hash,
 )
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.types import InputError
 
 FIELDS = (
@@ -30,6 +43,7 @@ FIELDS = (
     Field("prompt_ids", "list<int32>", ("P",)),
     Field("messages", "string"),
     Field("task", "string"),
+    Field("later", "string"),
 )
 SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("loss_mask", "list<bool>", ("T",)))
 
@@ -49,12 +63,17 @@ class PromptsConfig:
         limit: Only the first so many rows that pass the filters; 0 takes all.
         subset: Configuration name of a `datasets` source.
         revision: Revision of a hub data set.
-        supervised: Keep the answers too: input_ids of whole conversations, and a loss mask on the assistant's tokens.
+        turns: Which user turns of a conversation the target is to answer: all, each after its own answers to those
+            before; the first; or the last, after the answers that the source has to those before.
+        supervised: Keep the source's answers: input_ids of whole conversations, and a loss mask on the assistant's
+            tokens, of all turns.
         chat_template: File with a Jinja chat template to use instead of the tokenizer's own.
-        max_length: Longest prompt (supervised: conversation) in tokens; 0 is the target's context.
+        max_length: Longest prompt (supervised: conversation) in tokens, those of later turns with the answers before
+            them included; 0 is the target's context.
         overlong: What happens to longer ones: an error, or dropped and counted.
         invalid: What happens to rows that can not be used (no user turn, no text): an error, or dropped and counted.
         rows_per_shard: Rows of the source in each shard.
+        trust_remote_code: Let the target's repository run its own code.
     """
 
     source: str = volatile()
@@ -66,16 +85,21 @@ class PromptsConfig:
     limit: int = 0
     subset: str | None = None
     revision: str | None = None
+    turns: Turns = "all"
     supervised: bool = False
     chat_template: Path | None = volatile(None)
     max_length: int = 0
     overlong: Literal["error", "drop"] = "error"
     invalid: Literal["error", "drop"] = "error"
     rows_per_shard: int = 4096
+    trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
         check_positive(self, "rows_per_shard")
         check_not_negative(self, "limit", "max_length")
+        if self.supervised and self.turns != "all":
+            expected = "all with --supervised: the mask is on every answer"
+            raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
 
 
 def numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
@@ -108,20 +132,22 @@ def check_not_negative(config: Any, *names: str) -> None:
             raise InputError(name, getattr(config, name), "0 (off) or more", "Pass a number that is not negative.")
 
 
+@sole_writer(shared=True)
 def run(config: PromptsConfig) -> Path:
     """Write the artefact `prompts`; returns its directory."""
     source = open_source(config.source, config.split, config.subset, config.revision)
-    layout = recognise(source.columns, source.row(0), parse_columns(config.columns))
-    chosen = choose(source, layout, config)
+    mapping = parse_columns(config.columns)
+    check_columns(source, mapping)
+    selection = select(source, mapping, config)
     tokenizer = load_chat_tokenizer(config.target, config.chat_template, config.supervised)
     context = config.max_length or context_length(config.target)
-    identity = {"tokenizer": tokenizer_identity(config.target)["tokenizer"], "chat_template": template_hash(tokenizer)}
+    identity = {**text_identity(config.target), "chat_template": template_hash(tokenizer)}
     plan = Plan(
         kind="prompts",
         stage="data prompts",
         directory=config.output,
         config=config,
-        num_rows=len(chosen),
+        num_rows=len(selection.rows),
         rows_per_shard=config.rows_per_shard,
         fields=SUPERVISED_FIELDS if config.supervised else FIELDS,
         inputs={"source": source.digest},
@@ -130,9 +156,15 @@ def run(config: PromptsConfig) -> Path:
 
     def make(shard: Shard, advance: Advance) -> ShardContent:
         rows, counts = [], Counter[str]()
-        for index in chosen[shard.start : shard.stop]:
-            row = encode(index, source.row(index), layout, tokenizer, config, context, counts)
-            if row is not None:
+        for index in selection.rows[shard.start : shard.stop]:
+            try:
+                if index in selection.repeated:
+                    raise Repeated("an id that was there before")
+                read = source.row(index)
+                row = encode(index, read, layout_of(read, mapping), tokenizer, config, context, counts)
+            except RowError as error:
+                drop(source.where(index), error, config, counts)
+            else:
                 rows.append(row)
                 counts["prompt_tokens"] += len(row["prompt_ids"])
                 counts["tokens"] += len(row.get("input_ids", ()))
@@ -143,26 +175,106 @@ def run(config: PromptsConfig) -> Path:
     return config.output
 
 
-def choose(source: Source, layout: Layout, config: PromptsConfig) -> range | list[int]:
-    """Numbers of the source's rows that pass split, task and limit, in order.
+class Overlong(RowError):
+    """Longer than the context."""
+
+
+class Repeated(RowError):
+    """The id is that of an earlier row."""
+
+
+def drop(where: str, error: RowError, config: PromptsConfig, counts: Counter[str]) -> None:
+    """Count the row as dropped, or say where it is.
 
     Raises:
-        InputError: a filter on a column that the rows lack, or nothing left.
+        InputError: it is not to be dropped.
     """
-    filters = {"task": config.task, "split": None if source.split_taken else config.split}
-    wanted = {name: value for name, value in filters.items() if value is not None}
-    for name in wanted:
-        if name not in layout.columns:
-            found = f"rows without it: {', '.join(source.columns)}"
-            raise InputError(name, found, f"a column {name}", f"Map it (--columns {name}=NAME) or drop the filter.")
-    chosen: range | list[int] = range(len(source))
-    if wanted:
-        allowed = {name: {part.strip() for part in value.split(",")} for name, value in wanted.items()}
-        chosen = [i for i in chosen if all(layout.text(source.row(i), name) in allowed[name] for name in allowed)]
-    if not chosen:
-        found = f"no rows with {', '.join(f'{k} {v}' for k, v in wanted.items())}"
+    if isinstance(error, Overlong):
+        if config.overlong == "drop":
+            counts["overlong_dropped"] += 1
+            return
+        expected = "at most the target's context or --max-length"
+        raise InputError(where, error, expected, "Pass --overlong drop.") from error
+    if config.invalid == "error":
+        remedy = "Correct it, or pass --invalid drop."
+        if isinstance(error, Repeated):
+            remedy = "Map another column (--columns id=NAME), or pass --invalid drop, which keeps the first."
+        raise InputError(where, error, "a usable row", remedy) from error
+    counts["duplicate_dropped" if isinstance(error, Repeated) else "invalid_dropped"] += 1
+
+
+@dataclass(frozen=True)
+class Selection:
+    """rows: numbers of the source's rows that pass the filters, in order, and of those that cannot be read, which are
+    dropped later. repeated: those among them whose id an earlier one has."""
+
+    rows: list[int]
+    repeated: frozenset[int]
+
+
+def check_columns(source: Source, mapping: Mapping[str, str]) -> None:
+    """Raises InputError where no row has a mapped column, or none a shape that is known."""
+    absent, fits = set(mapping.values()), False
+    for _, row in first_rows(source):
+        absent -= row.keys()
+        try:
+            fits = fits or bool(layout_of(row, mapping))
+        except RowError:
+            pass
+        if fits and not absent:
+            return
+    if not source.columns:  # no row can be read at all
+        try:
+            source.row(0)
+        except RowError as error:
+            raise InputError(source.where(0), error, "a usable row", "Correct the file.") from error
+    check_mapping(source.columns, mapping)
+    recognise(source.columns, {}, mapping)
+
+
+def select(source: Source, mapping: Mapping[str, str], config: PromptsConfig) -> Selection:
+    """The rows that pass split, task and limit.
+
+    Raises:
+        InputError: a filter on a column that no row has, nothing left, or a row to be dropped where none is to be.
+    """
+    filters = {"task": config.task, "split": None if source.split_taken else named_split(config.split)}
+    allowed = {
+        name: {part.strip() for part in value.split(",")} for name, value in filters.items() if value is not None
+    }
+    rows: list[int] = []
+    repeated: list[int] = []
+    first: dict[str, int] = {}
+    labelled: set[str] = set()
+    for index in range(len(source)):
+        try:
+            row = source.row(index)
+            columns = label_columns([name for name, value in row.items() if value is not None], mapping)
+            labelled |= columns.keys()
+            if not all(label_of(row, columns, name) in values for name, values in allowed.items()):
+                continue
+            own_id = label_of(row, columns, "id", default_id(index))
+            if first.setdefault(own_id, index) != index:
+                earlier = source.where(first[own_id])
+                raise Repeated(f"the id {own_id[:80]!r}, which {earlier} has too")
+        except RowError as error:
+            drop(source.where(index), error, config, Counter())
+            repeated += [index] if isinstance(error, Repeated) else []
+        rows.append(index)
+        if len(rows) == config.limit:
+            break
+    for name in allowed.keys() - labelled:
+        found = f"rows without it: {listed(source.columns)}"
+        raise InputError(name, found, f"a column {name}", f"Map it (--columns {name}=NAME) or drop the filter.")
+    if not rows:
+        found = f"no rows with {', '.join(f'{name} {filters[name]}' for name in allowed)}"
         raise InputError("source", found, "at least one row", "Correct the filters.")
-    return chosen[: config.limit] if config.limit else chosen
+    return Selection(rows, frozenset(repeated))
+
+
+def default_id(index: int) -> str:
+    """Of a row that has none."""
+    return f"{index:07d}"
 
 
 def encode(
@@ -173,37 +285,28 @@ def encode(
     config: PromptsConfig,
     context: int | None,
     counts: Counter[str],
-) -> dict[str, Any] | None:
-    """One row of the artefact; None where it is dropped, which `counts` then says.
+) -> dict[str, Any]:
+    """One row of the artefact.
 
     Raises:
-        InputError: an overlong or unusable row that is not to be dropped.
+        RowError: the row cannot be used. Overlong: it is too long.
     """
-    where = f"source row {index}"
-    try:
-        conversation = layout.conversation(row)
-        prompt = up_to_last_user(conversation.messages)
-        encoded: dict[str, Any] = {
-            "id": layout.text(row, "id", f"{index:07d}"),
-            "prompt_ids": prompt_ids(tokenizer, prompt),
-            "messages": json.dumps(prompt, ensure_ascii=False),
-            "task": layout.text(row, "task"),
-        }
-        length = len(encoded["prompt_ids"]) + 1  # room for one token of an answer
-        if config.supervised:
-            whole = up_to_last_assistant(conversation.messages)
-            encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, whole)
-            length = len(encoded["input_ids"])
-    except RowError as error:
-        if config.invalid == "drop":
-            counts["invalid_dropped"] += 1
-            return None
-        raise InputError(where, str(error), "a usable row", "Correct it, or pass --invalid drop.") from error
+    conversation = layout.conversation(row)
+    asked = asked_of(conversation, config.turns)
+    encoded: dict[str, Any] = {
+        "id": layout.text(row, "id", default_id(index)),
+        "prompt_ids": prompt_ids(tokenizer, asked.opening),
+        "messages": json.dumps(asked.opening, ensure_ascii=False),
+        "task": layout.text(row, "task"),
+        "later": json.dumps(asked.later, ensure_ascii=False),
+    }
+    length = len(encoded["prompt_ids"]) + 1  # room for one token of an answer
+    if config.supervised:
+        whole = up_to_last_assistant(conversation.messages)
+        encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, whole)
+        length = len(encoded["input_ids"])
     if context is not None and length > context:
-        if config.overlong == "drop":
-            counts["overlong_dropped"] += 1
-            return None
-        expected = f"at most {context}, the target's context or --max-length"
-        raise InputError(where, f"{length} tokens (one for an answer included)", expected, "Pass --overlong drop.")
-    counts["later_turns_left_out"] += len(conversation.later)
+        raise Overlong(f"{length} tokens (one for an answer included), more than {context}")
+    counts["later_turns"] += len(asked.later)
+    counts["turns_not_asked"] += asked.not_asked
     return encoded

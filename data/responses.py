@@ -1,28 +1,41 @@
-"""Stage `data responses`: the target answers the prompts. What is stored is what it sampled: token ids, not text."""
+"""Stage `data responses`: the target answers the prompts, turn by turn. What is stored is what it sampled: token ids,
+not text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from draftsmith.data.batched import answer_all, pick_device, row_uniforms, set_threads
-from draftsmith.data.manifest import Field, open_artefact, volatile
-from draftsmith.data.models import load_lm, tokenizer_identity
-from draftsmith.data.progress import Advance
+from draftsmith.data.answers import Supervision, answer_mask, spans
+from draftsmith.data.batched import answer_all, row_uniforms, set_threads
+from draftsmith.data.datasets import Lists
+from draftsmith.data.device import pick_device
+from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
+from draftsmith.data.models import load_lm, text_identity
+from draftsmith.data.naming import naming
+from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
+from draftsmith.data.ranks import place
 from draftsmith.data.server import ServerConfig
 from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, run_stage
+from draftsmith.data.turns import Answer, Talk, has_later_turns, turns_tokenizer
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
+
+Talks = Callable[[Mapping[str, Any]], Talk]
 
 FIELDS = (
     Field("id", "string"),
     Field("input_ids", "list<int32>", ("T",)),
     Field("prompt_length", "int32"),
+    Field("loss_mask", "list<bool>", ("T",)),
+    Field("turn", "int32"),
     Field("ended", "bool"),
     Field("retokenised", "bool"),
     Field("task", "string"),
@@ -43,7 +56,9 @@ class ResponsesConfig:
         temperature: 0 is greedy.
         top_k: Sample among the k most probable tokens; 0 is all.
         top_p: Sample among the most probable tokens that hold this much probability; 1 is all.
-        max_new_tokens: Longest answer, in tokens.
+        max_new_tokens: Longest answer, in tokens. One that it cuts is the last of its conversation.
+        ignore_eos: Go on behind end tokens, up to max_new_tokens: for prompts whose own answers are too short to learn
+            from. Of a conversation only the first turn is answered then.
         seed: Of the sampling. Each row has random numbers of its own, whatever shares its batch.
         limit: Only the first so many prompts; 0 takes all.
         batch_size: Prompts answered together.
@@ -53,6 +68,8 @@ class ResponsesConfig:
         device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
         num_threads: CPU threads; 0 is torch's own choice.
         trust_remote_code: Let the model's repository run its own code.
+        chat_template: File with the template that the prompts were made with, for later turns, where it is neither the
+            tokenizer's own nor still where they had it from.
         server: Where and how to ask, for engine openai.
     """
 
@@ -64,6 +81,7 @@ class ResponsesConfig:
     top_k: int = 0
     top_p: float = 1.0
     max_new_tokens: int = 256
+    ignore_eos: bool = False
     seed: int = 0
     limit: int = 0
     batch_size: int = 32
@@ -73,6 +91,7 @@ class ResponsesConfig:
     device: str = volatile("auto")
     num_threads: int = volatile(0)
     trust_remote_code: bool = volatile(False)
+    chat_template: Path | None = volatile(None)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
@@ -85,22 +104,23 @@ class ResponsesConfig:
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
 
+@sole_writer(shared=True)
 def run(config: ResponsesConfig) -> Path:
     """Write the artefact `responses`; returns its directory."""
     set_threads(config.num_threads)
-    tokenizer = tokenizer_identity(config.target)
-    manifest = open_artefact(config.prompts, "prompts", {"tokenizer": tokenizer["tokenizer"]})
+    manifest = open_artefact(config.prompts, "prompts", text_identity(config.target))
     prompts = Rows(config.prompts, manifest)
     num_rows = min(len(prompts), config.limit) if config.limit else len(prompts)
     if config.engine == "openai":
         from draftsmith.data.server import ServerEngine
 
         engine = ServerEngine(config, manifest.identity["chat_template"])
-        make, target = engine.make(prompts), engine.identity
+        make, target = engine.make(prompts, talks_of(config, manifest, engine.context)), engine.identity
     else:
         device = pick_device(config.device)
         lm = load_lm(config.target, config.dtype, device, config.lm_engine, config.trust_remote_code, packed=True)
-        make, target = in_process(lm, prompts, config), lm.info.identity
+        make = in_process(lm, prompts, talks_of(config, manifest, lm.info.max_position), config)
+        target = lm.info.identity
     plan = Plan(
         kind="responses",
         stage="data responses",
@@ -114,27 +134,65 @@ def run(config: ResponsesConfig) -> Path:
         sampling={"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p},
         seed=config.seed,
     )
-    run_stage(plan, make)
+    tell_supervision(config.output, run_stage(plan, make))
     return config.output
 
 
-def in_process(lm: CausalLM, prompts: Rows, config: ResponsesConfig) -> Callable[[Shard, Advance], ShardContent]:
-    """Answers a shard in batches of like length. A batch never crosses a shard, so that a row's company, and with it
-    the last bits of its logits, does not depend on what was there before or on the number of ranks."""
+def talks_of(config: ResponsesConfig, manifest: Manifest, context: int | None) -> Talks:
+    """Row of prompts -> the conversation that is to be held. context: of the target."""
+    bounds = [bound for bound in (manifest.config.get("max_length"), context) if bound]
+    tokenizer = None
+    if has_later_turns(manifest):
+        tokenizer = turns_tokenizer(config.target, manifest, config.chat_template)
+    return lambda row: Talk(row, tokenizer, min(bounds, default=None))
+
+
+def in_process(
+    lm: CausalLM, prompts: Rows, talks: Talks, config: ResponsesConfig
+) -> Callable[[Shard, Advance], ShardContent]:
+    """Answers a shard in batches of like length, in rounds: the first turns of all conversations, the second ones of
+    those that have one, and so on. A batch never crosses a shard, so that a row's company, and with it the last bits of
+    its logits, does not depend on what was there before or on the number of ranks."""
+    ends = () if config.ignore_eos else lm.info.eos_ids
 
     def make(shard: Shard, advance: Advance) -> ShardContent:
-        rows = prompts.read(shard.start, shard.stop)
-        ids = [row["prompt_ids"] for row in rows]
-        for offset, prompt in enumerate(ids):
-            check_context(shard.start + offset, len(prompt), lm.info.max_position)
-
-        def uniforms(offset: int) -> np.ndarray:
-            return row_uniforms("responses", config.seed, shard.start + offset, config.max_new_tokens)
-
-        answers = answer_all(lm, ids, config.params, config.max_new_tokens, config.batch_size, uniforms, advance)
-        return content(rows, answers, lm.info.eos_ids)
+        held = [talks(row) for row in prompts.read(shard.start, shard.stop)]
+        for offset, talk in enumerate(held):
+            check_context(shard.start + offset, len(talk.asked()["prompt_ids"]), lm.info.max_position)
+        shares = {id(talk): 1 / talk.turns_left for talk in held}
+        while waiting := [(offset, talk) for offset, talk in enumerate(held) if talk.prompt is not None]:
+            answer_turns(lm, waiting, shard.start, config, ends, lambda talk: advance(shares[id(talk)]))
+        return content([talk.held() for talk in held])
 
     return make
+
+
+def answer_turns(
+    lm: CausalLM,
+    waiting: Sequence[tuple[int, Talk]],
+    start: int,
+    config: ResponsesConfig,
+    ends: tuple[int, ...],
+    done: Callable[[Talk], None],
+) -> None:
+    """Answer one turn of each conversation. waiting: with their places in the shard, whose first row is `start`."""
+
+    def uniforms(i: int) -> np.ndarray:
+        offset, talk = waiting[i]
+        stage = "responses" if talk.turn == 1 else f"responses/turn-{talk.turn}"
+        return row_uniforms(stage, config.seed, start + offset, config.max_new_tokens)
+
+    def advance(batch: Sequence[int]) -> None:
+        for i in batch:
+            done(waiting[i][1])
+
+    asked = [talk.asked()["prompt_ids"] for _, talk in waiting]
+    with naming([talk.asked()["id"] for _, talk in waiting]):
+        answers = answer_all(
+            lm, asked, config.params, config.max_new_tokens, config.batch_size, uniforms, advance, eos_ids=ends
+        )
+    for (_, talk), tokens in zip(waiting, answers, strict=True):
+        talk.hear(Answer(tokens, ended=tokens[-1] in ends))
 
 
 def check_context(row: int, length: int, max_position: int) -> None:
@@ -146,27 +204,33 @@ def check_context(row: int, length: int, max_position: int) -> None:
         )
 
 
-def content(rows: list[dict[str, Any]], answers: list[list[int]], eos_ids: tuple[int, ...]) -> ShardContent:
-    """The shard of answers that were sampled here."""
-    made = [
-        {
-            "id": row["id"],
-            "input_ids": row["prompt_ids"] + tokens,
-            "prompt_length": len(row["prompt_ids"]),
-            "ended": tokens[-1] in eos_ids,
-            "retokenised": False,
-            "task": row["task"],
-        }
-        for row, tokens in zip(rows, answers, strict=True)
-    ]
-    return ShardContent(made, count(made))
+def content(held: Sequence[Mapping[str, Any]]) -> ShardContent:
+    """The shard of conversations that were held, as `Talk.held` has them."""
+    rows = [row for talk in held for row in talk["rows"]]
+    counts: Counter[str] = Counter(count(rows))
+    for talk in held:
+        counts.update(talk["counts"])
+    return ShardContent(rows, dict(counts))
 
 
 def count(rows: list[dict[str, Any]]) -> dict[str, int]:
     """Counts of a shard of responses."""
+    masks = [answer_mask(row) for row in rows]
     return {
         "tokens": sum(len(row["input_ids"]) for row in rows),
-        "response_tokens": sum(len(row["input_ids"]) - row["prompt_length"] for row in rows),
+        "answers": sum(len(spans(mask)) for mask in masks),
+        "response_tokens": sum(map(sum, masks)),
         "ended": sum(row["ended"] for row in rows),
         "retokenised": sum(row["retokenised"] for row in rows),
     }
+
+
+def tell_supervision(directory: Path, manifest: Manifest) -> None:
+    """Say what can be learned from the responses, and warn where that is little."""
+    if place().rank or "loss_mask" not in {spec.name for spec in manifest.fields}:
+        return
+    masks = Rows(directory, manifest, ["loss_mask"]).table()["loss_mask"]
+    learned = Supervision.of(Lists(masks).answer_lengths()[0])
+    say(f"responses: {learned.text()}")
+    if warning := learned.warning():
+        say(warning)

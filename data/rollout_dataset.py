@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from draftsmith.data.datasets import Item, Lists
+from draftsmith.data.datasets import Answers, Item, Lists, answer_columns, check_labels
 from draftsmith.data.manifest import Manifest, open_artefact
 from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
 from draftsmith.data.shards import Rows
@@ -79,11 +79,14 @@ class RolloutDataset(Dataset):
         self.manifest: Manifest = open_artefact(directory, "rollouts", identity)
         self.depth: int = self.manifest.config["depth"]
         self.children: int = self.manifest.config["children"]
-        self._fields = [spec for spec in (*FIELDS, *CHILD_FIELDS) if spec.dtype.startswith("list")]
+        listed = (spec for spec in (*FIELDS, *CHILD_FIELDS) if spec.dtype.startswith("list"))
+        self._fields = [spec for spec in listed if spec.name != "loss_mask"]  # of an item it is about the drafts
         columns = [spec.name for spec in self._fields if self.children or spec not in CHILD_FIELDS]
-        table = Rows(directory, self.manifest, columns).table()
+        table = Rows(directory, self.manifest, [*columns, *answer_columns(self.manifest)]).table()
+        self.answers = Answers(table)
         self._names = Rows(directory, self.manifest, ["id"])
         self._lists = {name: Lists(table[name]) for name in columns}
+        check_labels(directory, self._names, self._lists["accept_prob"])
 
     @property
     def lengths(self) -> list[int]:

@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.answers import answer_mask, spans
 from draftsmith.data.batched import check_lengths, row_uniforms
 from draftsmith.data.manifest import Field
+from draftsmith.data.naming import naming
 from draftsmith.data.progress import Advance
 from draftsmith.data.shards import Rows, Shard, ShardContent
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.decoding.repeats import repeat_scores
+from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.sampling import row_probabilities, top_values
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -32,6 +35,8 @@ FIELDS = (
     Field("id", "string"),
     Field("input_ids", "list<int32>", ("T",)),
     Field("prompt_length", "int32"),
+    Field("loss_mask", "list<bool>", ("T",)),
+    Field("turn", "int32"),
     Field("task", "string"),
     Field("starts", "list<int32>", ("S",)),
     Field("temperature", "list<float32>", ("S",)),
@@ -73,15 +78,15 @@ class Rollouts:
         """Columns of the artefact."""
         return (*FIELDS, *CHILD_FIELDS) if self.children else FIELDS
 
-    def starts(self, length: int, prompt_length: int, min_start: int, uniform: float) -> list[int]:
-        """Where drafts begin: every `stride` tokens from a random place on, each with room for K tokens.
+    def starts(self, mask: Sequence[bool], min_start: int, uniform: float) -> list[int]:
+        """Where drafts begin: every `stride` tokens of the answers, which `mask` [T] is true on, from a random place
+        on, each with room for K tokens.
 
-        The decoder's first draft follows the answer's first token, which the reading of the prompt gives.
+        The decoder's first draft follows an answer's first token, which the reading of the prompt gives.
         """
-        first, stop = max(prompt_length + 1, min_start), min(length, self.context - self.depth + 1)
-        if stop <= first:
-            return []
-        return list(range(first + int(uniform * min(self.stride, stop - first)), stop, self.stride))
+        stop = self.context - self.depth + 1
+        places = [at for first, end in spans(mask) for at in range(max(first + 1, min_start), min(end, stop))]
+        return places[int(uniform * min(self.stride, len(places))) :: self.stride]
 
 
 def label_shard(
@@ -92,13 +97,14 @@ def label_shard(
     check_lengths(rows, shard.start, rollouts.context)
     text = BranchedText(target, rollouts.depth)
     for offset, row in enumerate(rows):
-        labelled = label_response(target, text, drafter, row, shard.start + offset, rollouts)
+        with naming([row["id"]]):
+            labelled = label_response(target, text, drafter, row, shard.start + offset, rollouts)
         made += [labelled] if labelled else []
         advance(1)
     drafts = sum(len(row["starts"]) for row in made)
     counts = {"tokens": sum(len(row["input_ids"]) for row in made), "drafts": drafts}
-    left_out = shard.stop - shard.start - len(made)
-    return ShardContent(made, {**counts, "drafted_tokens": drafts * rollouts.depth, "responses_left_out": left_out})
+    short = shard.stop - shard.start - len(made)
+    return ShardContent(made, {**counts, "drafted_tokens": drafts * rollouts.depth, "too_short_dropped": short})
 
 
 @torch.inference_mode()
@@ -108,11 +114,14 @@ def label_response(
     """The artefact's row of one response, the source's `number`-th; None where no draft has room.
 
     text: where the target reads it.
+
+    Raises:
+        NonFinite: a model's logits.
     """
     ids, depth = row["input_ids"], rollouts.depth
     most = -(-len(ids) // rollouts.stride)
     uniforms = torch.from_numpy(row_uniforms("rollouts", rollouts.seed, number, 1 + most * depth))
-    starts = rollouts.starts(len(ids), row["prompt_length"], drafter.min_start, float(uniforms[0]))
+    starts = rollouts.starts(answer_mask(row), drafter.min_start, float(uniforms[0]))
     if not starts:
         return None
     count = len(starts)
@@ -121,7 +130,12 @@ def label_response(
     text.open(ids[: starts[-1]])
     drafter.open(ids[: starts[-1]], text.features)
     own = uniforms[1 : 1 + count * depth].view(count, depth)
-    drafted = drafter.draft(starts, depth, params, None if rollouts.greedy else own)
+    try:
+        drafted = drafter.draft(starts, depth, params, None if rollouts.greedy else own)
+    except NonFinite as error:
+        if error.model == "eagle" and first_broken(text.features) is not None:  # which the head has read
+            error.model = "target"
+        raise
     states = target_states(text, starts, drafted.tokens).flatten(0, 1)
     hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()
     every = [params[i // depth] for i in range(count * depth)]
@@ -130,13 +144,22 @@ def label_response(
         p_logits, q_logits = target.lm_head(states[piece]), drafter.lm_head(hidden[piece]).to(states.device)
         parts.append(label_drafts(p_logits, q_logits, tokens[piece].to(states.device), every[piece], rollouts))
     labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+    broken = labels["log_p"].isnan().nonzero()
+    if len(broken):
+        n = int(broken[0])
+        raise NonFinite(model="target", position=starts[n // depth] + n % depth)
     labels["repeat"] = repeat_scores(ids, starts, drafted.tokens.cpu()).flatten()
     labels["reached"] = reached(
         labels["accept_prob"].view(count, depth), drafted.tokens.cpu(), target.info.eos_ids
     ).flatten()
-    kept = {name: row[name] for name in ("id", "input_ids", "prompt_length", "task")}
     drafts = {"starts": starts, "temperature": [own.temperature for own in params], "draft_ids": tokens.cpu().numpy()}
-    return {**kept, **drafts, **{name: values.flatten().numpy() for name, values in labels.items()}}
+    return {**kept_of(row), **drafts, **{name: values.flatten().numpy() for name, values in labels.items()}}
+
+
+def kept_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What labels take over from a response."""
+    kept = {name: row[name] for name in ("id", "input_ids", "prompt_length", "task")}
+    return {**kept, "loss_mask": answer_mask(row), "turn": row.get("turn", 1)}
 
 
 def label_drafts(

@@ -8,20 +8,20 @@ them, so a shard is there whole or not at all. Rank 0 writes the manifest once e
 from __future__ import annotations
 
 import bisect
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors import SafetensorError
 from torch import Tensor
 
+from draftsmith.data.files import make_directory, write_json, write_table, write_tensors
 from draftsmith.data.manifest import (
+    FILE,
     MANIFEST,
     STARTED,
     Field,
@@ -34,13 +34,14 @@ from draftsmith.data.manifest import (
     flatten,
     git_commit,
     package_versions,
-    publish,
-    read_json,
     resolved,
-    write_json,
+    warn_not_compared,
+    without_unrecorded,
 )
 from draftsmith.data.progress import Advance, bar, say
 from draftsmith.data.ranks import place
+from draftsmith.data.reading import read_object
+from draftsmith.data.writer import HOLDER, LOCK
 from draftsmith.modules.types import InputError
 
 ARROW = {
@@ -52,6 +53,10 @@ ARROW = {
     "list<float32>": pa.list_(pa.float32()),
     "list<bool>": pa.list_(pa.bool_()),
 }
+DROPPED = "_dropped"  # behind the reason, in counts
+SPLIT = "rows_split"  # in counts: rows of the table that an input row has beyond its first
+DONE = {"files": [FILE], "counts": {"rows": int, "*": int}}
+BEGIN_AGAIN = "Delete the directory and run the stage again."
 POLL_S = 0.1  # and 5 ms a shard: looking costs one stat for each
 
 
@@ -71,7 +76,9 @@ class Shard:
 @dataclass(frozen=True)
 class ShardContent:
     """What a stage makes of one shard: table rows by the plan's fields, counts that add up over shards, and tensors
-    [name -> Tensor] for a safetensors file beside the table (None: the stage writes no tensors)."""
+    [name -> Tensor] for a safetensors file beside the table (None: the stage writes no tensors). Input rows that have
+    no row in the table are counted as REASON_dropped, and the rows beyond the first of those that have several as
+    rows_split."""
 
     rows: list[dict[str, Any]]
     counts: dict[str, int] = field(default_factory=dict)
@@ -144,18 +151,21 @@ def begin(plan: Plan) -> None:
         InputError: it was begun with another (every differing key is listed), or holds something else.
     """
     directory = plan.directory
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     decides = {"kind": plan.kind, "config": decisive(plan.config), "inputs": plan.inputs, "identity": plan.identity}
     state = {"rows": plan.num_rows, **flatten(decides)}
     path = directory / STARTED
     if not path.exists():
-        strange = [p.name for p in directory.iterdir() if ".tmp-" not in p.name and p.name != STARTED]
+        own = (STARTED, LOCK, HOLDER)
+        strange = [p.name for p in directory.iterdir() if ".tmp-" not in p.name and p.name not in own]
         if strange:
             found = f"{directory}, which holds {sorted(strange)[0]}"
             raise InputError("output", found, "a new directory, or one that this stage began", "Choose another.")
         write_json(path, {"command": plan.command, "state": state})
         return
-    differing = differences(state, read_json(path)["state"])
+    begun = read_object(path, {"state": dict}, BEGIN_AGAIN)["state"]
+    differing, unrecorded = without_unrecorded(differences(state, begun))
+    warn_not_compared(str(path), unrecorded)
     if differing:
         found = f"{directory}, begun with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
         remedy = "Choose another directory or delete it."
@@ -166,7 +176,7 @@ def read_done(directory: Path, shard: Shard) -> dict[str, Any] | None:
     """The record of a finished shard; None where it is not finished or its files are gone or of another size."""
     path = directory / f"{shard.name}.done.json"
     try:
-        done = read_json(path)
+        done = read_object(path, DONE)
         intact = all((directory / f["name"]).stat().st_size == f["bytes"] for f in done["files"])
     except OSError:
         return None
@@ -181,34 +191,17 @@ def write_shard(plan: Plan, shard: Shard, content: ShardContent) -> None:
     schema = pa.schema([(f.name, ARROW[f.dtype]) for f in plan.fields if f.dtype in ARROW])
     table = pa.Table.from_pylist(content.rows, schema=schema)
     names = [f"{shard.name}.parquet"]
-    _write(plan, directory / names[0], lambda path: pq.write_table(table, path))
+    remedy = f"Free some space, then continue: {plan.command}"
+    write_table(directory / names[0], table, remedy)
     if content.tensors is not None:
-        from safetensors.torch import save_file
-
         names.append(f"{shard.name}.safetensors")
-        tensors = content.tensors
-        _write(plan, directory / names[1], lambda path: save_file(tensors, path))
+        write_tensors(directory / names[1], content.tensors, remedy=remedy)
     num_rows = len(content.rows)
+    kept, lost = num_rows - content.counts.get(SPLIT, 0), sum(dropped(content.counts).values())
+    assert kept + lost == shard.stop - shard.start, "rows that nobody accounts for"
     files = [FileEntry(n, (directory / n).stat().st_size, file_sha256(directory / n), num_rows) for n in names]
     record = {"files": [asdict(entry) for entry in files], "counts": {"rows": num_rows, **content.counts}}
     write_json(directory / f"{shard.name}.done.json", record)
-
-
-def _write(plan: Plan, path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        write(temporary)
-        descriptor = os.open(temporary, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        publish(temporary, path)
-    except (OSError, SafetensorError) as error:  # a full disk, above all
-        remedy = f"Free some space, then continue: {plan.command}"
-        raise InputError(str(path), error, "room to write", remedy) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _missing(plan: Plan) -> list[Shard]:
@@ -230,16 +223,16 @@ def _poll(plan: Plan, left: Callable[[], int], what: str) -> None:
 
 def _finish(plan: Plan) -> Manifest:
     _poll(plan, lambda: len(_missing(plan)), "shards of other ranks")
-    counts: Counter[str] = Counter({"shards": len(plan.shards)})
+    counts: Counter[str] = Counter({"shards": len(plan.shards), "read": plan.num_rows})
     files: list[FileEntry] = []
     for shard in plan.shards:
         done = read_done(plan.directory, shard)
         assert done is not None
         counts.update(done["counts"])
-        files += [FileEntry(**entry) for entry in done["files"]]
+        files += [FileEntry(**{name: entry[name] for name in FILE}) for entry in done["files"]]
     if counts["rows"] == 0:
         remedy = "Check the filters and what was dropped."
-        raise InputError(f"{plan.stage}: output", "no rows left", "at least one", remedy)
+        raise InputError(f"{plan.stage}: output", f"no rows left ({account(counts)})", "at least one", remedy)
     manifest = Manifest(
         kind=plan.kind,
         config=resolved(plan.config),
@@ -256,9 +249,26 @@ def _finish(plan: Plan) -> Manifest:
     )
     manifest.write(plan.directory)
     size = sum(entry.bytes for entry in files)
-    numbers = ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in counts.items() if value)
-    say(f"{plan.kind}: {numbers}, {size / 1e6:,.1f} MB in {plan.directory}")
+    told = {"rows", "read", SPLIT, *(name + DROPPED for name in dropped(counts))}
+    more = {name: value for name, value in counts.items() if value and name not in told}
+    numbers = "".join(f", {value:,} {name.replace('_', ' ')}" for name, value in more.items())
+    say(f"{plan.kind}: {account(counts)}; {size / 1e6:,.1f} MB{numbers} in {plan.directory}")
     return manifest
+
+
+def dropped(counts: Mapping[str, int]) -> dict[str, int]:
+    """Reason -> input rows that a stage dropped for it, of its counts."""
+    return {name.removesuffix(DROPPED): value for name, value in counts.items() if name.endswith(DROPPED) and value}
+
+
+def account(counts: Mapping[str, int]) -> str:
+    """`read 1,000, kept 980, dropped 20: invalid 15, overlong 5`."""
+    reasons = dropped(counts)
+    because = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in reasons.items())
+    lost = f"{sum(reasons.values()):,}: {because}" if reasons else "0"
+    extra = counts.get(SPLIT, 0)
+    rows = f" in {counts['rows']:,} rows" if extra else ""
+    return f"read {counts['read']:,}, kept {counts['rows'] - extra:,}{rows}, dropped {lost}"
 
 
 def _await_manifest(plan: Plan) -> Manifest:
@@ -296,8 +306,8 @@ class Rows:
             row += count
 
     def table(self) -> pa.Table:
-        """All rows at once."""
-        return pa.concat_tables([self._read(index) for index in range(len(self._files))]).combine_chunks()
+        """All rows at once, a chunk a shard: in one, lists would end at 2^31 items."""
+        return pa.concat_tables([self._read(index) for index in range(len(self._files))])
 
     def _table(self, index: int) -> pa.Table:
         if self._cached[0] != index:
@@ -310,6 +320,6 @@ class Rows:
         path = self._directory / self._files[index].name
         try:
             return pq.read_table(path, columns=self._columns, partitioning=None)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError, KeyError) as error:
             remedy = "Delete it and run its stage again, which rebuilds just this shard."
             raise InputError(str(path), f"unreadable ({error})", "a Parquet shard", remedy) from error

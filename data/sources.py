@@ -1,31 +1,47 @@
-"""Rows of a JSONL, JSON or Parquet file, or of a `datasets` directory or hub id, by number."""
+"""Rows of a JSONL, JSON or Parquet file, or of a `datasets` directory or hub id, by number.
+
+JSON files are UTF-8, with or without a byte-order mark, and may be compressed (.gz, .zst).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, NoReturn, Protocol
 
-from draftsmith.data.manifest import file_sha256
+from draftsmith.data.manifest import MANIFEST, file_sha256
 from draftsmith.data.models import EMBEDDED, resolve_model
+from draftsmith.data.template import RowError
 from draftsmith.modules.types import InputError
 
 Row = Mapping[str, Any]
+BOM = b"\xef\xbb\xbf"
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+NO_FILTER = "none"  # what users write for no split
 
 
 class Source(Protocol):
     """`digest` identifies the content. `split_taken`: the rows are one split already, there is nothing to filter."""
 
-    columns: list[str]
     digest: str
     split_taken: bool
+
+    @property
+    def columns(self) -> list[str]:
+        """Of all rows that can be read, in the order in which they appear."""
 
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Row:
-        """Raises InputError where the row can not be read."""
+        """Raises RowError where the row cannot be read."""
+
+    def where(self, index: int) -> str:
+        """The row as an error names it: its file and line."""
 
 
 def open_source(path: str, split: str | None = None, subset: str | None = None, revision: str | None = None) -> Source:
@@ -37,44 +53,135 @@ def open_source(path: str, split: str | None = None, subset: str | None = None, 
     resolved = resolve_model(path) if path.startswith(EMBEDDED) else path
     file = Path(resolved)
     if file.is_file():
-        opener = OPENERS.get(file.suffix)
+        opener = OPENERS.get(kind_of(file))
         if opener is None:
             expected = "a .jsonl, .json or .parquet file, a directory or a hub id of `datasets`"
             raise InputError("source", path, expected, "Convert the file.")
-        source = opener(file)
+        try:
+            source = opener(file)
+        except OSError as error:
+            raise _unreadable(file, error) from error
         if not len(source):
             raise InputError("source", f"{path}, which is empty", "at least one row", "Check the file.")
         return source
-    if file.suffix in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
+    if kind_of(file) in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
         found = f"{path}, which does not exist"
         raise InputError("source", found, "a file, a directory or a hub id", "Check the path.")
-    return _open_datasets(path, file, split, subset, revision)
+    if (file / MANIFEST).exists():
+        remedy = "Pass the data that it was made from."
+        raise InputError("source", f"{path}, an artefact of this program", "chats as they were written", remedy)
+    return _open_datasets(path, file, named_split(split), subset, revision)
+
+
+def named_split(split: str | None) -> str | None:
+    """The split that was asked for; None where it is `none` (or empty): rows of all splits."""
+    return None if split is None or split.strip().lower() in ("", NO_FILTER) else split
+
+
+def kind_of(file: Path) -> str:
+    """`.jsonl` of rows.jsonl and of rows.jsonl.gz."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if len(suffixes) > 1 and suffixes[-1] in COMPRESSED and suffixes[-2] != ".parquet":
+        return suffixes[-2]
+    return suffixes[-1] if suffixes else ""
+
+
+def plain_stem(file: Path) -> str:
+    """`rows` of rows.jsonl and of rows.jsonl.gz."""
+    return Path(file.stem).stem if file.suffix.lower() in COMPRESSED else file.stem
+
+
+def first_rows(source: Source) -> Iterator[tuple[int, Row]]:
+    """(number, row) of those that can be read, in order."""
+    for index in range(len(source)):
+        try:
+            yield index, source.row(index)
+        except RowError:
+            continue
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    return InputError(str(path), f"unreadable ({error})", "a whole file", "Check it, or fetch it again.")
+
+
+def _columns(source: Source) -> list[str]:
+    return list(dict.fromkeys(name for _, row in first_rows(source) for name in row))
 
 
 class JsonLines:
-    """One JSON object a line. Only the lines' offsets are kept in memory."""
+    """One JSON object a line; blank lines are none. Only the lines' offsets are kept in memory; a compressed file is
+    written out into a temporary one."""
 
     split_taken = False
 
     def __init__(self, path: Path):
         self._path, self.digest = path, file_sha256(path)
+        self._file = _plain(path)
         self._offsets: list[tuple[int, int]] = []  # (byte offset, line number from 1)
         offset = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    self._offsets.append((offset, number))
-                offset += len(line)
-        self._file = path.open("rb")
-        self.columns = list(self.row(0)) if self._offsets else []
+        for number, line in enumerate(self._file, start=1):
+            start = len(BOM) if number == 1 and line.startswith(BOM) else 0
+            if line[start:].strip():
+                self._offsets.append((offset + start, number))
+            offset += len(line)
+
+    @cached_property
+    def columns(self) -> list[str]:
+        return _columns(self)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def row(self, index: int) -> Row:
-        offset, number = self._offsets[index]
-        self._file.seek(offset)
-        return _object(self._file.readline(), f"{self._path}, line {number}")
+        self._file.seek(self._offsets[index][0])
+        return _object(read_json_text(self._file.readline()))
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, line {self._offsets[index][1]}"
+
+
+def _plain(path: Path) -> IO[bytes]:
+    """The file, or what is in it where it is compressed."""
+    codec = COMPRESSED.get(path.suffix.lower())
+    if codec is None:
+        return path.open("rb")
+    import pyarrow as pa
+
+    whole = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as rows are read
+    try:
+        with pa.input_stream(str(path), compression=codec) as compressed:
+            shutil.copyfileobj(compressed, whole)
+    except (pa.ArrowException, OSError) as error:  # another kind of file, a truncated one, no room
+        whole.close()
+        raise _unreadable(path, error) from error
+    whole.seek(0)
+    return whole
+
+
+def read_json_text(text: bytes) -> Any:
+    """A JSON value, by the standard: UTF-8, and no NaN or Infinity.
+
+    Raises:
+        RowError: it is something else, or nested too deeply to be read.
+    """
+    try:
+        return json.loads(text.decode(), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise RowError(f"not UTF-8 ({error.reason} at byte {error.start})") from error
+    except RecursionError as error:
+        raise RowError("JSON that is nested too deeply") from error
+    except ValueError as error:
+        raise RowError(f"not JSON ({error})") from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _object(value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise RowError(f"a JSON {type(value).__name__}, not an object")
+    return value
 
 
 class JsonList:
@@ -84,44 +191,46 @@ class JsonList:
 
     def __init__(self, rows: Sequence[Any], digest: str, path: Path):
         self._rows, self._path, self.digest = rows, path, digest
-        self.columns = list(self.row(0)) if rows else []
+
+    @cached_property
+    def columns(self) -> list[str]:
+        return _columns(self)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, index: int) -> Row:
-        return _checked(self._rows[index], f"{self._path}, row {index}")
+        return _object(self._rows[index])
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, row {index}"
 
 
 def _open_json(path: Path) -> Source:
-    text = path.read_text("utf-8")
+    with _plain(path) as file:
+        raw = file.read().removeprefix(BOM)
+    if not raw.strip():
+        return JsonList([], "", path)
     try:
-        rows = json.loads(text)
-    except ValueError as error:
-        if text.lstrip().startswith("{"):  # JSON lines under the name .json, as many data sets are
+        rows = read_json_text(raw)
+    except RowError as error:
+        if _opens_lines(raw):
             return JsonLines(path)
-        raise InputError(str(path), f"not JSON ({error})", "a list of objects", "Check the file.") from error
+        raise InputError(str(path), error, "a list of objects", "Check the file.") from error
     if isinstance(rows, dict):
         lists = [value for value in rows.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
         rows = lists[0] if len(lists) == 1 else [rows]
     if not isinstance(rows, list):
         raise InputError(str(path), type(rows).__name__, "a list of objects", "Check the file.")
-    return JsonList(rows, hashlib.sha256(text.encode()).hexdigest(), path)
+    return JsonList(rows, hashlib.sha256(raw).hexdigest(), path)
 
 
-def _object(line: bytes, where: str) -> Row:
+def _opens_lines(raw: bytes) -> bool:
+    """JSON lines under the name .json, as many data sets are: the first line is an object of its own."""
     try:
-        return _checked(json.loads(line), where)
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(where, f"not JSON ({error})", "one object a line", "Correct the file.") from error
-
-
-def _checked(row: Any, where: str) -> Row:
-    if not isinstance(row, dict):
-        raise InputError(where, type(row).__name__, "an object", "Correct the file.")
-    return row
+        return isinstance(read_json_text(raw.lstrip().split(b"\n", 1)[0]), dict)
+    except RowError:
+        return False
 
 
 class ParquetTable:
@@ -135,15 +244,21 @@ class ParquetTable:
 
         try:
             self._table = pq.read_table(path, memory_map=True, partitioning=None)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise InputError(str(path), f"unreadable ({error})", "a Parquet file", "Check the file.") from error
-        self.columns, self.digest = self._table.column_names, file_sha256(path)
+        self._path, self.columns, self.digest = path, self._table.column_names, file_sha256(path)
 
     def __len__(self) -> int:
         return self._table.num_rows
 
     def row(self, index: int) -> Row:
-        return self._table.slice(index, 1).to_pylist()[0]
+        try:
+            return self._table.slice(index, 1).to_pylist()[0]
+        except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date that Python has not
+            raise RowError(f"unreadable ({error})") from error
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, row {index}"
 
 
 OPENERS: dict[str, Callable[[Path], Source]] = {
@@ -159,8 +274,8 @@ class DatasetRows:
 
     split_taken = True
 
-    def __init__(self, dataset: Any, name: str):
-        self._dataset, self.columns = dataset, dataset.column_names
+    def __init__(self, dataset: Any, name: str, title: str):
+        self._dataset, self._title, self.columns = dataset, title, dataset.column_names
         # The fingerprint covers a hub data set's files and revision; the Arrow files stay in the cache.
         self.digest = hashlib.sha256(f"{name} {dataset._fingerprint}".encode()).hexdigest()
 
@@ -168,7 +283,17 @@ class DatasetRows:
         return len(self._dataset)
 
     def row(self, index: int) -> Row:
-        return self._dataset[index]
+        try:
+            return self._dataset[index]
+        except Exception as error:  # whatever decodes a column: pictures, sound, text
+            raise RowError(f"unreadable ({type(error).__name__}: {error})") from error
+
+    def where(self, index: int) -> str:
+        return f"{self._title}, row {index}"
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
 
 
 def _open_datasets(name: str, path: Path, split: str | None, subset: str | None, revision: str | None) -> Source:
@@ -180,7 +305,8 @@ def _open_datasets(name: str, path: Path, split: str | None, subset: str | None,
         else:
             loaded = datasets.load_dataset(str(path), subset, revision=revision)
     except Exception as error:  # datasets and the hub client raise many kinds: no such id, no network, no access
-        found = f"{name} ({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})"
+        why = "; ".join(_first_line(cause) for cause in (error, error.__cause__) if cause is not None)
+        found = f"{name} ({why})"
         expected = "a file, a directory or a hub id of `datasets`"
         raise InputError("source", found, expected, "Check it, or log in.") from error
     if isinstance(loaded, datasets.DatasetDict):
@@ -191,4 +317,4 @@ def _open_datasets(name: str, path: Path, split: str | None, subset: str | None,
         loaded = loaded[chosen]
     if not len(loaded):
         raise InputError("source", f"{name}, which is empty", "at least one row", "Check the data set.")
-    return DatasetRows(loaded, f"{name} {subset} {revision} {split}")
+    return DatasetRows(loaded, f"{name} {subset} {revision} {split}", name)

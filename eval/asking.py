@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from draftsmith.data.template import RowError
 from draftsmith.eval.journal import Journal
-from draftsmith.eval.learned import remember
+from draftsmith.eval.learned import known, remember, teach
 from draftsmith.eval.measure import BenchPrompt, Failed, GroupRunner, Measured, answered, measure
 from draftsmith.eval.rows import BASELINE, Row, failed_row, measured_row
 from draftsmith.eval.tasks import Chat
@@ -108,18 +108,24 @@ class Asking:
 def ask_all(
     asking: Asking, groups: Sequence[Sequence[BenchPrompt]], journal: Journal, progress: Callable[[int], None]
 ) -> list[Row]:
-    """Rows of all groups at all temperatures: those that the journal holds, and those it still lacks, which are asked.
+    """Rows of all groups at all temperatures: those that the journal holds, and those it still lacks, which are asked
+    by methods that know what they knew when it ended.
 
     progress: is told how many more prompts are done.
     """
     kept = {(entry["group"], entry["temperature"]): entry["rows"] for entry in journal.entries}
+    for entry in journal.entries:
+        for label, states in entry.get("learned", {}).items():
+            teach(asking.runners[entry["temperature"]][label], states)
     rows: list[Row] = []
     for number, group in enumerate(groups):
         for temperature in asking.runners:
             done = kept.get((number, temperature))
             if done is None:
                 done = list(asking.ask(group, number, temperature))
-                journal.add({"group": number, "temperature": temperature, "rows": done})
+                every = {label: known(runner) for label, runner in asking.runners[temperature].items()}
+                learned = {label: states for label, states in every.items() if states}
+                journal.add({"group": number, "temperature": temperature, "rows": done, "learned": learned})
                 progress(len(group))
             rows += done
     places = {temperature: place for place, temperature in enumerate(asking.runners)}

@@ -14,13 +14,17 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from draftsmith.data.manifest import file_sha256, write_json
+from draftsmith.data.device import check_device
+from draftsmith.data.files import write_json
+from draftsmith.data.manifest import file_sha256
 from draftsmith.data.measured import CARD, WEIGHTS
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.asking import Asking, ask_all, every_prompt_failed
+from draftsmith.eval.auto import auto_of_run, go_by, resolved_auto
 from draftsmith.eval.cards import check_cards, heads_of, write_cards
-from draftsmith.eval.journal import JOURNAL, Journal
+from draftsmith.eval.journal import JOURNAL, Journal, unfinished_auto
 from draftsmith.eval.load import LOADING, load_models, warn_about_sampling
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods import METHODS, check_needs, parse_methods
@@ -28,6 +32,7 @@ from draftsmith.eval.methods.base import Models, Named, at_least
 from draftsmith.eval.prompts import Turns
 from draftsmith.eval.provenance import RESULTS, describe
 from draftsmith.eval.rows import BASELINE, PER_PROMPT, Row, failures_of, of_methods, write_rows
+from draftsmith.eval.rows import SHAPE as ROW
 from draftsmith.eval.runners import engine_runners, first_of_each_task, make_runners, trace_again, write_texts
 from draftsmith.eval.summary import Clock, summarise
 from draftsmith.eval.tables import results_table, task_tables
@@ -37,6 +42,8 @@ from draftsmith.modules.types import InputError, SamplingParams
 
 # Settings that change nothing of what is measured: an interrupted run may go on with others.
 INCIDENTAL = ("output", "card", "traces")
+
+ENTRY = {"group": int, "temperature": float, "rows": [ROW]}  # of the journal
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,13 @@ class BenchConfig:
     batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
         over ar at the same batch size.
     seed: of sampling and of the bootstrap.
+    costs: directory of an earlier run, of this command or of `draftsmith eval tune`, whose measured costs are taken: c
+        of online and cost, the times of eagle2:nodes=auto. They decide how long drafts are: with them (or with
+        c=NUMBER) and the same seed, every round of two runs is the same.
     repeats: runs of every method on every prompt; the median counts.
     trust_remote_code: run code that comes with a model.
     traces: answer the first so many prompts of each task once more with every method of this engine, off the clock, and
-        write their rounds to trace.jsonl in output.
+        write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts only.
     card: write what was measured into the directories of the heads that were used, and into their model cards.
     output: directory that receives results.json and prompts.parquet (a row for every method, prompt and turn). A run
         that was interrupted goes on there when the same command is given again. A finished one is measured again, and
@@ -116,11 +126,12 @@ class BenchConfig:
     num_threads: int = 1
     batch_size: int = 1
     seed: int = 0
+    costs: Path | None = None
     repeats: int = 3
     trust_remote_code: bool = False
     traces: int = 0
     card: bool = False
-    output: Path = Path("runs/bench")
+    output: Path = dataclasses.field(kw_only=True)
 
     @property
     def modes(self) -> list[SamplingParams]:
@@ -167,6 +178,7 @@ def run(config: BenchConfig) -> int:
     return 1 if results["failures"] else 0
 
 
+@sole_writer()
 def bench(config: BenchConfig) -> dict[str, Any]:
     """What results.json holds: {"meta": ..., "methods": [...], "failures": [...]}. Writes it too.
 
@@ -186,11 +198,14 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     if models.acceptance is not None:
         for params in config.modes[1:]:
             warn_about_sampling(str(config.acceptance), params)
+    go_by(models, unfinished_auto(config.output) or (auto_of_run(config.costs) if config.costs else {}))
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
+    models = dataclasses.replace(models, ends=eos_ids)
     runners = make_runners(config, named, models, config.modes, eos_ids)
     asking = Asking(runners, chat, target.info.max_position, room, config.max_new_tokens, config.repeats, config.seed)
     meta = meta_of(config, named, questions, models, eos_ids)  # after the runners, which may measure costs
-    rows = measured_rows(config, asking, questions, decided_by(meta, questions))
+    journal = Journal(config.output, decided_by(meta, questions), ENTRY, resolved_auto(models))
+    rows = measured_rows(config, asking, questions, journal)
     results = {"meta": meta, "methods": result_rows(config, rows, target), "failures": failures_of(rows)}
     if config.traces:
         own = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
@@ -205,10 +220,12 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     return results
 
 
-def measured_rows(config: BenchConfig, asking: Asking, questions: Questions, decided: Mapping[str, Any]) -> list[Row]:
+def measured_rows(config: BenchConfig, asking: Asking, questions: Questions, journal: Journal) -> list[Row]:
     """Rows of all prompts; those of an interrupted run of the same settings are not measured again."""
-    journal = Journal(config.output, decided)
     groups = questions.groups(config.batch_size)
+    if any(entry["group"] not in range(len(groups)) for entry in journal.entries):
+        found, remedy = "a group of prompts that there is not", "Delete it and measure again."
+        raise InputError(str(journal.path), found, f"numbers below {len(groups)}", remedy)
     total = len(questions.all) * len(asking.runners)
     done = sum(len(groups[entry["group"]]) for entry in journal.entries)
     if done:
@@ -252,7 +269,7 @@ def meta_of(
         heads={flag: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for flag, path in heads.items()},
         temperatures=config.all_temperatures,
         eos_ids=list(eos_ids),
-        step_costs=models.step_costs,
+        **resolved_auto(models),
     )
 
 
@@ -321,15 +338,6 @@ def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
         if not item.method.batchable:
             able = ", ".join(name for name, method in METHODS.items() if method.batchable)
             raise InputError("methods", f"{item.label} {size}", f"some of {able}", "Measure it with --batch-size 1.")
-
-
-def check_device(name: str) -> None:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError("device", repr(name), "cpu, cuda or cuda:N", "Correct it.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("device", name, "a device of this machine (no GPU is visible)", "Pass --device cpu.")
 
 
 def model_paths(config: Any) -> dict[str, str | None]:

@@ -9,8 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
-from draftsmith.data.manifest import differences, flatten, read_json
+from draftsmith.data.files import make_directory, write_text
+from draftsmith.data.manifest import differences, flatten, without_unrecorded
 from draftsmith.data.progress import say
+from draftsmith.data.reading import check_shape, read_object
 from draftsmith.eval import figures
 from draftsmith.eval.measure import Measured
 from draftsmith.eval.provenance import RESULTS
@@ -25,6 +27,13 @@ from draftsmith.modules.types import InputError
 SAME_SETTINGS = ("top_k", "top_p", "dtype", "max_new_tokens", "ignore_eos", "turns", "batch_size")
 # Settings that change how fast the same work is done: tokens per second are then of different machines.
 SAME_SPEED = ("device", "num_threads", "engine", "packed")
+AGAIN = "Measure it again."
+META = {
+    "settings": {name: object for name in (*SAME_SETTINGS, *SAME_SPEED)},
+    "prompts": {"sha256": str},
+    "clock": str,
+    **{name: dict for name in ("target", "hardware", "versions", "models", "heads")},
+}
 SHA256_DIGITS = 64
 BOTH = tuple[list[Measured], list[Measured]]
 
@@ -78,9 +87,9 @@ def run(config: CompareConfig) -> None:
     for table in tables:
         console.print(on_screen(table))
     if config.output is not None:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(config.output.parent)
         lines = [*(f"- {note}" for note in notes), "", *(markdown(table) for table in tables)]
-        config.output.write_text("\n".join(lines), "utf-8")
+        write_text(config.output, "\n".join(lines))
         say(f"Written to {config.output}")
 
 
@@ -92,10 +101,11 @@ def open_bench(path: str) -> Bench:
     if not (directory / RESULTS).exists():
         remedy = "Give the command of the run again: it goes on." if directory.is_dir() else "Check the path."
         raise InputError(path, f"no {RESULTS}", "a finished run of `draftsmith eval bench`", remedy)
-    meta = read_json(directory / RESULTS)["meta"]
+    meta = read_object(directory / RESULTS, {"meta": dict}, AGAIN)["meta"]
     if meta.get("kind") != "bench":
         found = f"results of kind {meta.get('kind', 'unknown (of an earlier version)')}"
         raise InputError(path, found, "a run of `draftsmith eval bench`", "Measure it (again).")
+    check_shape(directory / RESULTS, meta, META, AGAIN, "meta")
     return Bench(path, meta, read_rows(directory))
 
 
@@ -103,13 +113,18 @@ def check_comparable(first: Bench, second: Bench) -> None:
     """Raises:
     InputError: one error that lists all that makes the runs incomparable.
     """
-    differing = differences(*(flatten(identity(bench.meta)) for bench in (first, second)))
+    differing, _ = identity_differences(first, second)
     if not set(first.methods) & set(second.methods):
         differing.append(("temperatures", listed(first.methods), listed(second.methods)))
     if differing:
         found = said(differing)
         expected = "runs of the same target, tokenizer, sampling, dtype and prompts"
         raise InputError("runs", found, expected, "Measure both with the same settings.")
+
+
+def identity_differences(first: Bench, second: Bench) -> tuple[list[tuple[str, Any, Any]], list[str]]:
+    """What two runs do not share, and what one of them does not record."""
+    return without_unrecorded(differences(*(flatten(identity(bench.meta)) for bench in (first, second))))
 
 
 def identity(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,8 +164,13 @@ def notes_of(first: Bench, second: Bench) -> list[str]:
     if slower:
         notes.append(f"Taken on different machines, versions or threads ({said(slower)}): tokens/s are left out.")
     drafters = [flatten({name: bench.meta[name] for name in ("models", "heads")}) for bench in (first, second)]
-    if drafters[0] != drafters[1]:
-        notes.append(f"They draft with different models or heads ({said(differences(*drafters))}).")
+    differing, unrecorded = without_unrecorded(differences(*drafters))
+    if differing:
+        notes.append(f"They draft with different models or heads ({said(differing)}).")
+    unrecorded += identity_differences(first, second)[1]
+    if unrecorded:
+        notes.append(f"Not compared, for one of them does not record it: {', '.join(sorted(unrecorded))}.")
+    notes += auto_notes(first.meta, second.meta)
     for temperature in dict.fromkeys([*first.methods, *second.methods]):
         mine, theirs = (bench.methods.get(temperature, {}) for bench in (first, second))
         for letter, own, other in (("A", mine, theirs), ("B", theirs, mine)):
@@ -161,6 +181,18 @@ def notes_of(first: Bench, second: Bench) -> list[str]:
     if any(failed):
         notes.append(f"Prompts that failed in either run are left out (rows: {failed[0]} and {failed[1]}).")
     return notes
+
+
+def auto_notes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """What `auto` came to where both measured it, and not alike."""
+    found = []
+    for kind, name in (("step_costs", "c of {}"), ("tree_times", "times of {}")):
+        mine, theirs = first.get(kind) or {}, second.get(kind) or {}  # earlier versions have none
+        for key in (key for key in mine if key in theirs and mine[key] != theirs[key]):
+            values = f" {mine[key]:.4g} and {theirs[key]:.4g}" if kind == "step_costs" else ""
+            found.append(name.format(key) + values)
+    why = "methods that go by them draft otherwise for that alone. --costs takes the numbers of another run."
+    return [f"They measured other costs for auto ({'; '.join(found)}): {why}"] if found else []
 
 
 def compare(first: Bench, second: Bench, seed: int) -> list[figures.Table]:

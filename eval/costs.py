@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -84,9 +84,10 @@ class Costs:
 
 
 def straight(curve: Mapping[int, float], rows: int) -> float:
-    """Between the measured numbers of rows a straight line; beyond them the last one goes on."""
+    """Between the measured numbers of rows a straight line; beyond them the last one goes on. A single number holds for
+    all."""
     x, y = list(curve), list(curve.values())
-    if rows > x[-1]:
+    if len(x) > 1 and rows > x[-1]:
         return y[-1] + (rows - x[-1]) * (y[-1] - y[-2]) / (x[-1] - x[-2])
     return float(np.interp(rows, x, y))
 
@@ -140,6 +141,7 @@ def measure_costs(
 ) -> Costs:
     """probes: family -> settings of it that differ in the length of their drafts, two or more; `ar` among them. Some
     answers are decoded with each, for what a round takes beyond its forwards."""
+    models = replace(models, ends=())  # what is timed goes on
     typical = typical_prompts(prompts)
     how = Recording(SamplingParams(), STEPS, 2 * PROPOSALS, seed, ())
     answers = Answers(models.target, how)
@@ -172,25 +174,43 @@ def target_curves(
     rows_read: Sequence[int] = ROWS,
     repeats: int = CURVE_REPEATS,
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of one target call by rows, as chains and as trees, all logits included."""
+    """Seconds of one target call by rows, as chains and as trees, all logits included; of a short context the rows that
+    it has positions for, behind half of it at least. context: tokens to keep, where there is room for so many."""
     ids = [*prompt.prompt_ids, *reading.answer.tokens]
-    session = models.target.session(min(context, len(ids)) + max(rows_read) + 1)
-    session.extend(ids[:context])
-    kept = session.length
+    limit = models.target.info.max_position
+    kept = max(1, min(context, len(ids), limit - min(max(rows_read), limit // 2)))
+    session = models.target.session(kept + max(rows_read) + 1)
+    session.extend(ids[:kept])
 
     def call(rows: int, tree: bool) -> None:
         fed = [ids[i % len(ids)] for i in range(rows)]
-        parents = [-1, *(i // CHILDREN for i in range(rows - 1))] if tree else None
-        session.extend(fed, parents, num_logits=rows)
+        session.extend(fed, tree_parents(rows) if tree else None, num_logits=rows)
         session.keep(kept)
 
     calls = {
-        (rows, tree): lambda rows=rows, tree=tree: call(rows, tree) for rows in rows_read for tree in (False, True)
+        (rows, tree): lambda rows=rows, tree=tree: call(rows, tree)
+        for rows in rows_read
+        for tree in (False, True)
+        if (num_levels(tree_parents(rows)) if tree else rows) <= limit - kept
     }
     named = {f"{rows} {tree}": run for (rows, tree), run in calls.items()}
     taken = interleaved(named, repeats, clock)
     found = {key: statistics.median(taken[f"{key[0]} {key[1]}"]) for key in calls}
-    return {rows: found[rows, False] for rows in rows_read}, {rows: found[rows, True] for rows in rows_read}
+    chains, trees = ({rows: s for (rows, tree), s in found.items() if tree == kind} for kind in (False, True))
+    return chains, trees
+
+
+def tree_parents(rows: int) -> list[int]:
+    """Of the trees whose cost is taken, the root first."""
+    return [-1, *(i // CHILDREN for i in range(rows - 1))]
+
+
+def num_levels(parents: Sequence[int]) -> int:
+    """Positions that a tree takes, the root's among them."""
+    levels: list[int] = []
+    for parent in parents:
+        levels.append(1 + (levels[parent] if parent >= 0 else 0))
+    return max(levels)
 
 
 def fixed_drafter(name: str, models: Models) -> Drafter:
@@ -203,12 +223,15 @@ def fixed_drafter(name: str, models: Models) -> Drafter:
 
 
 class _Timed:
-    """A drafter whose proposals are of one step and of STEPS in turn, and timed."""
+    """A drafter whose proposals are of one step and of STEPS in turn, fewer where a context ends, and timed.
+
+    prefill: of each answer's first proposal. seconds: of the others, by the forwards that they took.
+    """
 
     def __init__(self, drafter: Drafter, clock: Clock):
         self._drafter, self._clock, self._number = drafter, clock, 0
         self.prefill: list[float] = []
-        self.seconds: dict[int, list[float]] = {1: [], STEPS: []}
+        self.seconds: dict[int, list[float]] = {}
 
     @property
     def draft_calls(self) -> int:
@@ -223,7 +246,9 @@ class _Timed:
         started = self._clock()
         tree = self._drafter.propose(min(count, max_drafted), params, source)
         taken = self._clock() - started
-        (self.seconds[count] if self._number else self.prefill).append(taken)
+        calls = self._drafter.draft_calls
+        if tree.tokens and calls:
+            (self.seconds.setdefault(calls, []) if self._number else self.prefill).append(taken)
         self._number += 1
         return tree
 
@@ -234,13 +259,18 @@ class _Timed:
 def draft_cost(
     drafter: Drafter, prompts: Sequence[BenchPrompt], readings: Sequence[Reading], how: Recording, clock: Clock
 ) -> DraftCost:
-    """From proposals along the answers. The first one reads the prompt as well."""
+    """From proposals along the answers. The first one reads the prompt as well. Where a context leaves no room for a
+    second step, one is taken to cost what the first does; where it leaves none for drafts, they cost nothing."""
     timed = _Timed(drafter, clock)
     for number, (prompt, reading) in enumerate(zip(prompts, readings, strict=True)):
         for _ in walk(timed, reading, prompt.prompt_ids, how, STEPS, number):
             pass
-    first, many = (statistics.median(timed.seconds[count]) for count in (1, STEPS))
-    return DraftCost(max(statistics.median(timed.prefill) - first, 0.0), first, max(many - first, 0.0) / (STEPS - 1))
+    if not timed.seconds:
+        return DraftCost(statistics.median(timed.prefill) if timed.prefill else 0.0, 0.0, 0.0)
+    few, many = min(timed.seconds), max(timed.seconds)
+    first, last = (statistics.median(timed.seconds[count]) for count in (few, many))
+    step = max(last - first, 0.0) / (many - few) if many > few else first / few
+    return DraftCost(max(statistics.median(timed.prefill) - first, 0.0), max(first - (few - 1) * step, 0.0), step)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ import torch
 from rich.console import Console
 
 from draftsmith.data.batched import answer_all, set_threads
-from draftsmith.data.manifest import package_versions, write_json
+from draftsmith.data.files import make_directory, write_json
+from draftsmith.data.manifest import package_versions
 from draftsmith.data.models import load_lm
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.prompts import read_prompts
@@ -62,6 +64,7 @@ class GenerationConfig:
             at_least(name, getattr(self, name), 1)
 
 
+@sole_writer()
 def run(config: GenerationConfig) -> Path:
     """Measure, print the ratio, write generation.json; returns its path."""
     set_threads(config.num_threads)
@@ -92,7 +95,7 @@ def run(config: GenerationConfig) -> Path:
         "ratio": ratio,
     }
     path = config.output / RESULTS
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     write_json(
         path, {"config": {k: str(v) for k, v in vars(config).items()}, "packages": package_versions(), **numbers}
     )

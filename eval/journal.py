@@ -9,39 +9,50 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.files import append, cut, make_directory, write_text
 from draftsmith.data.manifest import differences, flatten
+from draftsmith.data.reading import Shape, check_shape
 from draftsmith.modules.types import InputError
 
 JOURNAL = "journal.jsonl"
+AGAIN = "Delete it and measure again."
 
 
 class Journal:
     """Entries of one run, `entries` those that were there when it was opened."""
 
-    def __init__(self, directory: Path, decided_by: Mapping[str, Any]):
+    def __init__(
+        self,
+        directory: Path,
+        decided_by: Mapping[str, Any],
+        entry: Shape = object,
+        auto: Mapping[str, Any] | None = None,
+    ):
         """
-        decided_by: all that a measurement depends on, as JSON values.
+        decided_by: all that a measurement depends on, as JSON values. entry: the shape of what is added. auto: what the
+            run's first start has measured, for whoever goes on (`unfinished_auto`).
 
         Raises:
             InputError: the directory holds an unfinished run of something else, or a damaged journal.
         """
         self.path = directory / JOURNAL
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         lines, self._length = _whole_lines(self.path)
         self.entries: list[Any] = []
+        for number, line in enumerate(lines, start=1):
+            shape = entry if number > 1 else {"settings": dict, "sha256": str}
+            check_shape(self.path, line, shape, AGAIN, f"line {number}")
         if lines:
             self._check(lines[0], decided_by)
             self.entries = lines[1:]
-            with self.path.open("rb+") as file:
-                file.truncate(self._length)
+            cut(self.path, self._length)
         else:
-            self.path.write_text("")
-            self.add({"settings": dict(decided_by), "sha256": digest(decided_by)})
+            head = {"settings": dict(decided_by), "sha256": digest(decided_by), "auto": dict(auto or {})}
+            write_text(self.path, json.dumps(head) + "\n")
 
     def _check(self, head: Any, decided_by: Mapping[str, Any]) -> None:
         if head.get("sha256") == digest(decided_by):
@@ -54,14 +65,17 @@ class Journal:
 
     def add(self, entry: Any) -> None:
         """Append a line; it is on the disk when this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append(self.path, json.dumps(entry) + "\n")
 
     def remove(self) -> None:
         """The run is complete."""
         self.path.unlink()
+
+
+def unfinished_auto(directory: Path) -> dict[str, Any]:
+    """What the first start of an unfinished run has measured: drafts are of other lengths with other numbers."""
+    lines, _ = _whole_lines(directory / JOURNAL)
+    return lines[0].get("auto", {}) if lines and isinstance(lines[0], dict) else {}
 
 
 def digest(content: Mapping[str, Any]) -> str:
@@ -80,7 +94,7 @@ def _whole_lines(path: Path) -> tuple[list[Any], int]:
     for number, line in enumerate(raw[:length].splitlines(), start=1):
         try:
             lines.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             found = f"damaged in line {number} ({error})"
-            raise InputError(str(path), found, "a journal of this program", "Delete it and measure again.") from error
+            raise InputError(str(path), found, "a journal of this program", AGAIN) from error
     return lines, length

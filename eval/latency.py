@@ -10,18 +10,20 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 from rich.console import Console
 
-from draftsmith.data.manifest import git_commit, package_versions, resolved, write_json
+from draftsmith.data.device import check_device
+from draftsmith.data.files import make_directory, write_json, write_text
+from draftsmith.data.manifest import git_commit, package_versions, resolved
 from draftsmith.data.markdown import markdown_lines
 from draftsmith.data.models import DTYPES
 from draftsmith.data.progress import say
-from draftsmith.eval.bench import check_device
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.clocks import clock_of, interleaved, paired_ratio
 from draftsmith.eval.decoder_cost import Row, dispatch, fixed_shapes, ideals, long_context, overheads, trace_cost
 from draftsmith.eval.hf_baseline import HFRunner
@@ -52,7 +54,7 @@ class LatencyConfig:
     repeats: paired runs of which the median counts.
     """
 
-    output: Path = Path("runs/latency")
+    output: Path = field(kw_only=True)
     device: str = "cpu"
     shape: Literal["88m", "llama-3-8b", "tiny"] = "88m"
     dtypes: str = "float32,bfloat16"
@@ -123,6 +125,7 @@ def measure_all(config: LatencyConfig) -> Iterator[Row]:
                 yield from long_context(pair, config.long_context, min(config.repeats, 2))  # reading it takes long
 
 
+@sole_writer()
 def run(config: LatencyConfig) -> Path:
     """Measure, print every row as it comes, write latency.json and latency.md; returns the directory."""
     torch.set_num_threads(1)
@@ -137,7 +140,7 @@ def run(config: LatencyConfig) -> Path:
     for row in rows:
         table.add_row(*row.cells)
     console.print(table)
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     meta = {
         "settings": resolved(config),
         "hardware": hardware(config.device),
@@ -145,7 +148,7 @@ def run(config: LatencyConfig) -> Path:
         "versions": package_versions(),
         "git_commit": git_commit(),
     }
-    (config.output / "latency.md").write_text("\n".join(markdown_lines(HEADINGS, [row.cells for row in rows])) + "\n")
+    write_text(config.output / "latency.md", "\n".join(markdown_lines(HEADINGS, [row.cells for row in rows])) + "\n")
     write_json(config.output / "latency.json", {"meta": meta, "rows": [asdict(row) for row in rows]})
     return config.output
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from draftsmith.data.naming import naming
 from draftsmith.eval.learned import remember
 from draftsmith.modules.decoding.batch import generate_batch
 from draftsmith.modules.decoding.chains import BatchDrafter
@@ -33,6 +34,7 @@ class EngineRunner:
     """This project's loop with one drafter, or none. `on_round` is called after every round.
 
     session: the target's, used again for every prompt; None makes one for each.
+    paths: flag -> what the user passed, for errors.
     """
 
     target: CausalLM
@@ -41,19 +43,21 @@ class EngineRunner:
     eos_ids: tuple[int, ...]
     on_round: Callable[[Round], None] | None = None
     session: Session | None = None
+    paths: Mapping[str, str | None] = field(default_factory=dict)
 
     def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
-        return generate(
-            self.target,
-            self.drafter,
-            prompt,
-            self.params,
-            max_new_tokens,
-            TorchSource(seed),
-            self.eos_ids,
-            self.on_round,
-            session=self.session,
-        )
+        with naming(paths=self.paths):
+            return generate(
+                self.target,
+                self.drafter,
+                prompt,
+                self.params,
+                max_new_tokens,
+                TorchSource(seed),
+                self.eos_ids,
+                self.on_round,
+                session=self.session,
+            )
 
 
 class GroupRunner(Protocol):
@@ -75,18 +79,21 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class BatchRunner:
-    """This project's batched loop: a group is decoded together. The session may be shared by methods in turn."""
+    """This project's batched loop: a group is decoded together. The session may be shared by methods in turn. paths: as
+    of `EngineRunner`."""
 
     target: RowsLM
     session: RowsSession
     drafter: BatchDrafter | None
     params: SamplingParams
     eos_ids: tuple[int, ...]
+    paths: Mapping[str, str | None] = field(default_factory=dict)
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
-        return generate_batch(
-            self.target, self.drafter, prompts, self.params, max_new_tokens, seeds, self.eos_ids, self.session
-        )
+        with naming(paths=self.paths):
+            return generate_batch(
+                self.target, self.drafter, prompts, self.params, max_new_tokens, seeds, self.eos_ids, self.session
+            )
 
 
 @dataclass(frozen=True)
@@ -158,7 +165,8 @@ def answered(
 ) -> Run:
     """`timed`; raises Failed where the prompts make the method fail."""
     try:
-        return timed(runner, group, max_new_tokens, seeds)
+        with naming([prompt.id for prompt in group]):
+            return timed(runner, group, max_new_tokens, seeds)
     except REFUSALS as error:
         together = f" (with {len(group) - 1} others)" if len(group) > 1 else ""
         raise Failed(f"{label}{together}: {type(error).__name__}: {' '.join(str(error).split())}") from error

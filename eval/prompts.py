@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from draftsmith.data.conversations import Turns, label_columns, label_of, layout_of, up_to_last_user, user_turns
 from draftsmith.data.manifest import MANIFEST, STARTED, open_artefact
-from draftsmith.data.models import resolve_model, tokenizer_identity
-from draftsmith.data.sources import open_source
-from draftsmith.data.template import Messages, RowError, load_chat_tokenizer, prompt_ids
+from draftsmith.data.models import resolve_model, text_identity
+from draftsmith.data.sources import named_split, open_source
+from draftsmith.data.template import RowError, load_chat_tokenizer, prompt_ids, template_hash
+from draftsmith.data.turns import has_later_turns, later_turns
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.modules.types import InputError
-
-# Which user turns of a conversation are asked. `last`: its last one only, after the recorded answers to those before.
-# `first`, `all`: from the first on, without recorded answers.
-Turns = Literal["first", "all", "last"]
 
 
 @dataclass(frozen=True)
 class Row:
     """One prompt before it is selected; its token ids are made only when it is.
 
-    content: token ids, or messages that wait for an answer. later: what the user says after it.
+    content: the row as it was found, of an artefact or a file. where: its file and line.
     """
 
     id: str
     task: str
     split: str
     content: Any
-    later: tuple[str, ...] = ()
+    where: str = ""
 
 
 def read_prompts(
@@ -40,92 +40,144 @@ def read_prompts(
     keep_tasks: str | None = None,
     limit: int = 0,
     turns: Turns = "last",
+    skip: int = 0,
 ) -> list[BenchPrompt]:
     """Prompts as token ids: the target's chat template, applied up to where the answer begins.
 
-    split: keep rows whose own `split` is this one. keep_tasks: keep rows of these tasks, separated by commas. limit:
-    keep the first so many, 0 all. turns: which user turns of a conversation; a prompts artefact has only the last one.
+    split: keep rows whose own `split` is this one; `none` keeps all. keep_tasks: keep rows of these tasks, separated by
+    commas. limit: keep the first so many, 0 all. turns: which user turns of a conversation. A prompts artefact begins
+    where it was made to begin (`data prompts --turns`); all asks its later turns too. skip: leave out the first so many
+    of what would be kept.
 
     Raises:
-        InputError: nothing there, rows of an unknown shape, another tokenizer's artefact, or no row left.
+        InputError: nothing there, rows of an unknown shape, two of one id, an artefact of another tokenizer, or no row
+            left.
     """
-    path = Path(resolve_model(source))
-    if (path / MANIFEST).exists() or (path / STARTED).exists():
-        rows, prompt_of = artefact_rows(path, target), lambda row: BenchPrompt(row.id, row.content, row.task)
-    else:
-        rows, prompt_of = chat_rows(source, split, turns), chat_prompt(target)
+    prompt_of = artefact_prompt(turns) if is_artefact(source) else chat_prompt(target, turns)
+    rows = kept_rows(source, target, split, keep_tasks, turns)
+    return [prompt_of(row) for row in itertools.islice(rows, skip, skip + limit if limit else None)]
+
+
+def kept_rows(
+    source: str, target: str, split: str | None, keep_tasks: str | None, turns: Turns = "last"
+) -> Iterator[Row]:
+    """Rows of this split and these tasks, as of `read_prompts`; at least one."""
+    path, split = Path(resolve_model(source)), named_split(split)
     wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
-    found: list[BenchPrompt] = []
     seen_tasks, seen_splits = set(), set()
-    for row in rows:
+    places: dict[str, str] = {}
+    found = False
+    for row in artefact_rows(path, target, turns) if is_artefact(source) else chat_rows(source, split):
         seen_tasks.add(row.task)
         seen_splits.add(row.split)
         if (split and row.split != split) or (wanted is not None and row.task not in wanted):
             continue
-        found.append(prompt_of(row))
-        if len(found) == limit:
-            break
+        if row.where and places.setdefault(row.id, row.where) != row.where:  # results are told apart by ids
+            again = f"the id {row.id[:80]!r}, which {places[row.id]} has too"
+            raise InputError(row.where, again, "an id of its own", "Correct the row.")
+        found = True
+        yield row
     if not found:
         there = f"tasks {listed(seen_tasks)}; splits {listed(seen_splits)}"
-        remedy = "Check --split and --keep-tasks."
-        raise InputError("prompts", f"no matching row in {source} ({there})", "at least one", remedy)
-    return found
+        remedy = "Check --split and --keep-tasks; --split none takes all splits."
+        asked = " and ".join(f"{name} {value}" for name, value in (("split", split), ("tasks", keep_tasks)) if value)
+        found_none = f"no matching row{f' of {asked}' if asked else ''} in {source} ({there})"
+        raise InputError("prompts", found_none, "at least one", remedy)
+
+
+def is_artefact(source: str) -> bool:
+    """A directory that `data prompts` wrote, or began."""
+    path = Path(resolve_model(source))
+    return (path / MANIFEST).exists() or (path / STARTED).exists()
+
+
+def has_splits(source: str, target: str) -> bool:
+    """Whether its rows, or those of some, say which split they are of."""
+    if is_artefact(source):
+        return any(row.split for row in artefact_rows(Path(resolve_model(source)), target))
+    try:
+        return any(row.split for row in chat_rows(source, None))
+    except InputError as error:
+        if error.field == "split":  # a data set of several splits, each of its own files
+            return True
+        raise
 
 
 def listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(name for name in names if name)) or "none"
 
 
-def artefact_rows(directory: Path, target: str) -> Iterator[Row]:
-    """Rows of a prompts artefact made with the target's tokenizer; `content` are token ids."""
+def artefact_prompt(turns: Turns) -> Callable[[Row], BenchPrompt]:
+    """Row of an artefact -> prompt; with turns all, with its later turns, up to one that is more than a user's."""
+
+    def prompt(row: Row) -> BenchPrompt:
+        found = row.content
+        later = user_texts(found) if turns == "all" else ()
+        messages = tuple(json.loads(found["messages"])) if later else ()
+        return BenchPrompt(row.id, list(found["prompt_ids"]), row.task, messages, later)
+
+    return prompt
+
+
+def artefact_rows(directory: Path, target: str, turns: Turns = "last") -> Iterator[Row]:
+    """Rows of a prompts artefact made with the target's tokenizer, and where later turns are asked its template."""
     import pyarrow.parquet as pq
 
-    manifest = open_artefact(directory, kind="prompts")
-    made_with, ours = manifest.identity.get("tokenizer"), tokenizer_identity(target)["tokenizer"]
-    if isinstance(made_with, str) and made_with != ours:
-        found = f"{directory} made with tokenizer {made_with}"
-        raise InputError("prompts", found, f"tokenizer {ours} of {target}", f"Make it again: {manifest.command}")
+    manifest = open_artefact(directory, "prompts", text_identity(target))
+    if turns == "all" and has_later_turns(manifest):
+        ours, theirs = template_hash(load_chat_tokenizer(target)), manifest.identity.get("chat_template")
+        if ours != theirs:
+            found = f"{directory} made with chat template {theirs}"
+            raise InputError("prompts", found, f"{ours}, the target's: later turns need it", "Pass --turns first.")
     for entry in manifest.files:
         if not entry.name.endswith(".parquet"):
             continue
         for row in pq.read_table(directory / entry.name).to_pylist():
-            yield Row(str(row["id"]), row.get("task") or "", row.get("split") or "", list(row["prompt_ids"]))
+            yield Row(str(row["id"]), row.get("task") or "", row.get("split") or "", row)
 
 
-def chat_rows(source: str, split: str | None, turns: Turns) -> Iterator[Row]:
-    """Rows of a file or data set of chats; `content` are messages that wait for an answer."""
-    from draftsmith.data.conversations import recognise, up_to_last_user, user_turns
+def user_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Later turns of a row of prompts, up to one that is more than a user's."""
+    plain = itertools.takewhile(lambda said: [message["role"] for message in said] == ["user"], later_turns(row))
+    return tuple(said[0]["content"] for said in plain)
 
+
+def chat_rows(source: str, split: str | None) -> Iterator[Row]:
+    """Rows of a file or data set of chats; `content` is the row as it was found."""
     opened = open_source(source, split)
-    layout = recognise(opened.columns, opened.row(0), {})
     for number in range(len(opened)):
-        raw = opened.row(number)
-        own_split = (split or "") if opened.split_taken else layout.text(raw, "split")
+        where = opened.where(number)
         try:
-            conversation = layout.conversation(raw)
-            messages, later = (
-                (up_to_last_user(conversation.messages), ()) if turns == "last" else user_turns(conversation)
-            )
+            raw = opened.row(number)
+            columns = label_columns([name for name, value in raw.items() if value is not None], {})
+            row_id, task, own = (label_of(raw, columns, name) for name in ("id", "task", "split"))
         except RowError as error:
-            expected = "a conversation with a user turn"
-            raise InputError("prompts", f"row {number} of {source}: {error}", expected, "Correct the row.") from error
-        row_id, task = layout.text(raw, "id", str(number)), layout.text(raw, "task")
-        yield Row(row_id, task, own_split, messages, later if turns == "all" else ())
+            raise unusable(where, error) from error
+        yield Row(row_id or str(number), task, (split or "") if opened.split_taken else own, raw, where)
 
 
-def chat_prompt(target: str) -> Any:
+def unusable(where: str, error: RowError) -> InputError:
+    """A row that cannot be asked."""
+    remedy = "Correct the row, or pass what `data prompts --invalid drop` makes of the file."
+    return InputError(where, error, "a conversation with a user turn", remedy)
+
+
+def chat_prompt(target: str, turns: Turns) -> Any:
     """Row -> prompt by the target's chat template; with its messages where more turns may follow them."""
     tokenizer = load_chat_tokenizer(target)
     # Prompts that are too long are told by their ids, by whoever asks them.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
 
     def prompt(row: Row) -> BenchPrompt:
-        messages: Messages = row.content
         try:
+            conversation = layout_of(row.content, {}).conversation(row.content)
+            messages, later = (
+                (up_to_last_user(conversation.messages), ()) if turns == "last" else user_turns(conversation)
+            )
+            later = later if turns == "all" else ()
             ids = list(prompt_ids(tokenizer, messages))
         except RowError as error:
-            expected = "messages that it takes"
-            raise InputError("prompts", f"row {row.id}: {error}", expected, "Correct the row.") from error
-        return BenchPrompt(row.id, ids, row.task, tuple(messages) if row.later else (), row.later)
+            raise unusable(row.where, error) from error
+        return BenchPrompt(row.id, ids, row.task, tuple(messages) if later else (), later)
 
     return prompt

@@ -18,12 +18,11 @@ One row for each method, temperature, prompt and turn. Columns:
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.manifest import publish
+from draftsmith.data.files import write_table
 from draftsmith.eval.measure import BenchPrompt, Measured
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.types import InputError
@@ -32,6 +31,25 @@ PER_PROMPT = "prompts.parquet"
 BASELINE = "ar"
 COUNTS = ("num_target_calls", "num_draft_tokens", "num_accepted", "num_discarded", "draft_calls")
 Row = dict[str, Any]
+
+
+STEP = {field.name: int for field in dataclasses.fields(DecodeStep)}
+# Of a row in a journal, as JSON holds it.
+SHAPE: dict[str, Any] = {
+    "method": str,
+    "temperature": float,
+    **{name: int for name in ("prompt", "turn", "group", "prompt_tokens", "tokens", *COUNTS)},
+    "id": str,
+    "task": (str, None),
+    "prompt_ids": ([int], None),
+    "ended": bool,
+    **{name: float for name in ("wall_s", "cpu_s")},
+    **{name: [float] for name in ("wall_s_runs", "cpu_s_runs")},
+    **{name: int for name in ("prefill_emitted", "prefill_calls")},
+    "token_ids": [int],
+    "rounds": [STEP],
+    "error": (str, None),
+}
 
 
 def measured_row(item: Measured, method: str, temperature: float) -> Row:
@@ -132,14 +150,8 @@ def schema() -> Any:
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Whole or not at all."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("wb") as file:
-        pq.write_table(pa.Table.from_pylist(list(rows), schema()), file, compression="zstd")
-        file.flush()
-        os.fsync(file.fileno())
-    publish(partial, path)
+    write_table(path, pa.Table.from_pylist(list(rows), schema()), compression="zstd")
 
 
 def read_rows(directory: Path) -> list[Row]:
@@ -157,6 +169,6 @@ def read_rows(directory: Path) -> list[Row]:
         raise InputError(str(directory), f"no {PER_PROMPT}", "a run of `draftsmith eval bench`", remedy)
     try:
         return pq.read_table(path, schema=schema()).to_pylist()
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
+    except (pa.ArrowException, KeyError, OSError) as error:
         found = f"unreadable ({' '.join(str(error).split())})"
         raise InputError(str(path), found, "rows of `draftsmith eval bench`", "Measure it again.") from error

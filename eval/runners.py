@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftsmith.data.manifest import write_json
+from draftsmith.data.files import write_json
 from draftsmith.data.models import load_tokenizer
+from draftsmith.data.reading import read_lines
 from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
+from draftsmith.eval.learned import built_for_each
 from draftsmith.eval.measure import BatchRunner, BenchPrompt, EngineRunner, GroupRunner, OneByOne
 from draftsmith.eval.methods.base import Method, Models, Named, rows_lm
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
@@ -25,8 +26,8 @@ from draftsmith.modules.types import SamplingParams
 def make_runners(
     config: Any, named: Sequence[Named], models: Models, modes: Sequence[SamplingParams], eos_ids: tuple[int, ...]
 ) -> dict[float, dict[str, GroupRunner]]:
-    """Temperature -> label -> method. Sessions and drafters serve every temperature; transformers' models are loaded
-    only for the methods that use them."""
+    """Temperature -> label -> method. Sessions serve every temperature, and drafters that learn nothing; transformers'
+    models are loaded only for the methods that use them."""
     session: RowsSession | None = None
     fixed: Session | None = None
     loaded: dict[str, Any] = {}
@@ -48,11 +49,11 @@ def make_runners(
         elif in_batches(config, method, models):
             target = rows_lm("target", models.target)
             session = session or target.rows_session(config.batch_size, models.capacity)
-            shared = None if method.learns else method.build_batch(models, config.batch_size)
-            made = []
-            for params in modes:
-                drafter = method.build_batch(models, config.batch_size) if method.learns else shared
-                made.append(BatchRunner(target, session, drafter, params, eos_ids))
+            drafters = built_for_each(partial(method.build_batch, models, config.batch_size), len(modes))
+            made = [
+                BatchRunner(target, session, drafter, params, eos_ids, models.paths)
+                for drafter, params in zip(drafters, modes, strict=True)
+            ]
         else:
             # On a GPU the graphs of a session are worth keeping.
             if fixed is None and models.target.device.type == "cuda":
@@ -71,12 +72,11 @@ def one_by_one(
     session: Session | None = None,
 ) -> list[EngineRunner]:
     """A method of this engine, one prompt at a time: a runner for every way of sampling."""
-    runner = EngineRunner(models.target, method.build(models), modes[0], eos_ids, session=session)
-    others = [
-        dataclasses.replace(runner, params=params, drafter=method.build(models) if method.learns else runner.drafter)
-        for params in modes[1:]
+    drafters = built_for_each(partial(method.build, models), len(modes))
+    return [
+        EngineRunner(models.target, drafter, params, eos_ids, session=session, paths=models.paths)
+        for drafter, params in zip(drafters, modes, strict=True)
     ]
-    return [runner, *others]
 
 
 def in_batches(config: Any, method: Method, models: Models) -> bool:
@@ -134,10 +134,8 @@ def write_texts(directory: Path, target: str, rows: Sequence[Mapping[str, Any]])
     for each of the traced rows by its number and turn, "0/1"."""
     tokenizer = load_tokenizer(target)
     ids: set[int] = set()
-    with (directory / TRACE).open(encoding="utf-8") as file:
-        for line in file:
-            found = json.loads(line)
-            ids |= {*found["emitted"], *found.get("drafted", ())}
+    for found in read_lines(directory / TRACE, {"emitted": [int], "drafted?": [int]}):
+        ids |= {*found["emitted"], *found.get("drafted", ())}
     tokens = {str(i): tokenizer.decode([i]) for i in sorted(ids)}
     prompts = {f"{row['prompt']}/{row['turn']}": tokenizer.decode(row["prompt_ids"]) for row in rows}
     write_json(directory / TEXTS, {"tokens": tokens, "prompts": prompts})

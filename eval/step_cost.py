@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def own_clock(models: Models) -> Clock:
 
 
 def measure_step_cost(models: Models, drafter: str, batch: int | None, clock: Clock) -> float:
-    """From short answers with drafts of two lengths, interleaved, less the time of their prompts."""
+    """From short answers with drafts of two lengths, interleaved, less the time of their prompts. 1 where the context
+    has no room for drafts of two lengths."""
     made: dict[str, Generation] = {}
     room = models.target.info.max_position
     prompt = [1] * max(1, min(PROMPT, room // 2))
@@ -81,6 +83,7 @@ def measure_step_cost(models: Models, drafter: str, batch: int | None, clock: Cl
 
 def fixed_runner(models: Models, drafter: str, batch: int | None, k: int) -> GroupRunner:
     """Greedy answers, never ended, with k drafted tokens a round."""
+    models = replace(models, ends=())
     greedy = SamplingParams()
     if batch is None:
         return OneByOne(EngineRunner(models.target, build_chain(models, drafter, FixedLength(k)), greedy, ()))
@@ -92,12 +95,14 @@ def fixed_runner(models: Models, drafter: str, batch: int | None, k: int) -> Gro
 
 def point(made: Generation, seconds: float) -> tuple[float, float]:
     """Drafted tokens of a round, on average, and its seconds."""
-    rounds = len(made.trace.steps)
+    rounds = max(len(made.trace.steps), 1)
     return made.trace.num_draft_tokens / rounds, seconds / rounds
 
 
 def ratio(short: tuple[float, float], long: tuple[float, float]) -> float:
     """c of the straight line through two (drafted tokens, seconds of a round)."""
     (few, few_s), (many, many_s) = short, long
+    if many <= few:
+        return 1.0
     step_s = (many_s - few_s) / (many - few)
     return max(step_s / max(few_s - few * step_s, SMALLEST * few_s), SMALLEST)

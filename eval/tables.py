@@ -73,8 +73,16 @@ def caption(results: Mapping[str, Any]) -> str:
         f"{first['prompts']} prompts, {first['tokens']:,} tokens"
         + (f" (distinct 4-grams {grams:.2f})" if grams is not None else "")
         + f", {modes}, {settings['dtype']} on {settings['device']}, {settings['num_threads']} thread(s), "
-        f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar." + left_out(results)
+        f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
+        + costs_of(meta)
+        + left_out(results)
     )
+
+
+def costs_of(meta: Mapping[str, Any]) -> str:
+    """What c=auto came to; nothing where no method asked."""
+    costs = meta.get("step_costs") or {}
+    return f" c by {', '.join(f'{name}: {c:.3g}' for name, c in costs.items())}." if costs else ""
 
 
 def left_out(results: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.models import EMBEDDED
-from draftsmith.data.sources import OPENERS
+from draftsmith.data.sources import OPENERS, kind_of, plain_stem
 from draftsmith.data.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.prompts import Turns, read_prompts
@@ -81,6 +81,8 @@ def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]
     sources = list(_task_files(str(tasks)))
     names = [name for name, _ in sources]
     for name in names:
+        if not name.isprintable():  # bytes that are no UTF-8, among others: no table and no file can name it
+            raise InputError("tasks", f"a file named {name!r}", "a name of printable letters", "Rename it.")
         if names.count(name) > 1:
             raise InputError("tasks", f"two files named {name}", "one file a task", "Rename one of them.")
     return sources
@@ -92,7 +94,7 @@ def _task_files(tasks: str) -> Iterator[tuple[str, str]]:
         if part.startswith(EMBEDDED):
             yield part.removeprefix(EMBEDDED), part
         elif path.is_dir():
-            files = sorted(file for file in path.iterdir() if file.suffix in OPENERS)
+            files = sorted(file for file in path.iterdir() if kind_of(file) in OPENERS and file.is_file())
             files += sorted(path.glob(f"*/{FASTCHAT}"))
             if not files:
                 expected = f"a directory with files of {', '.join(OPENERS)}"
@@ -106,7 +108,7 @@ def _task_files(tasks: str) -> Iterator[tuple[str, str]]:
 
 def task_name(file: Path) -> str:
     """The file's stem; of a set in FastChat's layout, where every file has one name, its folder's."""
-    return file.absolute().parent.name if file.name == FASTCHAT else file.stem
+    return file.absolute().parent.name if file.name == FASTCHAT else plain_stem(file)
 
 
 class Chat:

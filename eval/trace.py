@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.files import append, make_directory, write_text
+from draftsmith.data.naming import naming
 from draftsmith.eval.clocks import synchronised
 from draftsmith.eval.measure import BenchPrompt, EngineRunner
 from draftsmith.modules.decoding.confidence import draft_law
@@ -34,16 +36,15 @@ class TraceFile:
     def __init__(self, path: Path):
         self.path = path
         self._pending: list[Callable[[], dict[str, Any]]] = []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
+        make_directory(path.parent)
+        write_text(path, "")
 
     def add(self, line: Callable[[], dict[str, Any]]) -> None:
         self._pending.append(line)
 
     def flush(self) -> None:
         """Work out and write what was collected."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line()) + "\n" for line in self._pending)
+        append(self.path, "".join(json.dumps(line()) + "\n" for line in self._pending))
         self._pending = []
 
 
@@ -75,9 +76,10 @@ class TracedRunner:
 
         try:
             source = TorchSource(seed)
-            return generate(
-                target, drafter, prompt, runner.params, max_new_tokens, source, runner.eos_ids, on_round=on_round
-            )
+            with naming(paths=runner.paths):
+                return generate(
+                    target, drafter, prompt, runner.params, max_new_tokens, source, runner.eos_ids, on_round=on_round
+                )
         finally:
             if stop is not None:
                 stop.restore()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -37,8 +37,9 @@ def tree_times(models: Models, method: Eagle2) -> TreeTimes:
                 _, measured[CURVE] = target_curves(models, prompt, reading, context, clock, ROWS, REPEATS)
             built = replace(method, nodes=method.topk, depth=STEPS).build(models)
             assert built is not None
-            measured[drafter] = draft_cost(built, [prompt], [reading], how, clock)
-    return times_of(measured[CURVE], measured[drafter], MAX_NODES)
+            measured[drafter] = asdict(draft_cost(built, [prompt], [reading], how, clock))
+    curve = {int(rows): seconds for rows, seconds in measured[CURVE].items()}  # JSON's keys are text
+    return times_of(curve, DraftCost(**measured[drafter]), MAX_NODES)
 
 
 def random_prompt(models: Models, room: int) -> BenchPrompt:

@@ -13,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -32,18 +32,44 @@ def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[
     Raises UsageError for whatever the user wrote wrong.
     """
     options = option_types(config_class)
+    owner = revised(options)
+    if owner is not None:
+        options["revision"] = str
     if wants_help(args):
         from draftsmith.launch.help import print_options
 
         print_options(prog, config_class, positional, about)
         return None
     words = normalise(prog, args, options, positional)
+    revision = None
+    if owner is not None:
+        given = [word.partition("=")[2] for word in words if word.startswith("--revision=")]
+        revision = given[-1] if given else None
+        words = [word for word in words if not word.startswith("--revision=")]
     for number, word in enumerate(words):
         if word.startswith("--config="):
             file = config_file(prog, word.removeprefix("--config="))
             check_config_file(file, config_class)
             words[number] = f"--config={file}"
-    return parse_words(prog, config_class, words, options)
+    config = parse_words(prog, config_class, words, options)
+    return config if revision is None or config is None else at_revision(config, str(owner), revision)
+
+
+def revised(options: Mapping[str, Any]) -> str | None:
+    """The setting whose repository --revision is of: the first of these that a command has. All other models take
+    ID@REVISION only, and so does this one in a YAML file."""
+    if "revision" in options:  # of something else
+        return None
+    return next((name for name in ("directory", "target", "draft") if name in options), None)
+
+
+def at_revision(config: Any, owner: str, revision: str) -> Any:
+    """`--target ID --revision R` is `--target ID@R`."""
+    named = getattr(config, owner)
+    if named is None or "@" in str(named) or str(named).startswith("embedded:") or Path(named).exists():
+        found = f"{revision} with --{dashed(owner)} {named}"
+        raise UsageError(f"--revision: found {found}, expected a hub id without one. Leave --revision out.")
+    return dataclasses.replace(config, **{owner: type(named)(f"{named}@{revision}")})
 
 
 def wants_help(args: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from draftsmith.launch.errors import UsageError, did_you_mean, user_message
+from draftsmith.launch.errors import UsageError, did_you_mean, name_model, user_message
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ COMMANDS: dict[str, Command] = {
     "eval compare": Command("eval.compare", "CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)),
     "eval tune": Command("eval.tuning.tune", "TuneConfig", "The fastest method and settings here, as decode.yaml"),
     "eval report": Command("eval.report.command", "ReportConfig", "Finished runs as one HTML page", ("runs",)),
-    "eval lossless": Command("eval.lossless.command", "LosslessConfig", "Certify that methods leave the output as it is"),
+    "eval lossless": Command(
+        "eval.lossless.command", "LosslessConfig", "Certify that methods leave the output as it is"
+    ),
     "eval specdecpp": Command("launch.specdecpp", "SpecDecPPConfig", "SpecDec++'s experiments, heads trained for them"),
     "eval eagle2": Command("eval.studies.eagle2", "Eagle2Config", "EAGLE-2's experiments: what a draft tree is worth"),
     "eval hsddw": Command("eval.studies.hsddw", "HsddwConfig", "HSDDW's experiments: three models, windows by entropy"),
@@ -189,7 +191,15 @@ def run_command(name: str, args: list[str]) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     module, config = configure(name, args)
-    result = module.run(config) if config is not None else 0
+    if getattr(config, "trust_remote_code", False):
+        from draftsmith.data.models import trust_code
+
+        trust_code()  # of tokenizers too, wherever they are loaded
+    try:
+        result = module.run(config) if config is not None else 0
+    except Exception as error:
+        name_model(error, config)
+        raise
     return result if isinstance(result, int) else 0
 
 

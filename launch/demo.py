@@ -71,6 +71,14 @@ def load_profile(full: bool) -> Profile:
 
 def run(config: DemoConfig) -> Path:
     """Run what is missing, then print the table and where everything lies."""
+    from draftsmith.data.writer import writing_alone
+
+    with writing_alone(config.output):
+        return make(config)
+
+
+def make(config: DemoConfig) -> Path:
+    """Alone in its output."""
     from draftsmith.eval.report.command import missing_packages
 
     profile = load_profile(config.full)
@@ -187,7 +195,9 @@ def dev_methods() -> list[str]:
 
 
 def read_results(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "results.json").read_text())
+    from draftsmith.data.reading import read_object
+
+    return read_object(directory / "results.json", {"methods": [{"method": str, "tokens_per_s": float}]})
 
 
 def choose(dev: Mapping[str, Any]) -> dict[str, str]:
@@ -216,6 +226,7 @@ def head_lines(sized: Path) -> list[str]:
 
 def report(console: Console, config: DemoConfig, sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
     """One table, the heads' own numbers, and where everything lies."""
+    from draftsmith.data.files import write_text
     from draftsmith.eval.tables import markdown_table, results_table
 
     results = read_results(sized / "test")
@@ -235,7 +246,7 @@ def report(console: Console, config: DemoConfig, sized: Path, chosen: Mapping[st
         "acceptance head": sized / "acceptance-head" / "best",
         "EAGLE head for vLLM": sized / "vllm",
     }
-    (sized / "REPORT.md").write_text("\n".join([markdown_table(results), "", *(f"- {line}" for line in lines), ""]))
+    write_text(sized / "REPORT.md", "\n".join([markdown_table(results), "", *(f"- {line}" for line in lines), ""]))
     for name, path in places.items():
         if path.exists():  # the page needs packages that may be missing
             console.print(f"[dim]{name}:[/dim] {path}")

@@ -55,14 +55,23 @@ class BuildConfig:
 
 def run(config: BuildConfig) -> Path:
     """Build everything, or what is missing of it; hours rather than minutes on two cores."""
+    from draftsmith.data.writer import writing_alone
+
+    with writing_alone(config.output):
+        return make(config)
+
+
+def make(config: BuildConfig) -> Path:
+    """Alone in its output."""
     import torch
 
+    from draftsmith.data.files import make_directory
     from draftsmith.data.models import load_lm
     from draftsmith.modules.targets.llama import LlamaLM
     from draftsmith.train.embedded import DRAFTS, train_draft, train_target
 
     torch.set_num_threads(config.num_threads)
-    config.work.mkdir(parents=True, exist_ok=True)
+    make_directory(config.work)
     started = time.time()
 
     def log(text: str) -> None:
@@ -296,7 +305,7 @@ def write_card(
 
 def _write(path: Path, text: str) -> None:
     """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(text)
-    partial.replace(path)
+    from draftsmith.data.files import make_directory, write_text
+
+    make_directory(path.parent)
+    write_text(path, text)

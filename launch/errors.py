@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import sys
 from collections.abc import Iterable
 
@@ -13,8 +14,11 @@ PATH_ERRORS = {
     FileNotFoundError: ("no such file or directory", "Check the path."),
     IsADirectoryError: ("is a directory, expected a file", "Name a file in it."),
     NotADirectoryError: ("is not a directory", "Check the path."),
+    FileExistsError: ("is a file, expected a directory", "Choose another path."),
     PermissionError: ("permission denied", "Choose a path that you may read and write."),
 }
+# And of a disk, wherever a library below meets it (what this program writes itself is in data/files.py).
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 class UsageError(Exception):
@@ -34,6 +38,10 @@ def user_message(error: BaseException) -> str | None:
         for kind, (what, remedy) in PATH_ERRORS.items():
             if isinstance(error, kind):
                 return one_line(f"{error.filename}: {what}. {remedy}")
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        remedy = "Free some space or choose another place, then give the command again."
+        return one_line(f"{where}found {error.strerror or error}, expected a disk that can be written. {remedy}")
     if isinstance(error, yaml.YAMLError):
         return yaml_message(error)
     return None
@@ -46,6 +54,14 @@ def yaml_message(error: yaml.YAMLError, path: str | None = None) -> str:
     name = path or getattr(mark, "name", None) or "YAML"
     place = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else name
     return one_line(f"{place}: found invalid YAML ({problem}), expected `key: value` lines. Correct the file.")
+
+
+def name_model(error: BaseException, config: object) -> None:
+    """Where a model's numbers are none: what the user passed as that model."""
+    finite = sys.modules.get("draftsmith.modules.finite")  # see `_is_input_error`
+    if finite is not None and isinstance(error, finite.NonFinite) and error.path is None:
+        path = getattr(config, error.model or "", None)
+        error.path = None if path is None else str(path)
 
 
 def one_line(text: str) -> str:

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.launch.arguments import alternatives, dashed, is_bool, is_list, type_name
+from draftsmith.launch.arguments import alternatives, dashed, is_bool, is_list, revised, type_name
 
 if TYPE_CHECKING:
     from draftsmith.launch.cli import Command
@@ -72,6 +72,12 @@ def print_options(prog: str, config_class: type, positional: tuple[str, ...], ab
         row = (Text.assemble((f"--{dashed(name)}", NAME_STYLE), (value_hint(kind), QUIET)), Text(meaning))
         row[1].append(note, QUIET)
         groups["Required" if required else "Settings"].append(row)
+    names = [name for name, *_ in settings(config_class)]
+    if (owner := revised(dict.fromkeys(names))) is not None:
+        meaning = f"branch, tag or commit of the hub's repository {owner.upper()}; of others: ID@REVISION"
+        row = (Text.assemble(("--revision", NAME_STYLE), (" TEXT", QUIET)), Text(meaning))
+        row[1].append(" [none]", QUIET)
+        groups["Settings"].append(row)
     groups["Always"] = [
         (Text.assemble(("--config", NAME_STYLE), (" FILE", QUIET)), Text("YAML settings: a path, or a shipped name")),
         (Text("--print-config", NAME_STYLE), Text("print the settings as YAML and stop")),

@@ -220,15 +220,20 @@ def restarts(config: SlurmConfig) -> list[str]:
 
 def write_script(config: SlurmConfig, script: str) -> Path:
     """In log_dir, under a name that no other script has."""
-    config.log_dir.mkdir(parents=True, exist_ok=True)
+    from draftsmith.data.files import cannot_write, make_directory
+
+    make_directory(config.log_dir)
     began = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1000):
         path = config.log_dir.absolute() / f"{config.job_name}-{began}{f'-{number}' if number else ''}.sh"
         try:
-            with path.open("x", encoding="utf-8") as file:
+            with path.open("x", encoding="utf-8") as file:  # a name is taken by making it
                 file.write(script)
         except FileExistsError:
             continue
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise cannot_write(path, error) from error
         return path
     raise AssertionError(f"a thousand scripts within a second in {config.log_dir}")
 

@@ -28,6 +28,14 @@ def __getattr__(name: str) -> Any:
 
 def run(config: SpecDecPPConfig) -> Path:
     """Everything that is missing, then output/results.json."""
+    from draftsmith.data.writer import writing_alone
+
+    with writing_alone(config.output):
+        return make(config)
+
+
+def make(config: SpecDecPPConfig) -> Path:
+    """Alone in its output."""
     config = config.sized()
     begin(config)
     console = Console(highlight=False)
@@ -43,18 +51,20 @@ def begin(config: SpecDecPPConfig) -> None:
     Raises:
         InputError: the output directory holds a study with other settings.
     """
-    from draftsmith.data.manifest import decisive, differences, read_json, write_json
+    from draftsmith.data.files import make_directory, write_json
+    from draftsmith.data.manifest import decisive, differences
+    from draftsmith.data.reading import read_object
     from draftsmith.modules.types import InputError
 
     started = config.output / STARTED
     if started.exists():
-        differing = differences(decisive(config), read_json(started))
+        differing = differences(decisive(config), read_object(started, {}, "Restore it, or choose another output."))
         if differing:
             found = f"{config.output}, begun with " + "; ".join(f"{key} {was}" for key, _, was in differing)
             expected = "; ".join(f"{key} {now}" for key, now, _ in differing)
             raise InputError("output", found, expected, "Choose another output, or restore the settings.")
         return
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     write_json(started, decisive(config))
 
 
@@ -137,8 +147,8 @@ def sampling_flags(config: SpecDecPPConfig) -> list[str]:
 
 def measure(config: SpecDecPPConfig, console: Console) -> None:
     """Rollouts and sweep, times, choice on the dev prompts, bench on the reported ones, results."""
-    from draftsmith.data.manifest import read_json
     from draftsmith.data.progress import say
+    from draftsmith.data.reading import read_object
     from draftsmith.eval.studies.forward_times import bench_rows, fit_forward_times
     from draftsmith.eval.studies.specdecpp import choose, dev_methods, load_study, rollouts_of
     from draftsmith.eval.studies.specdecpp_results import Found, drafting, write_results
@@ -148,7 +158,7 @@ def measure(config: SpecDecPPConfig, console: Console) -> None:
     timing = published_head(study.heads) or next(iter(study.heads))
     dev = bench_step(study, config.dev_split, config.dev_prompts, dev_methods(config), timing)
     execute(dev, console)
-    clock = read_json(dev.done)["meta"]["clock"]
+    clock = read_object(dev.done, {"meta": {"clock": str}})["meta"]["clock"]
     dev_rows = bench_rows(dev.done.parent)
     times = fit_forward_times(drafting(dev_rows), clock)
     rollouts = {split: rollouts_of(study, split) for split in (config.dev_split, config.split)}

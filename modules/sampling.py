@@ -8,8 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.types import SamplingParams
 
+# Temperatures that float32 holds the reciprocal of. Below the first one nothing but ties can share the mass, above the
+# second nothing but tokens of logit -inf has less of it than others.
+COLDEST, HOTTEST = 1e-30, 1e30
+# From here down logits divided by the temperature could overflow: the largest becomes 0 first.
+COLD = 1e-3
 # Vocabularies from this size on are searched in blocks of (at most) this size.
 TOP_MIN_SIZE, TOP_BLOCK = 8192, 128
 
@@ -18,18 +24,27 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     """The next-token law [..., V] of logits [..., V], in float32 or wider (a bf16 softmax is off by 7e-4).
 
     Order as in transformers: temperature, then top-k, then top-p on what is left, then renormalised. Greedy is all mass
-    on the argmax, the lowest index on ties. Tokens of equal logit at the top-k boundary are all kept.
+    on the argmax, the lowest index on ties. Tokens of equal logit at the top-k boundary are all kept. A row with a NaN,
+    with +inf or of nothing but -inf has no law: NaN is in it, and nothing can be drawn from it.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if params.greedy:
-        return torch.zeros_like(wide).scatter_(-1, wide.argmax(-1, keepdim=True), 1.0)
-    scaled = wide if params.temperature == 1 else wide / params.temperature
+        best, index = wide.max(-1, keepdim=True)
+        return torch.zeros_like(wide).scatter_(-1, index, best - best + 1)
+    scaled = wide if params.temperature == 1 else _at_temperature(wide, params.temperature)
     if 0 < params.top_k < scaled.shape[-1]:
         smallest = scaled.topk(params.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < smallest, -torch.inf)
     if params.top_p < 1:
         scaled = scaled.masked_fill(~_nucleus(scaled, params.top_p), -torch.inf)
     return scaled.softmax(-1)
+
+
+def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """Logits [..., V] by the temperature, but for a constant a row; finite ones stay so, whatever the temperature."""
+    if temperature < COLD:
+        logits = logits - logits.amax(-1, keepdim=True)
+    return logits / min(max(temperature, COLDEST), HOTTEST)
 
 
 def row_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -47,7 +62,7 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     """True on the smallest set of most probable tokens whose mass reaches `top_p`; never empty."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     prob = ordered.softmax(-1)
-    mass_before = prob.cumsum(-1) - prob
+    mass_before = prob.cumsum(-1, dtype=torch.float64) - prob
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, mass_before < top_p)
 
 
@@ -55,11 +70,27 @@ def best_token(logits: Tensor) -> int:
     """The argmax of logits [V]; of equal ones the lowest index.
 
     NumPy's argmax is vectorised on a CPU and torch's is not, which a draft step over a large vocabulary would feel.
+
+    Raises:
+        NonFinite: the best logit is none; of a NaN both argmax give the place.
     """
     if logits.is_cuda:
-        return int(logits.argmax())
-    wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    return int(wide.numpy().argmax())
+        token = int(best_tokens(logits))
+    else:
+        wide = (logits if logits.dtype in (torch.float32, torch.float64) else logits.float()).numpy()
+        token = int(wide.argmax())
+        if not math.isfinite(wide.item(token)):
+            token = NO_TOKEN
+    if token == NO_TOKEN:
+        raise NonFinite
+    return token
+
+
+def best_tokens(logits: Tensor) -> Tensor:
+    """`best_token` of rows, logits [..., V] -> int64 [...], without waiting for a device: NO_TOKEN where the best logit
+    is none."""
+    best, index = logits.max(-1)
+    return torch.where(best.isfinite(), index, NO_TOKEN)
 
 
 def top_values(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -80,23 +111,36 @@ def top_values(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def residual(target_prob: Tensor, draft_prob: Tensor) -> Tensor:
-    """norm((p - q)+), the law of the token that replaces a rejected one (Leviathan et al. 2023). Both are [..., V]."""
+    """norm((p - q)+), the law of the token that replaces a rejected one (Leviathan et al. 2023). Both are [..., V]. NaN
+    where one of them has a NaN."""
     excess = (target_prob - draft_prob).clamp_min(0)
     total = excess.sum(-1, keepdim=True)
     # p == q up to rounding: nothing is ever rejected, so any law will do; the target's is the safe one.
-    return torch.where(total > 0, excess / total, target_prob)
+    return torch.where(total == 0, target_prob, excess / total)
 
 
 def pick(probs: Tensor, uniform: float) -> int:
-    """Inverse-cdf draw of an index of probs [V] by a uniform in [0, 1); never one of probability zero."""
+    """Inverse-cdf draw of an index of probs [V] by a uniform in [0, 1); never one of probability zero.
+
+    The sum is taken in float64: in float32 it stands still at what is small beside it, and of 150k tokens two thirds
+    could never be drawn.
+
+    Raises:
+        NonFinite: the probabilities have no sum to draw from.
+    """
     if probs.is_cuda:
-        return int(draw_rows(probs[None], torch.tensor([uniform], dtype=torch.float64, device=probs.device)))
+        index = int(draw_rows(probs[None], torch.tensor([uniform], dtype=torch.float64, device=probs.device)))
+        if index == NO_TOKEN:
+            raise NonFinite("probabilities")
+        return index
     # NumPy looks up with fewer calls. Scaling by the sum as computed keeps the index in range; "right" steps over
     # entries of probability zero.
-    cumulative = probs.cumsum(-1).numpy()
+    cumulative = probs.cumsum(-1, dtype=torch.float64).numpy()
     index = int(cumulative.searchsorted(cumulative[-1] * uniform, "right"))
-    if index >= len(probs):  # uniform * total rounded up to the total: the last token that has mass
-        index = int(probs.nonzero()[-1])
+    if index >= len(probs):  # uniform * total rounded up to the total, or is NaN
+        if not 0 < cumulative[-1] < math.inf:
+            raise NonFinite("probabilities")
+        index = int(probs.nonzero()[-1])  # the last token that has mass
     return index
 
 
@@ -122,8 +166,10 @@ class TorchSource:
 
 
 def draw_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """`pick` for rows: probs [B, V], uniforms [B] in [0, 1) -> int64 [B]. The sum is taken in float64."""
-    cumulative = probs.double().cumsum(-1)
-    index = torch.searchsorted(cumulative, cumulative[:, -1:] * uniforms[:, None].double(), right=True)[:, 0]
+    """`pick` for rows: probs [B, V], uniforms [B] in [0, 1) -> int64 [B], without waiting for a device: NO_TOKEN where
+    `pick` would raise."""
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    index = torch.searchsorted(cumulative, (total * uniforms.double())[:, None], right=True)[:, 0]
     last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).to(torch.int8).argmax(-1)
-    return torch.minimum(index, last)
+    return torch.where((total > 0) & total.isfinite(), torch.minimum(index, last), NO_TOKEN)

@@ -6,6 +6,7 @@ p is the target's next-token distribution and q the draft's, both AFTER temperat
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -36,8 +37,8 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise InputError("temperature", self.temperature, "0 (greedy) or more", "Pass a non-negative number.")
+        if not 0 <= self.temperature < math.inf:
+            raise InputError("temperature", self.temperature, "0 (greedy) or more", "Pass a finite number.")
         if self.top_k < 0:
             raise InputError("top_k", self.top_k, "0 (off) or more", "Pass a non-negative integer.")
         if not 0 < self.top_p <= 1:

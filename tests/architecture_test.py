@@ -34,8 +34,8 @@ ALLOWED_LAYERS = {
     "heads": {"types", "core", "targets.base", "decoding", "heads"},
     "interop": {"types", "core", "heads", "interop"},
 }
-CORE_FILES = {"layers", "kv_cache", "lean", "lean_rows", "packed", "packing", "graphs", "sampling", "losses", "metrics",
-              "flops"}  # fmt: skip
+CORE_FILES = {"layers", "kv_cache", "lean", "lean_rows", "packed", "packing", "graphs", "finite", "sampling", "losses",
+              "metrics", "flops"}  # fmt: skip
 # Files, network, argv, clocks and logging stay out of modules.
 EFFECTS = {"argparse", "http", "io", "logging", "os", "pathlib", "shutil", "socket", "subprocess", "sys", "tempfile",
            "time", "urllib"}  # fmt: skip

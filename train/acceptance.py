@@ -15,6 +15,7 @@ from draftsmith.data.heads import eagle_identity, load_head, starting_head, star
 from draftsmith.data.manifest import MANIFEST, Manifest, volatile
 from draftsmith.data.models import load_lm
 from draftsmith.data.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
@@ -127,6 +128,7 @@ class TrainAcceptanceConfig(TrainConfig):
         return self.target
 
 
+@sole_writer(shared=True)
 def run(config: TrainAcceptanceConfig) -> Path:
     """Train the head; returns its directory, output/best.
 

@@ -1,19 +1,34 @@
-"""Losses and gradients that are not finite: seen on any rank, the step is left out on all of them."""
+"""Losses and gradients that are not finite: seen on any rank, the step is left out on all of them.
+
+Where it is what a frozen model gave that is not finite, no step can mend it, and the run ends.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError, LossOutput
 from draftsmith.train.metrics import num_ranks, total
 
 # Samples that an error names.
 NAMED = 20
+
+
+@dataclass
+class _Part:
+    """Numbers of its samples; a mark that is 0 where its loss and gradients are finite, else NaN; and such marks of
+    what frozen models gave, by their flags."""
+
+    samples: list[int]
+    mark: Tensor
+    inputs: dict[str, Tensor]
 
 
 class BadSteps:
@@ -26,7 +41,8 @@ class BadSteps:
     def __init__(self, limit: int):
         self.limit, self.count = limit, 0
         self.samples: list[str] = []
-        self._parts: list[tuple[list[int], Tensor]] = []
+        self._parts: list[_Part] = []
+        self._inputs: dict[str, Tensor] = {}
 
     def watch(self, module: nn.Module) -> None:
         """Look at every gradient as this rank computes it, before it is summed with other ranks' and other parts'."""
@@ -38,16 +54,21 @@ class BadSteps:
         """A step begins."""
         self._parts = []
 
+    def given(self, model: str, states: Tensor) -> None:
+        """Hidden states of a frozen model, of the part whose loss is added next. model: its flag."""
+        self._inputs[model] = states.detach().sum(dtype=torch.float32) * 0
+
     def add(self, loss: Tensor, samples: list[int]) -> None:
         """A part's loss, and the numbers of its samples; its gradients follow."""
         # 0 where everything is finite, else NaN: one number on the device, which nothing waits for. (A sum of finite
         # gradients that overflows float32 counts as bad, too.)
-        self._parts.append((samples, loss.detach().float() * 0))
+        self._parts.append(_Part(samples, loss.detach().float() * 0, self._inputs))
+        self._inputs = {}
 
     def _see(self, gradient: Tensor) -> None:
         if self._parts:
-            samples, mark = self._parts[-1]
-            self._parts[-1] = (samples, mark + gradient.sum().float() * 0)
+            part = self._parts[-1]
+            part.mark = part.mark + gradient.sum().float() * 0
 
     def agree(self, norm: Tensor | None, name: Callable[[int], str]) -> tuple[bool, float]:
         """Whether any rank saw a bad part, and the norm as a number. All ranks call it and get the same answer.
@@ -57,8 +78,9 @@ class BadSteps:
 
         Raises:
             InputError: too many steps were bad.
+            NonFinite: what a frozen model gave was not finite.
         """
-        marks = torch.stack([mark for _, mark in self._parts])
+        marks = torch.stack([part.mark for part in self._parts])
         bad = total(marks.isnan().any().double())
         known = torch.zeros_like(bad) if norm is None else norm.double()
         number, size = torch.stack([bad, known.to(bad.device)]).tolist()  # the one wait for the device
@@ -69,7 +91,13 @@ class BadSteps:
 
     def add_step(self, name: Callable[[int], str], everything: bool) -> None:
         """Count the running step as bad. everything: no single part was bad, but their sum is."""
-        own = [name(i) for samples, mark in self._parts if everything or bool(mark.isnan()) for i in samples]
+        bad = [part for part in self._parts if everything or bool(part.mark.isnan())]
+        broken = [(model, part) for part in bad for model, mark in part.inputs.items() if bool(mark.isnan())]
+        found = _gathered([f"{model}\n{name(i)}" for model, part in broken for i in part.samples])
+        if found:
+            model = found[0].split("\n")[0]
+            raise NonFinite("hidden states", model, None).of([line.split("\n", 1)[1] for line in found])
+        own = [name(i) for part in bad for i in part.samples]
         self.samples += [sample for sample in dict.fromkeys(_gathered(own)) if sample not in self.samples]
         self.count += 1
         if self.count > self.limit:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from safetensors import SafetensorError
 from torch import nn
 
+from draftsmith.data.files import CannotWrite
 from draftsmith.data.progress import bar, say
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
 from draftsmith.train.deepspeed import whole_head
@@ -113,7 +113,8 @@ class BetweenSteps(pl.Callback):
         self.latest = metrics
         log(trainer, {f"val/{name}": value for name, value in metrics.items()}, step)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        say_on_rank_zero(f"step {step}/{module.total_steps}: {shown}")
+        measured = f" ({getattr(self.probe, 'measured', '')})" if "tau" in metrics else ""
+        say_on_rank_zero(f"step {step}/{module.total_steps}: {shown}{measured}")
         # What decoding reaches decides, where it is measured: a head can lose teacher-forced accuracy and gain tau.
         probed = self.probe is not None and self.probe_every > 0
         monitor, larger_is_better = ("tau", True) if probed else (module.monitor, module.larger_is_better)
@@ -129,7 +130,7 @@ class BetweenSteps(pl.Callback):
         if rank() == 0:
             try:
                 self.save_head(head, name, step, metrics)
-            except (OSError, SafetensorError) as error:
+            except (OSError, CannotWrite) as error:
                 failure = str(error)
         failure = self._told(trainer, f"{name}/ of step {step}", failure)
         self.unsaved.pop(name, None)
@@ -159,7 +160,7 @@ def log(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
     for logger in trainer.loggers:
         try:
             logger.log_metrics(metrics, step)
-        except OSError as error:
+        except (OSError, CannotWrite) as error:
             say_on_rank_zero(f"warning: could not write the metrics of step {step} ({error})")
 
 

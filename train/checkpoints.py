@@ -9,7 +9,6 @@ weights with their optimizer state are all there is to restore.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -20,11 +19,14 @@ from typing import IO, Any, cast
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
-from draftsmith.data.manifest import file_sha256, publish, write_json
+from draftsmith.data.files import CannotWrite, make_directory, publish, write_json
+from draftsmith.data.manifest import file_sha256
+from draftsmith.data.reading import read_object
 from draftsmith.modules.types import InputError
 
 FOLDER, STATE, MANIFEST = "checkpoints", "state.pt", "manifest.json"
 SCHEMA_VERSION = 1
+SHAPE = {"schema_version": int, "files": {"*": {"bytes": int, "sha256": str}}}
 NAME = re.compile(r"step-(\d{8,})")
 # What a reader of a damaged file or manifest may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError)
@@ -47,7 +49,7 @@ class Checkpoints(CheckpointIO):
         partial = path.with_name(f"{path.name}.tmp")
         self.failure = ""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(path.parent)
             for rest in path.parent.glob("step-*.tmp*"):  # of a run that was killed while it wrote or deleted
                 shutil.rmtree(rest, ignore_errors=True)
             partial.mkdir()
@@ -57,7 +59,7 @@ class Checkpoints(CheckpointIO):
             if path.exists():  # damaged, or the run would have gone on from it
                 _remove(path)
             publish(partial, path)
-        except OSError as error:
+        except (OSError, CannotWrite) as error:
             self.failure = str(error)
             shutil.rmtree(partial, ignore_errors=True)
             return
@@ -107,7 +109,7 @@ def newest_intact(folder: Path, warn: Callable[[str], None]) -> Path | None:
 def damage(path: Path) -> str:
     """What is wrong with a checkpoint, or nothing."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+        manifest = read_object(path / MANIFEST, SHAPE)
         if manifest["schema_version"] != SCHEMA_VERSION:
             return f"schema version {manifest['schema_version']}, not {SCHEMA_VERSION}"
         for name, entry in manifest["files"].items():

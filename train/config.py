@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ from draftsmith.data.manifest import volatile
 from draftsmith.modules.types import InputError
 
 TRACKERS = ("csv", "wandb", "tensorboard")
+MOST = 2**31 - 1
 # Shorter pieces of a sequence have next to no context.
 MIN_LENGTH = 16
 Strategy = Literal[
@@ -131,12 +133,18 @@ class TrainConfig:
         at_least |= {"val_every": 0, "log_every": 1, "save_every": 0, "clip": 0, "weight_decay": 0}
         at_least |= {"keep": 1, "max_bad_steps": 0}
         for name, least in at_least.items():
-            if not getattr(self, name) >= least:
-                raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
+            value = getattr(self, name)
+            if not least <= value <= MOST:  # which NaN is not
+                expected = f"{least} or more" if not value >= least else f"at most {MOST:,}"
+                raise InputError(name, value, expected, "Change it.")
         if 0 < self.max_length < MIN_LENGTH:
             raise InputError("max_length", self.max_length, f"0 or at least {MIN_LENGTH}", "Change it.")
         for name in ("val_share", "warmup_share", "min_lr_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(name, getattr(self, name), "a share in [0, 1)", "Change it.")
-        if not self.lr > 0:
+        if not 0 < self.lr < math.inf:
             raise InputError("lr", self.lr, "a positive number", "Change it.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError("betas", list(self.betas), "two numbers in [0, 1)", "Change them.")
+        if not 0 <= self.seed < 2**63:
+            raise InputError("seed", self.seed, "an integer from 0 to 2^63 - 1", "Change it.")

@@ -41,11 +41,13 @@ class DraftedTokens:
 class Reader(Protocol):
     """Gives a head its inputs. It holds frozen models, and none of them is a torch module's child.
 
-    lm: the draft model, or the model that an EAGLE head drafts for. weighted: tokens have weights.
+    lm: the draft model, or the model that an EAGLE head drafts for. weighted: tokens have weights. model: the flag of
+    what drafts, for errors.
     """
 
     lm: CausalLM
     weighted: bool
+    model: str
 
     def read(self, data: Any, with_log_q: bool = False) -> DraftedTokens:
         """Of a collated batch."""
@@ -58,6 +60,7 @@ class MixedText:
     """Labels of mixed text (SpecDec++, section 3.3): the draft reads z, and its states are those after each token."""
 
     weighted = False
+    model = "draft"
 
     def __init__(self, draft: CausalLM, greedy: bool):
         """greedy: the labels are those of greedy decoding."""
@@ -94,6 +97,7 @@ class RolloutDrafts:
     def __init__(self, lm: CausalLM, head: AcceptanceHeadConfig, depth: int, eagle: EagleHead | None = None):
         """lm: the draft model, or the model that `eagle` drafts for. depth: tokens of a draft."""
         self.lm, self.head, self.eagle = lm, head, eagle
+        self.model = "draft" if eagle is None else "eagle"
         self.drafter: BranchDrafter = (
             DraftModelBranches(lm, depth) if eagle is None else EagleBranches(eagle, lm, depth)
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,12 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from draftsmith.data.answers import spans
 from draftsmith.data.batched import set_threads
 from draftsmith.data.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
 from draftsmith.data.feature_codec import FeatureDtype, rounded
 from draftsmith.data.heads import starting_head, starting_settings, starting_weights
 from draftsmith.data.manifest import Manifest, open_artefact, volatile
-from draftsmith.data.models import load_lm, read_config
+from draftsmith.data.models import load_lm, read_config, text_identity
+from draftsmith.data.shards import Rows
+from draftsmith.data.writer import sole_writer
+from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead, Rope
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
@@ -69,9 +74,13 @@ class TrainEagleConfig(TrainConfig):
             before it were right; 0 measures none.
         tau_every: Steps between measurements of tau by real decoding; 0 measures with every validation. It is measured
             at validations, so it counts in multiples of val_every.
-        tau_prompts: Held-out prompts to decode for it; 0 switches it off.
+        tau_prompts: Prompts to decode for it; 0 switches it off.
+        tau_data: What `data prompts` made of prompts like those that will be served. Default: held-out samples, each up
+            to one of its answers, which says little where these are shorter than what will be served.
         tau_k: Drafted tokens a round for it.
         tau_max_new_tokens: Longest answer for it.
+        tau_ignore_eos: Go on behind end tokens, so that every answer is that long: of answers of a few tokens tau says
+            how well their beginning is drafted.
     """
 
     target: str
@@ -95,8 +104,10 @@ class TrainEagleConfig(TrainConfig):
     agreement_steps: int = volatile(3)
     tau_every: int = volatile(0)
     tau_prompts: int = volatile(16)
+    tau_data: Path | None = volatile(None)
     tau_k: int = volatile(5)
     tau_max_new_tokens: int = volatile(64)
+    tau_ignore_eos: bool = volatile(True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,6 +137,7 @@ class TrainEagleConfig(TrainConfig):
                 raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
 
 
+@sole_writer(shared=True)
 def run(config: TrainEagleConfig) -> Path:
     """Train the head; returns its directory, output/best.
 
@@ -189,8 +201,10 @@ def prepare(config: TrainEagleConfig) -> tuple[Any, ...]:
         agreement_steps=config.agreement_steps,
         source=FeatureSource(target, cache, shared=config.target_parallel == "tensor"),
     )
-    prompts = held_out_prompts(val_samples, config.tau_prompts)
-    probe = TauProbe(module, prompts, config.tau_k, config.tau_max_new_tokens) if prompts else None
+    prompts = tau_prompts(config, val_samples, context)
+    probe = None
+    if prompts:
+        probe = TauProbe(module, prompts, config.tau_k, config.tau_max_new_tokens, config.tau_ignore_eos)
     inputs = digests(train, val) | ({} if config.init in FRESH else starting_weights(config.init))
     provenance = Provenance("eagle", inputs, target.info.identity, train.manifest.identity)
     probe_every = config.tau_every or config.val_every or data.order.steps_per_epoch
@@ -322,6 +336,9 @@ def feature_std(samples: Samples, target: CausalLM, stored: FeatureDtype | None 
         features = None if stored else item.get("features")
         if features is None:
             features = target.features(item["input_ids"][None].to(target.device))[0]
+            place = first_broken(features)
+            if place is not None:
+                raise NonFinite("hidden states", "target", place).of([samples.name(i)])
             features = rounded(features, stored) if stored else features
         features = features.double()
         count, first = count + features.numel(), first + float(features.sum())
@@ -329,12 +346,41 @@ def feature_std(samples: Samples, target: CausalLM, stored: FeatureDtype | None 
     return max(second / count - (first / count) ** 2, 0.0) ** 0.5
 
 
-def held_out_prompts(samples: Samples, number: int) -> list[list[int]]:
-    """Prompts of the first validation samples: what comes before the first response token."""
-    prompts = []
-    for i in range(min(number, len(samples))):
-        item: dict[str, Any] = samples.item(i, 0)
-        start = int(item["loss_mask"].to(torch.int8).argmax())
-        if start > 0:
-            prompts.append(item["input_ids"][:start].tolist())
-    return prompts
+def tau_prompts(config: TrainEagleConfig, val: Samples, context: int) -> list[list[int]]:
+    """Prompts to measure tau on, of those that leave room for their answers where there are such.
+
+    Raises:
+        InputError: `tau_data` is no prompts, or of another tokenizer.
+    """
+    if not config.tau_prompts:
+        return []
+    if config.tau_data is None:
+        found = held_out_prompts(val)
+    else:
+        manifest = open_artefact(config.tau_data, "prompts", text_identity(config.target))
+        found = (row["prompt_ids"] for row in Rows(config.tau_data, manifest, ["prompt_ids"]).iterate())
+    chosen, longest = [], context - config.tau_max_new_tokens
+    tight: list[list[int]] = []
+    for prompt in found:
+        if len(prompt) <= longest:
+            chosen.append(prompt)
+        elif len(prompt) < context and len(tight) < config.tau_prompts:
+            tight.append(prompt)
+        if len(chosen) == config.tau_prompts:
+            break
+    return chosen or tight
+
+
+def held_out_prompts(samples: Samples) -> Iterator[list[int]]:
+    """What comes before an answer of each validation sample: before the first one of the first sample, the second one
+    of the second, and so on, so that they are as long as conversations get. Then the samples' other answers."""
+    begins: dict[int, list[int]] = {}
+    for more in itertools.count():
+        for i in range(len(samples)) if more == 0 else list(begins):
+            item: dict[str, Any] = samples.item(i, 0)
+            starts = begins.setdefault(i, [start for start, _ in spans(item["loss_mask"].numpy()) if start > 0])
+            if more < len(starts):
+                yield item["input_ids"][: starts[(i + more) % len(starts)]].tolist()
+        begins = {i: starts for i, starts in begins.items() if more + 1 < len(starts)}
+        if not begins:
+            return

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from draftsmith.data.files import write_tensors
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.train.language_model import (
     Recipe,
@@ -144,9 +145,7 @@ def _reporter(
 
 def save_weights(model: LlamaModel, path: Path) -> None:
     """One safetensors file, complete or absent."""
-    partial = path.with_name(path.name + ".tmp")
-    save_file({k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}, partial)
-    partial.replace(path)
+    write_tensors(path, {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
 
 
 def load_weights(model: LlamaModel, path: Path) -> None:

@@ -22,11 +22,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from draftsmith.data import feature_codec
-from draftsmith.data.datasets import Item
+from draftsmith.data.datasets import Item, broken_features
 from draftsmith.data.feature_codec import FeatureDtype
 from draftsmith.data.features import check_disk
-from draftsmith.data.manifest import differences, flatten, publish, read_json, write_json
+from draftsmith.data.files import CannotWrite, make_directory, write_json, write_tensors
+from draftsmith.data.manifest import differences, flatten, warn_not_compared, without_unrecorded
 from draftsmith.data.progress import say
+from draftsmith.data.reading import read_object
+from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -82,13 +85,20 @@ class FeatureCache:
         if name not in self._where:
             self._look()
         shard = self._where.get(name)
-        return None if shard is None else feature_codec.read(self._open(shard), name)
+        if shard is None:
+            return None
+        features = feature_codec.read(self._open(shard), name)
+        place = first_broken(features)
+        if place is not None:
+            raise broken_features(self._directory / shard, f"row {name}", place)
+        return features
 
     def put(self, input_ids: Tensor, features: Tensor) -> Tensor:
         """Keep the features [T, H] of a row with token ids [T] (on the CPU); they are returned as `get` gives them."""
         encoded = feature_codec.encode(features, self.dtype)
         name = row_name(input_ids)
-        if not self._full and name not in self._where and name not in self._pending and name not in self._writing:
+        known = name in self._where or name in self._pending or name in self._writing
+        if not (self._full or known) and first_broken(features) is None:
             # Copies: the batch that they are slices of would stay in memory.
             self._pending[name] = {suffix: tensor.to("cpu", copy=True) for suffix, tensor in encoded.items()}
             self._pending_bytes += sum(tensor.nbytes for tensor in encoded.values())
@@ -118,7 +128,7 @@ class FeatureCache:
             return
         try:
             shard = self._written.result()
-        except OSError as error:
+        except (OSError, CannotWrite) as error:
             self._full = True
             self._pending = {}
             say(f"feature cache: {self._directory}: {error}. Nothing more is cached; training goes on without.")
@@ -129,42 +139,29 @@ class FeatureCache:
 
     def _write(self, tensors: dict[str, Tensor]) -> str:
         """The shard's name, once it is on the disk. Names are drawn: runs that share the directory agree on none."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         name = f"{uuid.uuid4().hex}.safetensors"
-        temporary = self._directory / f"{name}.tmp"
-        try:
-            save_file(tensors, temporary)
-            descriptor = os.open(temporary, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            publish(temporary, self._directory / name)
-        except SafetensorError as error:  # how it reports a full disk
-            raise OSError(str(error)) from error
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_tensors(self._directory / name, tensors)
         return name
 
     def _begin(self, about: dict[str, Any]) -> None:
         directory, path = self._directory, self._directory / ABOUT
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         if path.exists():
-            differing = differences(flatten(about), flatten(read_json(path)))
+            kept = read_object(path, {}, "Delete the cache's directory.")
+            differing, unrecorded = without_unrecorded(differences(flatten(about), flatten(kept)))
+            warn_not_compared(str(path), unrecorded)
             if differing:
                 found = f"{directory} with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
                 remedy = "Delete it, or pass another --feature-cache."
                 raise InputError("feature_cache", found, "features of this target and dtype", remedy)
-        elif any(entry.suffix != ".tmp" and f"{ABOUT}.tmp-" not in entry.name for entry in directory.iterdir()):
+        elif any(".tmp" not in entry.name for entry in directory.iterdir()):
             # Another rank may have written it since.
             if not path.exists():
                 remedy = "Choose a new one."
                 raise InputError("feature_cache", f"{directory}, which holds something else", "a cache", remedy)
         else:
             write_json(path, about)
-        for leftover in directory.glob("*.tmp"):  # of killed runs; a live one's is younger
+        for leftover in directory.glob("*.tmp*"):  # of killed runs; a live one's is younger
             if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
                 leftover.unlink(missing_ok=True)
 

@@ -20,7 +20,10 @@ import lightning.pytorch as pl
 import yaml
 from torch import nn
 
+from draftsmith.data.answers import Supervision
 from draftsmith.data.card import model_card
+from draftsmith.data.datasets import answers_in, conversations_of
+from draftsmith.data.files import make_directory, write_json, write_text
 from draftsmith.data.heads import head_fields, save_head
 from draftsmith.data.manifest import (
     decisive,
@@ -28,10 +31,11 @@ from draftsmith.data.manifest import (
     flatten,
     git_commit,
     package_versions,
-    read_json,
     resolved,
-    write_json,
+    warn_not_compared,
+    without_unrecorded,
 )
+from draftsmith.data.reading import read_object
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import BetweenSteps, ProgressBar, SaveHead, say_on_rank_zero
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of
@@ -44,6 +48,7 @@ from draftsmith.train.signals import StopOnSignal, exit_code
 from draftsmith.train.strategies import trainer_arguments, world_size
 from draftsmith.train.telemetry import Telemetry
 
+READ_MODEL = "read_model"
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
 
 
@@ -65,12 +70,22 @@ class Provenance:
 
 
 def finished(config: TrainConfig) -> Path | None:
-    """best/ of a finished run that is asked to be continued.
+    """best/ of a finished run that is asked to be continued; nothing of it changes, which the user is told.
 
     Raises:
-        InputError: the output directory holds a run, and it is not to be continued.
+        InputError: the output directory holds a run, and it is not to be continued; or it is, with other settings.
     """
     done = config.output / FINISHED
+    if config.resume and done.exists():
+        begun = read_object(config.output / STARTED, {}, "Choose another output.")
+        now = flatten({"config": decisive(config)})
+        differing = differences({key: now[key] for key in now if key in begun}, {key: begun.get(key) for key in now})
+        changed = [entry for entry in differing if entry[0] in begun]  # earlier versions had fewer settings
+        if changed:
+            found = "another " + "; ".join(f"{key}: {new}, trained with {was}" for key, new, was in changed)
+            remedy = f"Leave them out, or train anew in another output: {config.output} is finished."
+            raise InputError("resume", found, "the settings of the finished training", remedy)
+        say_on_rank_zero(f"{config.output} holds a finished training: nothing is left to do, and nothing is changed")
     if config.resume:
         return config.output / "best" if done.exists() else None
     if done.exists() or all_in(config.output / FOLDER):
@@ -93,7 +108,7 @@ def split(config: TrainConfig, train: Any, val: Any | None, context: int, overla
         return Samples(train, range(len(train))), Samples(val, range(len(val)))
     if config.val_share == 0:
         raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
-    rows = getattr(train, "rows", range(len(train)))  # pieces of one sequence stay on one side
+    rows = conversations_of(train)  # those, and pieces of one sequence, stay on one side
     train_rows, _ = held_out(len(set(rows)), config.val_share)
     kept = set(train_rows)
     return (
@@ -124,6 +139,7 @@ def fit(
     """
     checkpoint = _checkpoint(config, provenance)
     step = step_of(checkpoint)
+    learned = tell_supervision(data.train)
     if is_first_process():
         _begin(config, provenance)
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -135,7 +151,7 @@ def fit(
     telemetry = Telemetry()
     between = BetweenSteps(
         config.output,
-        _head_saver(config, provenance, data),
+        _head_saver(config, provenance, data, learned),
         checkpoints,
         val_every=config.val_every or data.order.steps_per_epoch,
         log_every=config.log_every,
@@ -197,7 +213,17 @@ def fit(
 
 
 def _state(config: TrainConfig, provenance: Provenance) -> dict[str, Any]:
-    return flatten({"config": decisive(config), "inputs": provenance.inputs, "models": provenance.models})
+    made_from = {"inputs": provenance.inputs, "models": provenance.models, READ_MODEL: provenance.read_model}
+    return flatten({"config": decisive(config), **made_from})
+
+
+def _differing(now: Mapping[str, Any], was: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
+    """What differs in two states, and what the older one does not record."""
+    differing, unrecorded = without_unrecorded(differences(now, was))
+    if not any(key.startswith(READ_MODEL) for key in was):  # an earlier version wrote it
+        differing = [entry for entry in differing if not entry[0].startswith(READ_MODEL)]
+        unrecorded = [*(key for key in unrecorded if not key.startswith(READ_MODEL)), READ_MODEL]
+    return differing, unrecorded
 
 
 def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
@@ -211,7 +237,9 @@ def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
         return None
     started = config.output / STARTED
     if started.exists():
-        differing = differences(_state(config, provenance), read_json(started))
+        begun = read_object(started, {}, "Restore it, or choose another output.")
+        differing, unrecorded = _differing(_state(config, provenance), begun)
+        warn_not_compared(str(started), unrecorded)
         if differing:
             found = "another " + "; ".join(f"{key}: {now}, begun with {was}" for key, now, was in differing)
             remedy = f"Restore it (see {config.output / RESOLVED}), or choose another output."
@@ -220,12 +248,12 @@ def _checkpoint(config: TrainConfig, provenance: Provenance) -> Path | None:
 
 
 def _begin(config: TrainConfig, provenance: Provenance) -> None:
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     if config.resume and (config.output / STARTED).exists():
         return
     plain = resolved(dataclasses.replace(config, resume=False))
     text = yaml.safe_dump(plain, sort_keys=False)
-    (config.output / RESOLVED).write_text(f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
+    write_text(config.output / RESOLVED, f"# draftsmith train {provenance.job} --config THIS_FILE\n{text}")
     write_json(config.output / STARTED, _state(config, provenance))
 
 
@@ -236,10 +264,25 @@ def _made_from(provenance: Provenance) -> dict[str, Any]:
     return made_from
 
 
-def _head_saver(config: TrainConfig, provenance: Provenance, data: HeadDataModule) -> SaveHead:
-    """Saves a head under output/NAME, with its manifest and model card."""
+def tell_supervision(train: Samples) -> dict[str, float]:
+    """Say what will be learned, and warn where that is little; the numbers, none for data without answers."""
+    lengths = answers_in(train.dataset, train.indices)
+    if lengths is None:
+        return {}
+    learned = Supervision.of(lengths)
+    say_on_rank_zero(f"data: {learned.text()}")
+    if warning := learned.warning():
+        say_on_rank_zero(warning)
+    return learned.numbers()
+
+
+def _head_saver(
+    config: TrainConfig, provenance: Provenance, data: HeadDataModule, learned: Mapping[str, float]
+) -> SaveHead:
+    """Saves a head under output/NAME, with its manifest and model card. learned: what `tell_supervision` said."""
     parts = {"training": data.train.lengths, "validation": data.val.lengths}
     samples = {name: {"samples": len(lengths), "tokens": sum(lengths)} for name, lengths in parts.items()}
+    samples["training"] |= learned
     made_with = {"packages": package_versions(), "git_commit": git_commit()}
 
     def save(head: nn.Module, name: str, step: int, metrics: Mapping[str, float]) -> None:

@@ -60,6 +60,7 @@ class LitAcceptance(LitHead):
 
     def loss(self, part: Part, epoch_noise: bool) -> LossOutput:
         batch, config = self.reader.read(part.data).batch, self.head.config
+        self.bad_steps.given(self.reader.model, batch.hidden)
         return acceptance_loss(self.judge(batch), batch, config.w_acc, config.w_rej)
 
     def flops(self, part: Part) -> float:
@@ -98,6 +99,7 @@ class LitAcceptance(LitHead):
             part = move(part, self.device)
             tokens = self.reader.read(part.data, with_log_q=True)
             batch, log_q = tokens.batch, tokens.log_q
+            self.check_given(self.reader.model, part, batch.hidden)
             assert log_q is not None
             sample = torch.tensor([key.index for key in part.keys], device=self.device)[tokens.row]
             columns = [self.judge(batch), batch.accept_prob, log_q, sample]

@@ -93,7 +93,11 @@ class LitEagle(LitHead):
         return dataclasses.replace(data, features=documents.end_to_end(features))
 
     def loss(self, part: Part, epoch_noise: bool) -> LossOutput:
-        return self._loss_with_features(dataclasses.replace(part, data=self.features_of(part.data)), epoch_noise)
+        data = self.features_of(part.data)
+        if part.data.features is None:  # stored ones were looked at when they were read
+            assert data.features is not None
+            self.bad_steps.given("target", data.features)
+        return self._loss_with_features(dataclasses.replace(part, data=data), epoch_noise)
 
     def _loss_with_features(self, part: Part, epoch_noise: bool) -> LossOutput:
         pair = shift(part.data)
@@ -149,11 +153,16 @@ class LitEagle(LitHead):
     @torch.no_grad()
     def validate(self, parts: Iterable[Part]) -> dict[str, float]:
         """loss, feature_loss and token_loss without noise, and top1 and top3: how often the target's argmax is the
-        head's first choice, or among its first three. Teacher-forced, on response tokens. And `agreement`."""
+        head's first choice, or among its first three. Teacher-forced, on response tokens. And `agreement`.
+
+        Raises:
+            NonFinite: the target's features.
+        """
         means = Means()
         for part in parts:
             part = move(part, self.device)
             part = dataclasses.replace(part, data=self.features_of(part.data))
+            self.check_given("target", part, part.data.features)
             means.add(self._loss_with_features(part, epoch_noise=False))
             if self.agreement_steps:
                 means.add(self.agreement(part))
@@ -201,20 +210,32 @@ class LitEagle(LitHead):
 
 
 class TauProbe:
-    """Real tau: greedy chain decoding of held-out prompts, as `draftsmith decode` does it."""
+    """Real tau: greedy chain decoding of prompts, as `draftsmith decode` does it.
 
-    def __init__(self, module: LitEagle, prompts: Sequence[Sequence[int]], k: int, max_new_tokens: int):
-        """prompts: the same on every rank; each rank decodes its share, or all where the ranks are one target."""
+    measured: on what, in words.
+    """
+
+    def __init__(
+        self, module: LitEagle, prompts: Sequence[Sequence[int]], k: int, max_new_tokens: int, ignore_eos: bool = True
+    ):
+        """prompts: the same on every rank; each rank decodes its share, or all where the ranks are one target.
+        ignore_eos: go on behind end tokens."""
         self.module, self.prompts, self.k, self.max_new_tokens = module, prompts, k, max_new_tokens
+        self.ignore_eos = ignore_eos
+        lengths = sorted(map(len, prompts))
+        sizes = f"{lengths[0]:,}" if lengths[0] == lengths[-1] else f"{lengths[0]:,} to {lengths[-1]:,}"
+        until = "each, end tokens ignored" if ignore_eos else "at most"
+        self.measured = f"tau on {len(prompts)} prompt(s) of {sizes} tokens, {max_new_tokens} {until}, chains of {k}"
 
     def __call__(self) -> dict[str, float]:
-        """tau over all prompts of all ranks: emitted tokens per target call."""
+        """tau over all prompts of all ranks: emitted tokens per target call; and tau_behind_end, the share of these
+        tokens that is behind an end token, where these are ignored."""
         target = self.module.target.model
         # A copy where the target computes in another type: training goes on in the head's own.
         head = self.module.head
         if head.fc.weight.dtype != target.dtype:
             head = copy.deepcopy(head).to(target.dtype)
-        counts = torch.zeros(2, dtype=torch.float64)
+        counts = torch.zeros(3, dtype=torch.float64)
         # A target that is spread over the ranks decodes with all of them at once.
         own = self.prompts if self.module.source.shared else self.prompts[rank() :: num_ranks()]
         with torch.autocast(target.device.type, enabled=False):
@@ -222,7 +243,19 @@ class TauProbe:
                 capacity = len(prompt) + self.max_new_tokens + self.k + 2
                 drafter = EagleDrafter(head, target, FixedLength(self.k), capacity)
                 params, source = SamplingParams(), TorchSource(0)
-                trace = generate(target, drafter, prompt, params, self.max_new_tokens, source).trace
-                counts += torch.tensor([trace.num_tokens, trace.num_target_calls], dtype=torch.float64)
-        tokens, calls = total(counts.to(self.module.device)).tolist()
-        return {"tau": tokens / calls} if calls else {}
+                ends = () if self.ignore_eos else None
+                made = generate(target, drafter, prompt, params, self.max_new_tokens, source, ends)
+                behind = _behind_end(made.tokens, target.info.eos_ids)
+                counts += torch.tensor(
+                    [made.trace.num_tokens, made.trace.num_target_calls, behind], dtype=torch.float64
+                )
+        tokens, calls, behind = total(counts.to(self.module.device)).tolist()
+        if not calls:
+            return {}
+        return {"tau": tokens / calls} | ({"tau_behind_end": behind / tokens} if self.ignore_eos else {})
+
+
+def _behind_end(tokens: Sequence[int], eos_ids: Sequence[int]) -> int:
+    """How many tokens come after the first end token."""
+    first = next((i for i, token in enumerate(tokens) if token in eos_ids), len(tokens) - 1)
+    return len(tokens) - 1 - first

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import LossOutput
 from draftsmith.train.bad_steps import BadSteps, finite
 from draftsmith.train.config import TrainConfig
@@ -127,6 +128,13 @@ class LitHead(pl.LightningModule):
                 param.grad = None
         elif self.config.clip:
             torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)
+
+    def check_given(self, model: str, part: Part, states: Tensor) -> None:
+        """Raises NonFinite where hidden states [.., H] that a frozen model gave for a validation part are none."""
+        if not bool(states.sum(dtype=torch.float32).isfinite()):
+            samples = cast(Any, self.trainer).datamodule.val
+            names = [samples.name(key.index) for key in part.keys if not key.filler]
+            raise NonFinite("hidden states", model, None).of(names)
 
     def _sample_name(self, index: int) -> str:
         return self.samples.name(index)

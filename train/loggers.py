@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import re
-import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +20,9 @@ import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 
-from draftsmith.data.manifest import read_json, resolved
+from draftsmith.data.files import append, copy_file, make_directory, write_text
+from draftsmith.data.manifest import resolved
+from draftsmith.data.reading import read_object
 from draftsmith.data.tracking import finish_wandb, start_wandb, switched_off
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
@@ -77,17 +79,19 @@ class CsvLogger(Logger):
             self._started = True
             return
         self._started = False
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns, restval="").writerow(row)
+        append(self.path, self._csv([row]))
         self._started = True
 
     def _rewrite(self) -> None:
-        partial = self.path.with_name(self.path.name + ".tmp")
-        with partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns, restval="")
+        write_text(self.path, self._csv(self._rows, header=True))
+
+    def _csv(self, rows: Iterable[Mapping[str, str]], header: bool = False) -> str:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns, restval="")
+        if header:
             writer.writeheader()
-            writer.writerows(self._rows)
-        partial.replace(self.path)
+        writer.writerows(rows)
+        return text.getvalue()
 
 
 class WandbLogger(Logger):
@@ -123,7 +127,7 @@ class WandbLogger(Logger):
         """
         import wandb
 
-        manifest = read_json(directory / "manifest.json")
+        manifest = read_object(directory / "manifest.json", {})
         metadata = {key: manifest.get(key) for key in ("step", "metrics", "inputs", "models", "git_commit")}
         artifact = wandb.Artifact(
             re.sub(r"[^A-Za-z0-9_.-]+", "-", self._run.name),
@@ -131,7 +135,8 @@ class WandbLogger(Logger):
             description=(directory / "README.md").read_text("utf-8"),
             metadata=metadata,
         )
-        card = shutil.copy(directory / "README.md", Path(self._run.dir).resolve().parent / "head-card.md")
+        card = Path(self._run.dir).resolve().parent / "head-card.md"
+        copy_file(directory / "README.md", card)
         for path in sorted(directory.resolve().iterdir()):
             source = card if path.name == "README.md" else path
             artifact.add_file(str(source), name=path.name, policy="immutable", skip_cache=True)
@@ -190,7 +195,7 @@ def wandb_logger(
 
 def _run_id(path: Path, resumed: bool) -> str:
     if not resumed or not path.exists():
-        path.write_text(uuid.uuid4().hex[:12] + "\n")
+        write_text(path, uuid.uuid4().hex[:12] + "\n")
     return path.read_text().strip()
 
 
@@ -223,7 +228,7 @@ def make_loggers(
         raise InputError("track", found, "installed trackers", "Run: pip install 'draftsmith[tensorboard]'")
     if not is_first_process():
         return []
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     table = CsvLogger(config.output / "metrics.csv", resumed_step)
     loggers: list[Logger] = [table]
     if "tensorboard" in config.track:

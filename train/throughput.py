@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +23,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.data.manifest import git_commit, package_versions, resolved, write_json
+from draftsmith.data.files import make_directory, write_json, write_text
+from draftsmith.data.manifest import git_commit, package_versions, resolved
 from draftsmith.data.progress import say
+from draftsmith.data.writer import sole_writer
 from draftsmith.modules import flops
 from draftsmith.modules.heads.eagle import LOOKAHEAD
 from draftsmith.modules.types import InputError
@@ -57,7 +59,7 @@ class ThroughputConfig:
         seed: Of weights and documents.
     """
 
-    output: Path = Path("runs/throughput")
+    output: Path = field(kw_only=True)
     only: Literal["all", "speed", "memory", "loss-memory"] = "all"
     hidden: int = 512
     vocab: int = 32_000
@@ -168,6 +170,7 @@ def loss_memory(config: ThroughputConfig) -> Iterator[Row]:
 PARTS = {"speed": speed, "memory": memory, "loss-memory": loss_memory}
 
 
+@sole_writer()
 def run(config: ThroughputConfig) -> Path:
     """Measure, print every row as it comes, write throughput.json and throughput.md; returns the directory."""
     torch.set_num_threads(1)
@@ -184,9 +187,9 @@ def run(config: ThroughputConfig) -> Path:
     for row in rows:
         table.add_row(*row.cells)
     Console(highlight=False).print(table)
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     lines = ["| " + " | ".join(cells) + " |" for cells in (HEADINGS, ("---", "---:", "---:"), *(r.cells for r in rows))]
-    (config.output / "throughput.md").write_text("\n".join(lines) + "\n")
+    write_text(config.output / "throughput.md", "\n".join(lines) + "\n")
     meta = {
         "settings": resolved(config),
         "machine": platform.processor() or platform.machine(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.manifest import read_json, write_json
+from draftsmith.data.files import copy_file, whole_directory, write_json
 from draftsmith.data.models import load_tokenizer, load_transformers, model_directory, tokenizer_identity
+from draftsmith.data.reading import read_object
 from draftsmith.modules.interop import hf_assisted
 from draftsmith.modules.interop.base import Finding
 from draftsmith.modules.interop.hf_assisted import FIELDS, Tuning
@@ -21,6 +21,7 @@ from draftsmith.modules.types import InputError
 SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model"}
 SETTINGS = "generation_config.json"
 INDEX = "model.safetensors.index.json"
+FETCH = "Fetch the model again."
 PROMPTS = ("def add(a, b):", "The first of them is")
 MAX_NEW_TOKENS = 24
 
@@ -36,19 +37,15 @@ def write_assistant(draft_path: str, tuning: Tuning, directory: str | Path) -> P
     files = _files(source)
     if directory.exists() and any(directory.iterdir()):
         raise InputError("output", f"{directory}, which holds files", "a new directory", "Choose another.")
-    config = read_json(source / "config.json")
+    config = read_object(source / "config.json", {}, FETCH)
     # Without the file transformers takes the end tokens from config.json; with it, only from there.
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
-    fields = read_json(source / SETTINGS) if (source / SETTINGS).exists() else ends
-    partial = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for file in files:
-        shutil.copyfile(file, partial / file.name)  # the content: a hub cache holds links
-    write_json(partial / SETTINGS, hf_assisted.generation_config(fields, tuning))
-    if directory.exists():
-        directory.rmdir()
-    return partial.rename(directory)
+    fields = read_object(source / SETTINGS, {}, FETCH) if (source / SETTINGS).exists() else ends
+    with whole_directory(directory) as partial:
+        for file in files:
+            copy_file(file, partial / file.name)  # the content: a hub cache holds links
+        write_json(partial / SETTINGS, hf_assisted.generation_config(fields, tuning))
+    return directory
 
 
 def _files(source: Path) -> list[Path]:
@@ -60,11 +57,15 @@ def _files(source: Path) -> list[Path]:
     if not any(name.endswith(".safetensors") for name in names):
         remedy = "Save it as safetensors first."
         raise InputError("draft", f"{source} without safetensors", "model.safetensors", remedy)
-    shards = set(read_json(source / INDEX)["weight_map"].values()) if INDEX in names else set()
+    shards = (
+        set(read_object(source / INDEX, {"weight_map": {"*": str}}, FETCH)["weight_map"].values())
+        if INDEX in names
+        else set()
+    )
     if shards - names:
         found = f"{INDEX} that names {', '.join(sorted(shards - names)[:3])}"
         raise InputError("draft", found, f"files of {source}", "Fetch the model again.")
-    if read_json(source / "config.json").get("auto_map"):
+    if read_object(source / "config.json", {}, FETCH).get("auto_map"):
         found = f"{source}, which brings its own code"
         raise InputError("draft", found, "a model that transformers has built in", "Export another draft.")
     return kept
@@ -86,7 +87,7 @@ def check_assistant(directory: str | Path, target: str) -> tuple[list[Finding], 
     try:
         source = model_directory(str(directory))
         _files(source)
-        stored = read_json(source / SETTINGS) if (source / SETTINGS).exists() else {}
+        stored = read_object(source / SETTINGS, {}, FETCH) if (source / SETTINGS).exists() else {}
         draft = load_transformers(source, torch.float32).eval()
     except ValueError as error:  # ours, and what transformers says of a config that it does not know
         return [Finding("error", str(directory), str(error).strip().splitlines()[0])], {}

@@ -21,6 +21,7 @@ from draftsmith.data.exchange.facts import facts_of
 from draftsmith.data.exchange.probe import judged_tokens, make_probes
 from draftsmith.data.exchange.record import against_record, read_record
 from draftsmith.data.heads import HEADS, build_head, eagle_identity, load_head
+from draftsmith.data.manifest import compare_identity
 from draftsmith.data.models import load_lm
 from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.interop.base import Finding, Package, Reading, TargetFacts
@@ -180,9 +181,13 @@ def check_head(directory: Path, format: str, drafter: Drafter, head: nn.Module |
 
 def other_model(record: dict[str, Any], identity: Mapping[str, str]) -> list[Finding]:
     recorded = record["head"].get("target") or {}
-    differing = [key for key, value in recorded.items() if key in identity and identity[key] != value]
+    if not recorded:
+        return []
+    differing, unrecorded = compare_identity({"model": identity}, {"model": recorded})
     text = "is another than the model that the head was trained for"
-    return [Finding("error", f"the model's {key}", text) for key in differing]
+    found = [Finding("error", f"the model's {key.removeprefix('model.')}", text) for key, _, _ in differing]
+    text = "not recorded with the head, so not compared"
+    return found + [Finding("note", f"the model's {key.removeprefix('model.')}", text) for key in unrecorded]
 
 
 @torch.no_grad()

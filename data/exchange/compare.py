@@ -18,6 +18,7 @@ from draftsmith.modules.targets.llama import SUPPORTED, llama_config
 
 # Two float32 implementations of one layer; another rope, order or bias changes logits by tenths at least.
 LARGEST_DIFFERENCE = 1e-4
+LARGEST_SHARE = 1e-5  # of the largest logit, where that is more: a draft goes on from its own rounded states
 # Steps that a draft is followed on its own tokens and features.
 DRAFT_STEPS = 3
 # Another reading has to agree this much more often with the target, chance aside, to be called the right one.
@@ -76,17 +77,17 @@ def compare_eagle(
 
     own = reading.weights["embed_tokens.weight"] if reading.settings["embed"] == "file" else embedding
     scale = float(reading.settings.get("logit_scale", 1.0))
-    fed, drafted = 0.0, 0.0
+    fed, drafted, size = 0.0, 0.0, 0.0
     for row in rows:
         their_logits = drafted_logits(theirs, own, lm_head, row, scale)
         our_logits = drafted_logits(ours, embedding, lm_head, row, 1.0)
-        count = len(row.next_ids)
+        count, size = len(row.next_ids), max(size, largest(our_logits))
         fed = max(fed, largest(their_logits[:count] - our_logits[:count]))
         drafted = max(drafted, largest(their_logits[count:] - our_logits[count:]))
     number = sum(len(row.next_ids) for row in rows)
     return [
-        difference(f"logits of {number} rows", fed),
-        difference(f"logits in {len(rows)} drafts", drafted),
+        difference(f"logits of {number} rows", fed, size),
+        difference(f"logits in {len(rows)} drafts", drafted, size),
         working(reading, facts, rows, probes, package),
     ]
 
@@ -109,8 +110,10 @@ def largest(difference: Tensor) -> float:
     return float(difference.abs().nan_to_num(math.inf, math.inf, math.inf).max()) if difference.numel() else 0.0
 
 
-def difference(name: str, value: float) -> Measure:
-    return Measure(name, f"differ by {value:.1e}", f"at most {LARGEST_DIFFERENCE:g}", value <= LARGEST_DIFFERENCE)
+def difference(name: str, value: float, size: float) -> Measure:
+    """size: the largest of our own."""
+    bar = max(LARGEST_DIFFERENCE, LARGEST_SHARE * size) if math.isfinite(size) else LARGEST_DIFFERENCE
+    return Measure(name, f"differ by {value:.1e}", f"at most {bar:.2g}", value <= bar)
 
 
 def working(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.checkpoint import MOST, MOST_POSITIONS, MOST_SIZE
 from draftsmith.data.models import model_directory, read_object
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
@@ -54,9 +56,40 @@ def read_package(path: str) -> Package:
         raise InputError(str(files[0]), f"a tensor named {odd[0]!r}", "names that can be printed", FETCH)
     if index is not None:
         _check_index(index, tensors)
+    _check_sizes(directory / "config.json", config, tensors)
     if files[0].suffix == ".safetensors" and (directory / SAFEAI).exists():
         _check_equal(tensors, metadata, read_torch(member(directory, SAFEAI, "the directory")), files[0].name)
     return Package(config, tensors, metadata)
+
+
+def _check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Sizes far beyond what the tensors hold would have a reader build for hours, or ask for petabytes.
+
+    Raises:
+        InputError: names the setting.
+    """
+    values = sum(tensor.numel() for tensor in tensors.values())
+    room = 64 * values + 2**24  # heads with lost or cut tensors are still told what they lack
+
+    def count(name: str) -> int:
+        value = config.get(name)
+        return value if isinstance(value, int) else 1
+
+    most = {"num_layers": MOST["num_layers"], "num_hidden_layers": max(len(tensors), 1)}
+    most |= dict.fromkeys(("vocab_size", "draft_vocab_size"), MOST_SIZE)
+    most |= {"max_position_embeddings": MOST_POSITIONS}
+    width = count("hidden_size")
+    most |= {"hidden_size": math.isqrt(room)}
+    per_unit = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    most |= dict.fromkeys(per_unit, room // max(width, 1))
+    for name, limit in most.items():
+        if count(name) > limit:
+            found = f"{count(name)} with {len(tensors)} tensors of {values:,} values"
+            raise InputError(f"{name} of {file}", found, f"at most {limit:,}", FETCH)
+    heads = max(count("num_attention_heads"), count("num_key_value_heads"))
+    if heads * count("head_dim") * width > room:
+        found = f"{heads} heads of {count('head_dim')} with {values:,} values"
+        raise InputError(f"head_dim of {file}", found, f"at most {room // max(width, 1):,} together", FETCH)
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,15 +23,29 @@ from draftsmith.data.exchange.check import (
     print_report,
     report_of_assistant,
 )
+from draftsmith.data.exchange.directory import SAFEAI
 from draftsmith.data.exchange.record import RECORD, make_record
+from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text, write_torch
 from draftsmith.data.heads import build_head, head_config, head_fields
-from draftsmith.data.manifest import git_commit, package_versions, read_json, write_json
+from draftsmith.data.hub import loadable
+from draftsmith.data.manifest import git_commit, package_versions
 from draftsmith.data.measured import measured_of
-from draftsmith.data.models import DTYPES, load_lm, read_config, resolve_model, tokenizer_identity
+from draftsmith.data.models import DTYPES, load_lm, model_directory, read_config, tokenizer_identity
+from draftsmith.data.reading import read_object
+from draftsmith.data.writer import occupied, sole_writer
 from draftsmith.modules.interop import FORMATS, hf_assisted
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
 
+HEAD_MANIFEST = {"sha256": {"model.safetensors": str}, "config?": (dict, None), "imported?": (dict, None)}
+RESULTS = {
+    "meta": {"methods": {"*": dict}, "models?": dict, "prompts?": (dict, None)},
+    "methods": [{"method": str, "tokens_per_s": float}],
+}
+INDEX, TARGET_INDEX = "model.safetensors.index.json", "target-index.json"
+SAFEAILAB_NOTES = (
+    "Its tree of total_token 60, depth 5 and top_k 10 counts the root: here it is eagle2:nodes=59:depth=5:topk=10.",
+)
 CHAIN = re.compile(r"eagle:k=(\d+)")
 # Drafted tokens a round in the printed command where nothing was measured: of a chain, and at most with a stop rule.
 NUM_DRAFTED = {"eagle": 5, "acceptance": 20}
@@ -47,7 +59,7 @@ class ExportConfig:
         format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE heads; specdec_pp an acceptance head with tied
             blocks; acceptance any acceptance head, with a statement of what a server must feed it; hf-assisted a draft
             model, for transformers' assisted generation.
-        output: The directory to write; it must not exist.
+        output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
         draft: The draft model to be exported as hf-assisted, or whose hidden states an acceptance head reads (default:
@@ -81,25 +93,28 @@ class ExportConfig:
     trust_remote_code: bool = False
 
 
+class Refused(Exception):
+    """The check found a difference: nothing is written."""
+
+
+@sole_writer()
 def run(config: ExportConfig) -> int:
     """0, or 1 when the check finds a difference: nothing is left in the output then.
 
     Raises:
         InputError: the output exists, the head is not one the format can hold, or a model is missing or another one.
     """
-    if config.output.exists():
+    if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another.")
-    partial = config.output.with_name(config.output.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    write = export_assistant if config.format == "hf-assisted" else export_head
     try:
-        report, command = (export_assistant if config.format == "hf-assisted" else export_head)(config, partial)
-        print_report(report, str(config.output), config.format)
-        if report.failures:
-            return 1
-        partial.rename(config.output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with whole_directory(config.output) as partial:
+            report, command = write(config, partial)
+            print_report(report, str(config.output), config.format)
+            if report.failures:
+                raise Refused
+    except Refused:
+        return 1
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"\nWritten to {config.output}. Use it with:\n\n{command}", markup=False)
     return 0
@@ -113,7 +128,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     if head_config(config.head)["kind"] != kind:
         found = f"{config.head}, an {head_config(config.head)['kind']} head"
         raise InputError("head", found, f"an {kind} head, which {config.format} holds", "Choose another format.")
-    manifest = read_json(config.head / "manifest.json")
+    manifest = read_object(config.head / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
     recorded = manifest.get("config") or manifest.get("imported") or {}
     if kind == "acceptance" and config.weights not in ("auto", "float32"):
         raise InputError("weights", config.weights, f"float32: {config.format} reads nothing else", "Leave it out.")
@@ -129,6 +144,9 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
         known = {name: manifest.get(name) for name in ("drafter", "sampling")}
         package = dataclasses.replace(package, config={**package.config, **known})
     write_package(directory, package)
+    if config.format == "specdec_pp":
+        # What huggingface_hub before 0.18 reads, which their environment pins; later ones read the safetensors.
+        write_torch(directory / SAFEAI, {**package.tensors, **aliases_of(package)})
     origin = {
         "path": str(config.head),
         "sha256": manifest["sha256"]["model.safetensors"],
@@ -138,10 +156,10 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     tensors = state if kind == "eagle" else package.tensors
     write_json(directory / RECORD, make_record(config.format, head.config, tensors, origin, made_with()))
     report = check_head(directory, config.format, drafter, build_head(kind, head.config, state))
-    more = {"verifier": resolve_model(config.target)} if config.format == "specdec_pp" and config.target else {}
+    more = {"verifier": loadable(config.target)} if config.format == "specdec_pp" and config.target else {}
     if config.format == "acceptance" and drafter.eagle is not None:
         more["eagle"] = str(paths["eagle"])
-    command = module.serve(resolve_model(drafter.path), str(config.output), num_drafted(config, kind), **more)
+    command = module.serve(loadable(drafter.path), str(config.output), num_drafted(config, kind), **more)
     export = {
         "format": config.format,
         "command": command,
@@ -149,10 +167,12 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
         "head": origin,
         "weights": str(next(iter(state.values())).dtype).removeprefix("torch."),
     }
+    notes = [*SAFEAILAB_NOTES, index_for_target(drafter.path, directory)] if config.format == "eagle" else []
+    export["notes"] = notes = [note for note in notes if note]
     facts = {**manifest, "head": head_fields(head), "license": config.license}
     card = model_card(kind, facts, measured=measured_of(config.head), export=export)
-    (directory / "README.md").write_text(card, "utf-8")
-    return report, command
+    write_text(directory / "README.md", card)
+    return report, "\n\n".join([command, *notes])
 
 
 def served_dtype(target: str) -> dict[str, str]:
@@ -172,14 +192,33 @@ def exported_state(head: nn.Module, weights: str) -> dict[str, Tensor]:
 
 
 def write_package(directory: Path, package: Package) -> None:
-    from safetensors.torch import save_file
-
-    (directory / "config.json").write_text(json.dumps(dict(package.config), indent=2) + "\n", "utf-8")
+    write_json(directory / "config.json", dict(package.config), indent=2)
     tensors = {name: tensor.contiguous() for name, tensor in package.tensors.items()}
     # transformers and the servers want to know that the tensors are torch's.
-    save_file(tensors, directory / "model.safetensors", {"format": "pt", **package.metadata})
+    write_tensors(directory / "model.safetensors", tensors, {"format": "pt", **package.metadata})
     # safetensors keeps others from reading it; a server often runs as somebody else.
     (directory / "model.safetensors").chmod((directory / "config.json").stat().st_mode)
+
+
+def aliases_of(package: Package) -> dict[str, Tensor]:
+    """The further names of tensors that are stored once."""
+    return {name: package.tensors[own] for name, own in package.metadata.items() if own in package.tensors}
+
+
+def index_for_target(target: str, directory: Path) -> str:
+    """SafeAILab's code finds a target's embedding through an index of shards, also where there is one file. Where the
+    target has none it is written into the export, never beside the target; returns what to do with it.
+    """
+    from safetensors import safe_open
+
+    source = model_directory(target)
+    if (source / INDEX).exists() or not (source / "model.safetensors").exists():
+        return ""
+    with safe_open(source / "model.safetensors", framework="pt") as file:
+        names = list(file.keys())
+    size = {"total_size": (source / "model.safetensors").stat().st_size}
+    write_json(directory / TARGET_INDEX, {"metadata": size, "weight_map": dict.fromkeys(names, "model.safetensors")})
+    return f"{source} has no {INDEX}, which this code needs beside the target: copy {TARGET_INDEX} there by that name."
 
 
 def num_drafted(config: ExportConfig, kind: str) -> int:
@@ -200,14 +239,14 @@ def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str
     if not (results / "results.json").exists():
         raise InputError("results", f"{results} without results.json", "a directory of eval bench", "Check the path.")
     identity = load_lm(draft, "auto", engine=config.engine, trust_remote_code=config.trust_remote_code).info.identity
-    tuning = hf_assisted.choose_tuning(read_json(results / "results.json"), identity)
-    command = hf_assisted.serve(resolve_model(target), str(config.output))
+    tuning = hf_assisted.choose_tuning(read_object(results / "results.json", RESULTS), identity)
+    command = hf_assisted.serve(loadable(target), str(config.output))
     write_assistant(draft, tuning, directory)
     report = report_of_assistant(directory, target)
     export = {"format": config.format, "command": command, "target": target, "draft": draft, "checks": passed(report)}
     export["notes"] = [f"settings: {tuning.measured}"]
     facts = {"models": {"draft": identity, **tokenizer_identity(draft)}, "license": config.license, **made_with()}
-    (directory / "README.md").write_text(model_card("hf-assisted", facts, export=export), "utf-8")
+    write_text(directory / "README.md", model_card("hf-assisted", facts, export=export))
     return report, command
 
 

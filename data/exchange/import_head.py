@@ -14,10 +14,18 @@ import torch
 from draftsmith.data.card import model_card
 from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
 from draftsmith.data.exchange.facts import facts_of
+from draftsmith.data.exchange.record import read_record
 from draftsmith.data.heads import build_head, check_sizes, head_fields, save_head
-from draftsmith.data.manifest import file_sha256, git_commit, package_versions
+from draftsmith.data.manifest import (
+    compare_identity,
+    file_sha256,
+    git_commit,
+    package_versions,
+    warn_not_compared,
+)
 from draftsmith.data.models import load_lm, tokenizer_identity
 from draftsmith.data.progress import say
+from draftsmith.data.writer import occupied, sole_writer
 from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.interop.base import Package, Parsed, TargetFacts
 from draftsmith.modules.interop.detect import detect
@@ -29,6 +37,7 @@ if TYPE_CHECKING:
 
 # Kind of head -> flag of the model whose hidden states it reads.
 READS = {"eagle": "target", "acceptance": "draft"}
+SYSTEMS = {"eagle": "SafeAILab/EAGLE", "vllm": "vLLM", "sglang": "SGLang", "specdec_pp": "SpecDec_pp"}
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -38,7 +47,7 @@ class ImportConfig:
 
     Attributes:
         directory: The head: a local directory or a hub id, with config.json and model.safetensors or pytorch_model.bin.
-        output: The head directory to write; it must not exist.
+        output: The head directory to write; new or empty.
         target: The model that an EAGLE head drafts for. It is recorded, and the head is refused on other models.
         draft: The draft model that an acceptance head was trained for; recorded in the same way.
         format: Whose head it is: eagle (SafeAILab), vllm, sglang, specdec_pp, or acceptance, which export writes; auto
@@ -73,13 +82,14 @@ class ReadModel:
     models: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@sole_writer()
 def run(config: ImportConfig) -> Path:
     """Import one head; the path of its new directory.
 
     Raises:
         InputError: the directory is not what it should be, our head can not be it, or it does not fit the model.
     """
-    if config.output.exists():
+    if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")
     package = read_package(config.directory)
     shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
@@ -92,11 +102,18 @@ def run(config: ImportConfig) -> Path:
     if model.info is not None:
         settings = dataclasses.asdict(parsed.config)
         check_sizes("head", config.directory, settings, model.info.hidden_size, model.info.vocab_size)
+        _check_record(config, READS[kind], model)
     head = build(kind, parsed, package)
     manifest = _manifest(config, kind, producer, parsed, model)
     save_head(config.output, head, manifest, model_card(kind, {**manifest, "head": head_fields(head)}))
-    _report(config, kind, producer, parsed, model)
+    _report(config, kind, producer, parsed, model, unsound(package, producer, model))
     return config.output
+
+
+def unsound(package: Package, producer: str, model: ReadModel) -> list[str]:
+    """What the system itself would not compute of the directory as it lies there."""
+    reading = importlib.import_module(f"draftsmith.modules.interop.{producer}").read(package, model.facts)
+    return [f"{finding.where}: {finding.text}" for finding in reading.findings if finding.level == "error"]
 
 
 def _check_flags(config: ImportConfig, kind: str, producer: str) -> None:
@@ -107,6 +124,26 @@ def _check_flags(config: ImportConfig, kind: str, producer: str) -> None:
             raise InputError(flag, getattr(config, flag), expected, f"Pass --{READS[kind]} in its place.")
     if producer != "specdec_pp" and config.w_rej != 1.0:
         raise InputError("w_rej", config.w_rej, f"a head of specdec_pp: this is one of {producer}", "Leave it out.")
+
+
+def _check_record(config: ImportConfig, flag: str, model: ReadModel) -> None:
+    """A head that this project exported says what it was trained for, which another model's name would cover up.
+
+    Raises:
+        InputError: the model is another one.
+    """
+    record = read_record(package_directory(config.directory))
+    recorded = (record or {}).get("head", {}).get("target") or {}
+    of_model = {key: value for key, value in recorded.items() if key != "eagle"}
+    if not of_model:
+        return
+    differing, unrecorded = compare_identity({flag: model.info.identity}, {flag: of_model})
+    if differing:
+        names = ", ".join(key.removeprefix(f"{flag}.") for key, _, _ in differing)
+        found = f"{model.path}, which is another model than the head was trained for ({names} differ)"
+        remedy = f"Pass that one; or leave --{flag} out, and train the head on with --init."
+        raise InputError(flag, found, "the model it was trained for", remedy)
+    warn_not_compared(str(config.directory), unrecorded)
 
 
 def _read_model(config: ImportConfig, flag: str) -> ReadModel:
@@ -163,17 +200,25 @@ def _manifest(config: ImportConfig, kind: str, producer: str, parsed: Parsed, mo
     }
 
 
-def _report(config: ImportConfig, kind: str, producer: str, parsed: Parsed, model: ReadModel) -> None:
-    """What came of it, what a user should know of it, and what to do next."""
+def _report(
+    config: ImportConfig, kind: str, producer: str, parsed: Parsed, model: ReadModel, errors: list[str]
+) -> None:
+    """What came of it, what a user should know of it, and what to do next. errors: as of `unsound`."""
     out, flag = shlex.quote(str(config.output)), READS[kind]
     path = shlex.quote(model.path) if model.path else flag.upper()
-    say(f"{kind} head, read as {producer} does: {config.output}")
+    system = SYSTEMS.get(producer, producer)
+    say(f"{kind} head in the format of {system}: {config.output}")
     for note in parsed.notes:
         say(f"  note: {note}")
     if model.path is None:
         say(f"  note: no --{flag} was given: nothing is recorded of it, and other models are not refused")
+    for error in errors:
+        say(f"  note: {system} would not compute this head from the directory as it is: {error}")
     say("Next:")
-    say(f"  draftsmith check {shlex.quote(config.directory)} --format {producer} --{flag} {path}")
+    if not errors:
+        say(f"  draftsmith check {shlex.quote(config.directory)} --format {producer} --{flag} {path}")
+    elif not getattr(parsed.config, "fc_bias", False):  # no format keeps that one
+        say(f"  draftsmith export --format {producer} --head {out} --{flag} {path} --output DIR")
     if kind == "eagle":
         say(f"  draftsmith eval bench --target {path} --eagle {out} --methods eagle:k=5 --prompts FILE")
         say(f"  draftsmith train eagle --init {out} --target {path} --data FILE --output DIR")

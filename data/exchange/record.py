@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.data.reading import read_object
 from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.interop.base import Finding, Reading
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
-from draftsmith.modules.types import InputError
 
 RECORD = "draftsmith.json"
 SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps")
@@ -54,11 +53,8 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     path = Path(directory) / RECORD
     if not path.exists():
         return None
-    try:
-        record = json.loads(path.read_text("utf-8"))
-        return {**record, **{name: dict(record[name]) for name in ("tensors", "config", "head")}}
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(str(path), f"damaged ({error})", "what export wrote", "Export the head again.") from error
+    shape = {"format": str, "tensors": {"*": str}, "config": dict, "head": dict}
+    return read_object(path, shape, "Export the head again.")
 
 
 def against_record(record: Mapping[str, Any], reading: Reading, kind: str) -> list[Finding]:

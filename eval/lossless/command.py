@@ -18,10 +18,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.data.manifest import package_versions, resolved, write_json
+from draftsmith.data.device import check_device
+from draftsmith.data.files import make_directory, write_json
+from draftsmith.data.manifest import package_versions, resolved
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
-from draftsmith.eval.bench import check_device, longest_sequence, model_paths
+from draftsmith.data.writer import sole_writer
+from draftsmith.eval.bench import longest_sequence, model_paths
 from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.lossless.answers import BatchedLoop, Loop, SingleLoop
 from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test
@@ -125,6 +128,7 @@ class LosslessConfig:
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
 
+@sole_writer()
 def run(config: LosslessConfig) -> int:
     """Test every method, print and write the verdicts; 0 when all passed, else 1."""
     named = parse_methods(config.methods)
@@ -232,7 +236,7 @@ def write(config: LosslessConfig, named: Sequence[Named], found: Sequence[dict[s
         "versions": package_versions(),
         "hardware": hardware(config.device),
     }
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     write_json(config.output / RESULTS, {"meta": meta, "methods": found})
     console = Console(highlight=False)
     console.print(verdicts(found))

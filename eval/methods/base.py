@@ -22,8 +22,11 @@ class Models:
 
     paths: flag (`target`, `draft`, ...) -> what the user passed, for methods that load models in their own way.
     capacity: most tokens that a sequence of this run can hold, drafts included.
-    measured: what was measured of these models in this run, by name, so that it is measured once (`eval.tree_times`).
-    step_costs: what `step_cost` has measured in this run.
+    measured: seconds that were measured of these models in this run, by name, so that it is done once
+        (`eval.tree_times`).
+    step_costs: c by what drafts (`eval.step_cost`). Both are JSON values, and kept with the run's results
+        (`eval.auto`).
+    ends: tokens that end an answer: drafts of chains end there too.
     """
 
     target: CausalLM
@@ -35,6 +38,7 @@ class Models:
     capacity: int = 0
     measured: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     step_costs: dict[str, float] = dataclasses.field(default_factory=dict)
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,6 @@ class Method:
     uses: flags of the models that it needs whatever its settings.
     eagle_for: flag of the model whose features its EAGLE head reads, where it uses one.
     judged: what its acceptance head has to judge, where it uses one.
-    learns: from the verdicts, while it decodes; a drafter of its own for every way of sampling keeps that apart.
     batchable: several prompts can be decoded together (`build_batch`).
     """
 
@@ -52,7 +55,6 @@ class Method:
     uses: ClassVar[tuple[str, ...]] = ()
     eagle_for: ClassVar[str] = "target"
     judged: ClassVar[Literal["chain", "tree"]] = "chain"
-    learns: ClassVar[bool] = False
 
     @property
     def needs(self) -> tuple[str, ...]:

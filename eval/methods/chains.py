@@ -28,7 +28,10 @@ class Autoregressive(Method):
 
 
 def build_chain(models: Models, drafter: str, stop: StopPolicy) -> Drafter:
-    """A chain drafter (`draft` or `eagle`) that stops when the policy says so."""
+    """A chain drafter (`draft` or `eagle`) that stops when the policy says so, and at an end token."""
+    from draftsmith.modules.decoding.stop import UntilEnd
+
+    stop = UntilEnd(stop, models.ends) if models.ends else stop
     if drafter == "eagle":
         from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
 
@@ -43,9 +46,16 @@ def build_chain(models: Models, drafter: str, stop: StopPolicy) -> Drafter:
 def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> BatchDrafter:
     """The same for as many rows as there are policies.
 
+    On a GPU chains of a fixed length go on behind an end token: there the host would have to wait for each token to see
+    it, and rows draft beside each other in any case.
+
     Raises:
         InputError: a draft model that only transformers can run.
     """
+    from draftsmith.modules.decoding.stop import FixedLength, UntilEnd
+
+    if models.ends and (models.target.device.type == "cpu" or not all(isinstance(s, FixedLength) for s in stops)):
+        stops = [UntilEnd(stop, models.ends) for stop in stops]
     if drafter == "eagle":
         from draftsmith.modules.heads.eagle import EagleHead
         from draftsmith.modules.heads.eagle_batch import BatchEagle
@@ -115,7 +125,8 @@ class StopRule(Chain, ABC):
 class Judged(StopRule, ABC):
     """A chain that ends by the probabilities that its tokens are accepted: one judge and one rule, whatever is drafted.
 
-    Rows that are decoded together have a policy each, of one rule and of one model of what is learned.
+    Rows that are decoded together have a policy each, which learns from that row alone: what a row drafts does not
+    depend on the rows beside it.
     """
 
     @property
@@ -133,8 +144,7 @@ class Judged(StopRule, ABC):
 
     def policies(self, models: Models, batch: int | None) -> list[JudgedStop]:
         """One for each row, or one."""
-        rule = self.rule(models, batch)
-        return [JudgedStop(judge, rule, *self.limits) for judge in self.judges(models, batch or 1)]
+        return [JudgedStop(judge, self.rule(models, batch), *self.limits) for judge in self.judges(models, batch or 1)]
 
     def policy(self, models: Models) -> StopPolicy:
         return self.policies(models, None)[0]
@@ -196,7 +206,6 @@ class CostAware(Judged, ABC):
         this machine, once a run.
     """
 
-    learns = True
     c: float | Literal["auto"] = "auto"
     min: int = 1
     max: int = 16
@@ -242,11 +251,9 @@ class Online(CostAware):
     repeats: bool = True
 
     def judges(self, models: Models, count: int) -> Sequence[Judge]:
-        from draftsmith.modules.decoding.online_logistic import OnlineLogistic
         from draftsmith.modules.decoding.policies import OnlineJudge
 
-        model = OnlineLogistic(1 + self.repeats)
-        return [OnlineJudge(self.by, self.repeats, model) for _ in range(count)]
+        return [OnlineJudge(self.by, self.repeats) for _ in range(count)]
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,9 @@ class PreAndSelfVerification(PreVerification):
 class Hsddw(PreAndSelfVerification):
     """HSDDW: M1 and M2 take turns until M2's entropy exceeds its mean at rejected tokens, then the target verifies.
 
+    The paper looks at M2's entropy at all drafted positions (algorithm 2, line 28), this at those of the tokens that M2
+    hands on: what M1 drafted behind its first rejected token says nothing of them.
+
     max: most tokens handed to the target at once.
     """
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from draftsmith.data.manifest import publish
+from draftsmith.data.files import make_directory, write_text
 from draftsmith.data.progress import say
 from draftsmith.data.tracking import switched_off
 from draftsmith.modules.types import InputError
@@ -39,7 +38,7 @@ class ReportConfig:
     """
 
     runs: tuple[Path, ...]
-    output: Path = Path("report.html")
+    output: Path = field(kw_only=True)
     title: str = "Draftsmith report"
     figures: Path | None = None
     formats: tuple[str, ...] = FORMATS
@@ -94,10 +93,8 @@ def require_packages() -> None:
 
 def write_page(path: Path, page: str) -> None:
     """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    partial.write_text(page, "utf-8")
-    publish(partial, path)
+    make_directory(path.parent)
+    write_text(path, page)
 
 
 def log(config: ReportConfig, sections: list[Section]) -> None:

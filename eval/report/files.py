@@ -9,6 +9,7 @@ from typing import Any
 
 import vl_convert
 
+from draftsmith.data.files import make_directory, write_bytes
 from draftsmith.eval.figures import Chart, Figure, Table
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.page import VEGA_LITE, Drawn, Section, specification_of
@@ -25,13 +26,13 @@ TEXTS: dict[str, Callable[[Table], str]] = {
 
 def write_figures(sections: Sequence[Section], directory: Path, formats: Collection[str]) -> list[Path]:
     """`directory`/SECTION-FIGURE.FORMAT of all of them; charts without rows are left out."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     written = []
     for section in sections:
         for figure in section.figures:
             for form, content in contents(figure, formats).items():
                 path = directory / f"{section.name}-{figure.name}.{form}"
-                path.write_bytes(content)
+                write_bytes(path, content)
                 written.append(path)
     return written
 

@@ -8,11 +8,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.manifest import flatten, read_json
+from draftsmith.data.manifest import flatten
+from draftsmith.data.reading import check_shape, read_json
 from draftsmith.eval.compare import SAME_SETTINGS, SAME_SPEED
+from draftsmith.eval.figures import from_json
 from draftsmith.eval.provenance import RESULTS
 from draftsmith.eval.rows import PER_PROMPT
 from draftsmith.modules.types import InputError
+
+MEASURE = "Measure it again."
+NUMBER, INTERVAL = (float, None), ([(float, None)], None)
+# What a part of a benchmark may say; earlier versions say less.
+PART: dict[str, Any] = {
+    **{f"{name}?": NUMBER for name in ("tokens_per_s", "speedup", "tau", "wall_s", "cpu_s", "prompts", "tokens")},
+    **{f"{name}?": NUMBER for name in ("num_target_calls", "num_draft_tokens", "num_accepted", "num_discarded")},
+    **{f"{name}?": NUMBER for name in ("draft_calls", "discard_rate", "verification_rate", "distinct_4grams")},
+    **{f"{name}?": NUMBER for name in ("num_differing", "macro_speedup", "macro_tau", "ended")},
+    **{f"{name}?": INTERVAL for name in ("speedup_ci95", "tau_ci95")},
+    "matches_ar?": (bool, None),
+}
+META: dict[str, Any] = {
+    **{f"{name}?": dict for name in ("settings", "hardware", "prompts")},
+    **{f"{name}?": (dict, None) for name in ("versions", "models")},
+    "clock?": str,
+}
+SHAPE = {"meta": META, "methods?": [{"method": str, "temperature?": float, **PART, "by_task?": {"*": PART}}]}
+COLUMNS = ("method", "id", "tokens", "wall_s", "cpu_s")  # of prompts.parquet, that are drawn
 
 
 @dataclass(frozen=True)
@@ -59,11 +80,17 @@ def _read(directory: Path) -> Mapping[str, Any]:
     if not (directory / RESULTS).exists():
         remedy = "Run its command again: it continues with what is left."
         raise InputError("runs", f"no {RESULTS} in {directory}", "a finished run, which ends by writing it", remedy)
-    results = read_json(directory / RESULTS)
+    results = read_json(directory / RESULTS, MEASURE)
     fits = isinstance(results, dict) and isinstance(results.get("meta"), dict)
     if not fits or not any(isinstance(results.get(key), list) for key in ("methods", "figures")):
         expected = "results of `eval bench` or of a study"
         raise InputError("runs", f"other JSON in {directory / RESULTS}", expected, "Pass another directory.")
+    check_shape(directory / RESULTS, results, SHAPE, MEASURE)
+    try:
+        from_json(results.get("figures", ()))
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        found = f"figures that cannot be drawn ({type(error).__name__}: {error})"
+        raise InputError(str(directory / RESULTS), found, "those of a study of this version", MEASURE) from error
     return results
 
 
@@ -105,9 +132,19 @@ def temperature_of(run: Run, row: Mapping[str, Any]) -> float:
 def prompt_rows(run: Run) -> list[dict[str, Any]]:
     """A benchmark's raw rows, one for each method, temperature, prompt and turn; none where they were not kept."""
     if (run.path / PER_PROMPT).exists():
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         wanted = {"method", "temperature", "id", "task", "turn", "tokens", "wall_s", "cpu_s", "error", "prompt"}
-        file = pq.ParquetFile(run.path / PER_PROMPT)
-        return file.read(columns=[name for name in file.schema_arrow.names if name in wanted]).to_pylist()
+        path = run.path / PER_PROMPT
+        try:
+            file = pq.ParquetFile(path)
+            names = file.schema_arrow.names
+            rows = file.read(columns=[name for name in names if name in wanted]).to_pylist()
+        except (pa.ArrowException, OSError) as error:
+            found = f"unreadable ({' '.join(str(error).split())})"
+            raise InputError(str(path), found, "rows of `draftsmith eval bench`", MEASURE) from error
+        if absent := [name for name in COLUMNS if name not in names]:
+            raise InputError(str(path), f"no column {absent[0]}", "rows of `draftsmith eval bench`", MEASURE)
+        return rows
     return []

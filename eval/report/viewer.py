@@ -15,11 +15,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.manifest import read_json
+from draftsmith.data.reading import read_lines, read_object
 from draftsmith.eval.trace import TEXTS, TRACE
 
 # Per drafted token, as a trace line has them, and rounded for the page.
 PER_NODE = ("q", "entropy", "head", "value", "accept_prob")
+AGAIN = "Delete it, and measure again with --traces."
+NODES = ([(float, None)], None)
+LINE = {
+    "method": str,
+    "prompt": int,
+    "turn?": (int, None),
+    "task?": (str, None),
+    "temperature?": float,
+    "emitted": [int],
+    "drafted?": [int],
+    "parents?": [int],
+    "accepted?": [int],
+    "next_token?": (int, None),
+    **{f"{name}?": (float, None) for name in ("target_s", "draft_s", "draft_calls")},
+    **{f"{name}?": NODES for name in PER_NODE},
+}
 Prompt = tuple[int, int]  # number in the run, and turn: ids of several files may be the same
 
 
@@ -59,7 +75,7 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
             answers.setdefault(key, []).append(_round(line))
     number = {prompt: index for index, prompt in enumerate(chosen)}
     methods = list(dict.fromkeys(method for method, _, _ in answers))
-    texts = read_json(directory / TEXTS)
+    texts = read_object(directory / TEXTS, {"prompts": {"*": str}, "tokens": {"*": str}}, AGAIN)
     asked = {prompt: texts["prompts"].get(f"{prompt[0]}/{prompt[1]}", "") for prompt in chosen}
     used = sorted({token for rounds in answers.values() for item in rounds for token in _tokens(item)})
     return {
@@ -90,8 +106,7 @@ def choose(sizes: Mapping[Prompt, int], tasks: Mapping[Prompt, str], max_bytes: 
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
+    yield from read_lines(path, LINE, AGAIN)
 
 
 def _prompt(line: Mapping[str, Any]) -> Prompt:

@@ -10,6 +10,7 @@ import torch
 
 from draftsmith.eval.rollouts.coupling import Reading, num_equal
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, Floats
+from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
@@ -70,7 +71,11 @@ def _grow(tree: _Tree, row: int, start: int, drafted: Sequence[int], text: Seque
 
 
 def _judge(session: Session, kept: int, tree: _Tree, params: SamplingParams, log_q: Floats, found: Floats) -> None:
-    """One call; fills `found`."""
+    """One call; fills `found`.
+
+    Raises:
+        NonFinite: the target's logits.
+    """
     if not tree.wanted:
         return
     logits = session.extend(tree.tokens, tree.parents, num_logits=len(tree.tokens)).logits
@@ -79,4 +84,7 @@ def _judge(session: Session, kept: int, tree: _Tree, params: SamplingParams, log
     needed, inverse = np.unique(nodes, return_inverse=True)
     laws = probabilities(logits[torch.from_numpy(needed).to(logits.device)], params)
     own = laws[torch.from_numpy(inverse).to(laws.device), torch.tensor(tokens, device=laws.device)]
-    found[rows, places] = np.minimum(own.double().cpu().numpy() / np.exp(log_q[rows, places]), 1.0)
+    prob = own.double().cpu().numpy()
+    if np.isnan(prob).any():
+        raise NonFinite(model="target", position=kept + 1 + nodes[int(np.isnan(prob).argmax())])
+    found[rows, places] = np.minimum(prob / np.exp(log_q[rows, places]), 1.0)

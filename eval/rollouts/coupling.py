@@ -10,7 +10,8 @@ from torch import Tensor
 
 from draftsmith.eval.rollouts.rollouts import Answer
 from draftsmith.modules.decoding.protocols import Source
-from draftsmith.modules.sampling import draw_rows, probabilities, residual
+from draftsmith.modules.finite import checked
+from draftsmith.modules.sampling import best_tokens, draw_rows, probabilities, residual
 from draftsmith.modules.types import SamplingParams
 
 
@@ -98,7 +99,7 @@ class CoupledDraws:
         within, place = place < len(text.tokens), place.clamp(max=len(text.tokens) - 1)
         wanted = torch.tensor(text.tokens)[place].to(laws.device)
         if text.laws is None:
-            tokens, on_text = logits.argmax(-1), self._on_text[piece]
+            tokens, on_text = checked(best_tokens(logits)), self._on_text[piece]
             accept = overlap = (tokens == wanted).double()
         else:
             tokens, on_text = self._draw(piece, level, laws, text.laws[place], wanted, within)
@@ -125,9 +126,8 @@ class CoupledDraws:
         uniforms = torch.tensor(self._text.uniforms, dtype=torch.float64)[place].to(laws.device)
         follows = on_text.to(laws.device)
         keep = follows & (uniforms * _at(target, wanted) < _at(laws, wanted))
-        others = draw_rows(
-            torch.where(follows[:, None], residual(laws, target), laws), self._free[piece, level].to(laws.device)
-        )
+        free = torch.where(follows[:, None], residual(laws, target), laws)
+        others = checked(draw_rows(free, self._free[piece, level].to(laws.device)))
         return torch.where(keep, wanted, others), on_text
 
 

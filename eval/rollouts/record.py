@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from draftsmith.data.naming import naming
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.chains import build_chain
@@ -20,6 +21,7 @@ from draftsmith.modules.decoding.branches import DraftModelBranches, SideBySide
 from draftsmith.modules.decoding.loop import Generation, generate, room_for
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Outcome
 from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.finite import blame
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.heads.eagle import EagleHead
 from draftsmith.modules.heads.eagle_branches import EagleBranches
@@ -91,7 +93,8 @@ class Answers:
         source = TorchSource(seed_of(how.seed, number))
         for _ in range(count):
             last = rows[-1][-1]
-            tokens.append(best_token(last) if how.params.greedy else source.draw(probabilities(last, how.params)))
+            with blame("target", len(ids) + len(tokens)):
+                tokens.append(best_token(last) if how.params.greedy else source.draw(probabilities(last, how.params)))
             rows.append(session.extend([tokens[-1]]).logits)
         logits = torch.cat(rows)[: len(tokens)]
         laws = None if how.params.greedy else probabilities(logits, how.params)
@@ -112,7 +115,9 @@ def walk(
     drafter.start(prompt, reading.features[:read], tokens[0])
     for start in range(1, len(tokens)):
         free = TorchSource(seed_of(how.seed, number, start))
-        yield start, drafter.propose(count, how.params, CoupledSource(reading.text, start, free))
+        with blame(offset=read + start):
+            tree = drafter.propose(count, how.params, CoupledSource(reading.text, start, free))
+        yield start, tree
         # The feature that predicts token t is that of the token before it.
         row = slice(read + start - 1, read + start)
         drafter.advance(Outcome((tokens[start],), 0, reading.features[row], reading.logits[start : start + 1]))
@@ -165,6 +170,10 @@ class ChainRecorder:
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:
         """number: of the answer, which seeds it."""
+        with naming([prompt.id]):
+            return self._record(prompt, number)
+
+    def _record(self, prompt: BenchPrompt, number: int) -> ChainRollouts:
         how = self._how
         reading = self._answers.read(prompt, number, how.depth)
         rows = ChainRows(reading, how.depth, how.params)
@@ -193,13 +202,14 @@ class ChainRecorder:
     def _draft_together(self, prompt: BenchPrompt, number: int, reading: Reading, rows: ChainRows) -> None:
         depth, first = self._how.depth + 1, len(prompt.prompt_ids)
         answer = reading.answer.tokens
-        branches = branch_drafter(self._models, self._name, depth)
+        models = self._models
+        branches = branch_drafter(models, self._name, depth)
         # The last token is not needed: no round begins behind it.
         branches.open([*prompt.prompt_ids, *answer[:-1]], reading.features[: first + len(answer) - 1])
         draws = CoupledDraws(reading, depth, self._how.params, seed_of(self._how.seed, number, depth))
         drafted = branches.grow([first + start for start in range(1, len(answer))], depth, draws)
         known = {name: values[:, :-1] for name, values in draws.known.items()}
-        rows.add_all(drafted, known, keep_states=bool(self._heads))
+        rows.add_all(drafted, known, keep_states=bool(self._heads), ends=models.ends)
 
 
 def branch_drafter(models: Models, drafter: DrafterName, depth: int) -> SideBySide:

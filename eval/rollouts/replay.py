@@ -34,15 +34,18 @@ def head_probs(logits: Floats, head: AcceptanceHead, calibrated: bool) -> Floats
     return torch.sigmoid(head.calibrated(raw) if calibrated else raw).numpy()
 
 
-def threshold(rollouts: ChainRollouts, probs: Floats, h: float, minimum: int, maximum: int) -> Ints:
-    """[S]: the rule of SpecDec++ (section 3.2): the first length n of `minimum` or more at which 1 - (product of the
-    probs of the tokens before the n-th) > h, else `maximum`. The n-th token itself is not judged: it is paid for.
+def threshold(rollouts: ChainRollouts, probs: Floats, h: float, limits: tuple[int, int], late: bool) -> Ints:
+    """[S]: the rule of SpecDec++ (section 3.2): the first length n of the least or more at which 1 - (product of the
+    probs of the tokens judged so far) > h, else the most.
 
-    probs [S, K]: acceptance probabilities of the drafted tokens, by whatever judges.
+    probs [S, K]: acceptance probabilities of the drafted tokens, by whatever judges. limits: fewest and most tokens.
+    late: when the n-th token is drafted those before it are judged, and it is not (a head of state `after`); else it
+    is judged too.
     """
     survival = np.cumprod(probs, axis=1)
-    before = np.concatenate([np.ones((len(probs), 1)), survival[:, :-1]], axis=1)
-    return first_true(rollouts, 1 - before > h, minimum, maximum)
+    if late:
+        survival = np.concatenate([np.ones((len(probs), 1)), survival[:, :-1]], axis=1)
+    return first_true(rollouts, 1 - survival > h, *limits)
 
 
 def confidence(rollouts: ChainRollouts, t: float, minimum: int, maximum: int) -> Ints:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
 
-from draftsmith.data.manifest import differences, publish, read_json, write_json
+from draftsmith.data.files import make_directory, write_json, write_table
+from draftsmith.data.manifest import differences, flatten, warn_not_compared, without_unrecorded
+from draftsmith.data.reading import read_object
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Rollouts, TreeRollouts, joined, of_answer
 from draftsmith.modules.types import InputError
@@ -23,7 +24,7 @@ KINDS = {"chain": ChainRollouts, "tree": TreeRollouts}
 
 def save(rollouts: Rollouts, directory: Path) -> None:
     """Write every answer's file; what was there before under other numbers stays."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     for number in range(len(rollouts.answers)):
         write_answer(of_answer(rollouts, number), _file(directory, number))
 
@@ -54,11 +55,13 @@ def recorded(
     Raises:
         InputError: the directory holds rollouts that were made otherwise.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     made_with = json.loads(json.dumps({**settings, "prompts": [prompt.id for prompt in prompts]}))
     path = directory / SETTINGS
     if path.exists():
-        if different := differences(read_json(path), made_with):
+        different, unrecorded = without_unrecorded(differences(flatten(read_object(path, {})), flatten(made_with)))
+        warn_not_compared(str(path), unrecorded)
+        if different:
             found = f"rollouts in {directory} made with another {', '.join(name for name, _, _ in different)}"
             raise InputError("output", found, "the settings of this run", "Choose another directory, or remove it.")
     else:
@@ -80,7 +83,6 @@ def _file(directory: Path, number: int) -> Path:
 def write_answer(rollouts: ChainRollouts | TreeRollouts, path: Path) -> None:
     """One answer's rounds; the answer itself, and the arrays' shapes, go into the file's metadata."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     assert len(rollouts.answers) == 1
     arrays: dict[str, np.ndarray] = {}
@@ -105,16 +107,25 @@ def write_answer(rollouts: ChainRollouts | TreeRollouts, path: Path) -> None:
         width = int(np.prod(array.shape[1:]))
         columns[name] = flat if array.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, width)
     table = pa.table(columns).replace_schema_metadata({META: json.dumps(meta)})
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("wb") as file:
-        pq.write_table(table, file)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(partial, path)
+    write_table(path, table)
 
 
 def read_answer(path: Path) -> Any:
-    """What `write_answer` wrote."""
+    """What `write_answer` wrote.
+
+    Raises:
+        InputError: the file is something else.
+    """
+    try:
+        return _answer(path)
+    except InputError:
+        raise
+    except Exception as error:  # of Arrow, of JSON, or of what is not in it
+        found = f"damaged ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        raise InputError(str(path), found, "rollouts of one answer", "Delete it: it is recorded again.") from error
+
+
+def _answer(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     table = pq.read_table(path)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from draftsmith.data.naming import naming
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.rollouts.record import Answers, Recording, walk
@@ -48,6 +49,10 @@ class TreeRecorder:
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> TreeRollouts:
         """number: of the answer, which seeds it."""
+        with naming([prompt.id]):
+            return self._record(prompt, number)
+
+    def _record(self, prompt: BenchPrompt, number: int) -> TreeRollouts:
         how = self._how
         num_levels = how.depth + 1
         reading = self._answers.read(prompt, number, num_levels)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from draftsmith.data.models import load_lm
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.bench import longest_sequence
 from draftsmith.eval.load import LOADING, load_models, warn_about_sampling
 from draftsmith.eval.measure import BenchPrompt
@@ -84,7 +85,7 @@ class CalibrationConfig:
     packed: bool = True
     trust_remote_code: bool = False
     seed: int = 0
-    output: Path = Path("runs/calibration")
+    output: Path = field(kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.temperatures:
@@ -100,6 +101,7 @@ class CalibrationConfig:
         return SamplingParams(temperature, self.top_k, self.top_p)
 
 
+@sole_writer()
 def run(config: CalibrationConfig) -> Path:
     """Record rollouts at every temperature, judge them, write output/results.json. Run again, it goes on from the
     rollouts that are there."""

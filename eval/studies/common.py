@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from draftsmith.data.device import check_device
 from draftsmith.data.manifest import resolved
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import bar, say
 from draftsmith.data.prompts import numbers
-from draftsmith.eval.bench import BenchConfig, bench, check_device, longest_sequence, model_paths
+from draftsmith.data.reading import read_object
+from draftsmith.eval.bench import BenchConfig, bench, longest_sequence, model_paths
 from draftsmith.eval.figures import Figure
 from draftsmith.eval.load import LOADING, load_models
 from draftsmith.eval.measure import BenchPrompt, EngineRunner
@@ -45,6 +46,7 @@ class StudyConfig:
     keep_tasks: keep prompts whose own task is one of these, separated by commas.
     limit: study the first so many prompts; 0 takes all.
     max_new_tokens: longest answer.
+    ignore_eos: go on after the end token, up to max_new_tokens.
     temperatures: separated by commas; 0 is greedy.
     dtype: float32, bfloat16, float16 or auto.
     device: cpu, cuda, cuda:1, ...
@@ -67,6 +69,7 @@ class StudyConfig:
     keep_tasks: str | None = None
     limit: int = 16
     max_new_tokens: int = 256
+    ignore_eos: bool = False
     temperatures: str = "0,1"
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     device: str = "cpu"
@@ -77,7 +80,7 @@ class StudyConfig:
     repeats: int = 2
     trust_remote_code: bool = False
     quick: bool = False
-    output: Path = Path("runs/study")
+    output: Path
 
     @property
     def acceptance(self) -> str | None:
@@ -128,7 +131,7 @@ def prepare(config: StudyConfig, methods: Sequence[str], further: Sequence[Bench
     target = load_lm(config.target, **how)
     longest = longest_sequence([*prompts, *further], config.max_new_tokens, target.info.max_position)
     models = load_models(named, model_paths(config), longest, params, target, **how)
-    return Ground(models, prompts, tuple(target.info.eos_ids))
+    return Ground(models, prompts, () if config.ignore_eos else tuple(target.info.eos_ids))
 
 
 def decode(
@@ -188,7 +191,7 @@ def measured_before(study: StudyConfig, config: BenchConfig) -> dict[str, Any] |
     path = config.output / RESULTS
     if (study.output / RESULTS).exists() or not path.exists():
         return None
-    results = json.loads(path.read_text())
+    results = read_object(path, {"meta": {"settings": dict}, "methods": [dict]})
     if results["meta"]["settings"] != resolved(config):
         return None
     say(f"Measured before: {path}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.figures import Figure
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import at_least
@@ -69,7 +70,6 @@ class Eagle2Config(StudyConfig):
     depths: str = "1,2,3,4,5,6,8"
     measured_nodes: str = "4,8,16,32,60"
     measured_depths: str = "2,4,6"
-    output: Path = Path("runs/eagle2")
 
     @property
     def sizes(self) -> list[Size]:
@@ -107,6 +107,7 @@ QUICK = {
 }
 
 
+@sole_writer()
 def run(config: Eagle2Config) -> Path:
     """Decode and measure, print the tables and write `output`/results.json, which is there only when complete."""
     if not config.eagle:

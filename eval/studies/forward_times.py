@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,10 +51,11 @@ def fit_forward_times(rows: Sequence[Row], clock: str) -> ForwardTimes:
 
 def explained(rows: Sequence[Row], times: ForwardTimes, clock: str) -> float:
     """R2 of these times over rows that they need not be fitted to: 1 - residual / total sum of squares about the mean
-    of T."""
+    of T; NaN where T does not vary."""
     seconds = _seconds(rows, clock)
     residual = np.square(seconds - _counts(rows) @ [times.t_draft, times.t_target]).sum()
-    return float(1 - residual / np.square(seconds - seconds.mean()).sum())
+    total = np.square(seconds - seconds.mean()).sum()
+    return float(1 - residual / total) if total else math.nan
 
 
 def _counts(rows: Sequence[Row]) -> Floats:

@@ -31,10 +31,17 @@ def head_directories(root: Path) -> dict[str, Path]:
 def load_heads(
     directories: Mapping[str, Path], draft: CausalLM, identity: Mapping[str, str] | None = None
 ) -> dict[str, AcceptanceHead]:
-    """Name -> head, each of which must have been trained for this draft; arguments as of `load_head`."""
+    """Name -> head, each of which must have been trained for this draft; arguments as of `load_head`.
+
+    Raises:
+        InputError: one was trained for another, or judges trees: studies record chains.
+    """
     loaded = {}
     for name, directory in directories.items():
         head = load_head(directory, draft, kind="acceptance", identity=identity)
         assert isinstance(head, AcceptanceHead)
+        if head.config.judges != "chain":
+            found, expected = f"{directory}, which judges {head.config.judges}s", "heads that judge chains"
+            raise InputError("heads", found, expected, "Take it out of the folder.")
         loaded[name] = head
     return loaded

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.figures import Figure
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods import parse_methods
@@ -69,9 +70,9 @@ class HsddwConfig(StudyConfig):
     windows: str = "2,4,6,8,10,12,15,20"
     max: int = 20
     examples: int = 2
-    output: Path = Path("runs/hsddw")
 
 
+@sole_writer()
 def run(config: HsddwConfig) -> Path:
     """Decode and measure, print the tables and write `output`/results.json, which is there only when complete."""
     for role in ("draft", "mid"):

@@ -232,7 +232,7 @@ def redundancy_table(k: int, watched: Sequence[Watched]) -> Table:
                     "accepted": item.totals.num_accepted,
                     "redundancy": item.totals.redundancy,
                     "inner": inner.redundancy if inner.num_draft_tokens else None,
-                    "utilisation": item.totals.utilisation,
+                    "utilisation": item.totals.verification_rate,
                     **{model: item.seen.origin[model] / max(made, 1) for model in ("M1", "M2", "target")},
                 }
             )
@@ -244,14 +244,14 @@ def redundancy_table(k: int, watched: Sequence[Watched]) -> Table:
         Column("accepted", "accepted", ",d"),
         Column("redundancy", "sigma", ".0%"),
         Column("inner", "sigma of M1 at M2", ".0%"),
-        Column("utilisation", "utilisation", ".0%"),
+        Column("utilisation", "eta", ".0%"),
         Column("M1", "from M1", ".0%"),
         Column("M2", "from M2", ".0%"),
         Column("target", "from the target", ".0%"),
     ]
     note = (
-        "Sigma: 1 - accepted / drafted, of what the target was handed; at M2, of what M1 drafted for it. Utilisation: "
-        "tokens emitted by tokens that the target scored, drafts and the root of each call. From: who made the tokens "
+        "Sigma: 1 - accepted / drafted, of what the target was handed; at M2, of what M1 drafted for it. Eta, the "
+        "target's utilisation: its inferences by the length of the output, less is better. From: who made the tokens "
         "of the answers; those of the target are corrections and bonus tokens."
     )
     return Table("hsddw-redundancy", "What is drafted in vain", columns, rows, note)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Printed
 
-from draftsmith.data.manifest import write_json
+from draftsmith.data.files import make_directory, write_json
 from draftsmith.data.progress import say
 from draftsmith.eval.figures import Figure, Table, formatted, plain, to_json
 from draftsmith.eval.measure import BenchPrompt
@@ -38,7 +38,7 @@ def keep(
         "figures": to_json(figures),
         "summary": plain(summary),
     }
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     write_json(config.output / RESULTS, results)
     console = Console(highlight=False)
     for figure in figures:

@@ -9,19 +9,20 @@ from typing import Any
 
 from draftsmith.data.heads import eagle_identity, head_config
 from draftsmith.data.progress import say
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods.base import Models, at_least, between
-from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.rollouts.record import Answers, DrafterName, Recording
 from draftsmith.eval.rollouts.rollouts import ChainRollouts
 from draftsmith.eval.studies.common import Ground, StudyConfig, numbers, prepare, reduced, write_results
 from draftsmith.eval.studies.heads import head_directories, load_heads
-from draftsmith.eval.studies.overlap import known_grams, least_third, overlap, texts_of
+from draftsmith.eval.studies.overlap import known_grams, least_third, overlap
 from draftsmith.eval.studies.policies_bench import cross_check
 from draftsmith.eval.studies.policies_cost import own_c
-from draftsmith.eval.studies.policies_figures import figures_of, shown_first, summary_of
+from draftsmith.eval.studies.policies_figures import OVERLAP, figures_of, shown_first, summary_of
 from draftsmith.eval.studies.policies_found import Compared, Scene, compare
 from draftsmith.eval.studies.policies_play import Grid
+from draftsmith.eval.studies.policies_split import parted, training_texts
 from draftsmith.eval.studies.recording import recorded_chains
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.types import InputError, SamplingParams
@@ -44,8 +45,10 @@ class PoliciesConfig(StudyConfig):
     draft_heads: folder of acceptance heads for the draft model, by name: head directories or trainings' outputs. Each
         is used at the temperatures of its labels' mode: greedy, or sampling.
     eagle_heads: folder of acceptance heads for the EAGLE head's chains.
-    split: prompts that are reported.
-    dev_split: prompts that settings are chosen on.
+    split: prompts that are reported; none takes all.
+    dev_prompts: a source of prompts that settings are chosen on, where they are in another than `prompts`.
+    dev_split: split of the prompts that settings are chosen on. Where it is the reported one, or the rows name no
+        split, the last quarter of the prompts is for choosing and the others are reported.
     train_split: prompts whose text heads were trained on, where train_text names none.
     train_text: directories of artefacts that heads were trained on, for the overlap of answers with them.
     ngram: tokens of the n-grams that the overlap counts.
@@ -63,6 +66,7 @@ class PoliciesConfig(StudyConfig):
     max_new_tokens: int = 128
     draft_heads: Path | None = None
     eagle_heads: Path | None = None
+    dev_prompts: str | None = None
     dev_split: str | None = "dev"
     train_split: str = "train"
     train_text: tuple[Path, ...] = ()
@@ -73,7 +77,6 @@ class PoliciesConfig(StudyConfig):
     hs: str = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,0.95,0.98,0.99"
     ts: str = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
     bench_limit: int = 40
-    output: Path = Path("runs/policies")
 
     @property
     def drafters(self) -> list[DrafterName]:
@@ -126,14 +129,19 @@ class Shelf:
         }
 
 
+@sole_writer()
 def run(config: PoliciesConfig) -> Path:
     """Record, choose, play, decode, print the tables and write `output`/results.json, which is there only when
     complete."""
     config.check()
     if config.quick:
         config = reduced(config, MOST, {**INSTEAD, "bench_limit": min(config.bench_limit, QUICK_BENCH)})
-    dev = read_prompts(config.prompts, config.target, config.dev_split, config.keep_tasks, config.dev_limit)
+    dev, config = parted(config)
     ground = prepare(config, [DRAFTERS[name] for name in config.drafters], dev)
+    known = {tuple(prompt.prompt_ids) for prompt in dev}
+    if both := sum(tuple(prompt.prompt_ids) in known for prompt in ground.prompts):
+        total = len(ground.prompts)
+        say(f"{both} of {total} reported prompts are among those that settings are chosen on: gains flatter.")
     shelves = {name: shelf_of(config, ground.models, name) for name in config.drafters}
     train = known_grams(training_texts(config), config.ngram)
     own = {name: own_c(config, ground.models, name) for name in config.drafters}
@@ -145,6 +153,9 @@ def run(config: PoliciesConfig) -> Path:
         found.append(compare(scene, config.grid, cs, overlaps, least_third(overlaps), config.seed))
     measured = [row for compared in found for row in timed(config, compared, shelves)]
     figures, summary = figures_of(found, measured, config.seed), summary_of(found, measured)
+    if not train:
+        say("Of the text that heads were trained on nothing is known (--train-text): no table of overlaps.")
+        figures = [figure for figure in figures if figure.name != OVERLAP]
     return write_results(config, "policies", ground, figures, summary, shown=shown_first(figures), c=own)
 
 
@@ -153,15 +164,6 @@ def timed(config: PoliciesConfig, compared: Compared, shelves: Mapping[DrafterNa
     if not config.bench_limit:
         return []
     return cross_check(config, compared, shelves[compared.scene.drafter].places, config.bench_limit)
-
-
-def training_texts(config: PoliciesConfig) -> Iterator[Sequence[int]]:
-    """What heads were trained on, as token ids."""
-    for directory in config.train_text:
-        yield from texts_of(directory)
-    if not config.train_text:
-        for prompt in read_prompts(config.prompts, config.target, config.train_split):
-            yield prompt.prompt_ids
 
 
 def shelf_of(config: PoliciesConfig, models: Models, drafter: DrafterName) -> Shelf:

@@ -47,7 +47,7 @@ def cross_check(
     name = f"bench-{scene.drafter}"
     rows = measured(config, list(roles), scene.params, name, **instead)
     single = bench_rows(bench_directory(config, scene.params, name))
-    clock = BenchConfig(config.target, device=config.device, num_threads=config.num_threads).clock
+    clock = BenchConfig(config.target, output=config.output, device=config.device, num_threads=config.num_threads).clock
     base = max((method for method, (role, _) in roles.items() if role == FIXED), key=lambda m: rows[m]["tokens_per_s"])
     found = []
     for method, (role, policy) in roles.items():

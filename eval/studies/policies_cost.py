@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from draftsmith.data.manifest import read_json, write_json
+from draftsmith.data.files import make_directory, write_json
+from draftsmith.data.reading import read_object
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.provenance import cpu_name
 from draftsmith.eval.step_cost import step_cost
@@ -14,9 +15,9 @@ def own_c(config: StudyConfig, models: Models, drafter: str) -> float:
     decoded with it are the same when the study goes on."""
     path = config.output / f"cost-{drafter}.json"
     machine = {"cpu": cpu_name(), "device": config.device, "threads": config.num_threads, "dtype": config.dtype}
-    if path.exists() and (kept := read_json(path))["machine"] == machine:
+    if path.exists() and (kept := read_object(path, {"machine": dict, "c": float}))["machine"] == machine:
         return float(kept["c"])
     c = step_cost(models, drafter)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     write_json(path, {"machine": machine, "c": c})
     return c

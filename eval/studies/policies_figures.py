@@ -18,6 +18,7 @@ Row = dict[str, Any]
 BARS, GAINS, BENCH, QUALITY = "policies-bars", "policies-gains", "policies-bench", "policies-quality"
 # Of the charts, where they could not be told apart from what is shown; tables have them.
 LEFT_OUT = {MAX_Q, ENTROPY, ONLINE_Q, ONLINE_MAX_Q}
+OVERLAP = "policies-overlap"  # name of a table
 INTERVALS = "Intervals are 95 %, by bootstrap over prompts in pairs."
 MODEL = (
     "Time is counted in rounds without a draft: 1 a round and c a drafted token, the prefill counting 1. All policies "
@@ -222,7 +223,7 @@ def overlap_table(found: Sequence[Compared]) -> Table:
         "Overlap: share of the n-grams of the target's answer that occur in the text heads were trained on, mean over "
         f"prompts. Settings and fixed K are those chosen on all dev prompts. {INTERVALS}"
     )
-    return Table("policies-overlap", "Gain where the least text is memorised", columns, rows, note)
+    return Table(OVERLAP, "Gain where the least text is memorised", columns, rows, note)
 
 
 def quality_rows(tokens: Mapping[str, Tokens]) -> list[Row]:

@@ -141,8 +141,7 @@ class Grid:
 
 def is_published_style(head: AcceptanceHead) -> bool:
     """Reads what SpecDec++'s head reads, and was trained with a weight that its threshold is for."""
-    config = head.config
-    return config.state == "after" and not config.features and config.w_rej != config.w_acc
+    return head.config.as_published and head.config.w_rej != head.config.w_acc
 
 
 def judges_of(
@@ -151,9 +150,9 @@ def judges_of(
     """Name -> a fresh judge. fit: what the logistic model of q(y) is fitted to."""
     known: dict[str, KnownJudge] = {FITTED: KnownJudge(fitted_probs(rollouts, fit), late=False)}
     for name, head in heads.items():
-        late = head.config.state == "after"
         for suffix, calibrated in (("", True), (RAW, False)):
-            known[name + suffix] = KnownJudge(replay.head_probs(rollouts.heads[name], head, calibrated), late)
+            probs = replay.head_probs(rollouts.heads[name], head, calibrated)
+            known[name + suffix] = KnownJudge(probs, head.config.late)
     if rollouts.accept_along is not None:
         known[KNOWN] = KnownJudge(rollouts.accept_along, late=False)
 

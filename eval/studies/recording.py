@@ -28,10 +28,11 @@ def recorded_chains(
     heads: Mapping[str, AcceptanceHead],
     together: bool = False,
     answers: Answers | None = None,
+    along: bool = False,
 ) -> ChainRollouts:
     """Chains of every prompt with the logits of all heads: those in `directory` are read, the others recorded there.
 
-    together: `along` and `side_by_side` of `ChainRecorder`. answers: of it too.
+    together: `along` and `side_by_side` of `ChainRecorder`. answers, along: of it too.
 
     Raises:
         InputError: the directory holds rollouts that were made otherwise.
@@ -42,12 +43,16 @@ def recorded_chains(
         "models": {flag: lm.info.identity for flag, lm in (("target", models.target), ("draft", models.draft)) if lm},
         "heads": {name: digest(head) for name, head in heads.items()},
     }
+    if models.ends:
+        settings["ends"] = list(models.ends)
     if together:
         settings["together"] = True
+    elif along:
+        settings["along"] = True
     if drafter == "eagle":
         assert models.eagle is not None
         settings["models"]["eagle"] = digest(models.eagle)
-    recorder = ChainRecorder(models, drafter, how, heads, answers, along=together, side_by_side=together)
+    recorder = ChainRecorder(models, drafter, how, heads, answers, along=together or along, side_by_side=together)
     with bar(f"rollouts, {directory.name}", len(prompts), "prompts") as advance:
         return recorded(directory, prompts, settings, recorder, advance)
 

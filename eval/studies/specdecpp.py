@@ -13,6 +13,7 @@ import torch
 
 from draftsmith.data.manifest import volatile
 from draftsmith.data.models import load_lm
+from draftsmith.data.sources import named_split
 from draftsmith.eval.bench import longest_sequence
 from draftsmith.eval.load import LOADING, load_models, warn_about_sampling
 from draftsmith.eval.measure import BenchPrompt
@@ -24,6 +25,7 @@ from draftsmith.eval.rollouts.rollouts import ChainRollouts
 from draftsmith.eval.studies.forward_times import ForwardTimes
 from draftsmith.eval.studies.heads import head_directories, load_heads
 from draftsmith.eval.studies.recording import recorded_chains
+from draftsmith.eval.studies.specdecpp_bound import rejection_bound
 from draftsmith.eval.studies.specdecpp_sweep import PUBLISHED_H, Grid, Rule, Setting, best, published_head
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.types import InputError, SamplingParams
@@ -121,7 +123,7 @@ class SpecDecPPConfig:
     trust_remote_code: bool = False
     num_threads: int = volatile(2)
     seed: int = 0
-    output: Path = volatile(Path("runs/specdecpp"))
+    output: Path = volatile(kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("depths", "weights", "ks", "thresholds"):
@@ -136,6 +138,10 @@ class SpecDecPPConfig:
         for name in ("label_prompts", "dev_prompts", "test_prompts", "max_new_tokens", "repeats"):
             at_least(name, getattr(self, name), 1)
         at_least("train_prompts", self.train_prompts, 0)
+        splits = [named_split(split) for split in (self.train_split, self.dev_split, self.split)]
+        if None in splits or len(set(splits)) < len(splits):
+            found = f"{self.split}, with dev_split {self.dev_split} and train_split {self.train_split}"
+            raise InputError("split", found, "three splits that share no prompts", "Name three.")
         _ = self.sampling
 
     @property
@@ -189,6 +195,7 @@ BEST_K, BEST_T, BEST_HEAD, PUBLISHED, PUBLISHED_CALIBRATED = (
     "published: w_rej 6, D 3, h 0.7",
     "the same head, calibrated, best h",
 )
+BOUND = "best calibrated head, h by theorem 3.1"
 
 
 def load_study(config: SpecDecPPConfig, heads: Path) -> Study:
@@ -224,7 +231,7 @@ def rollouts_of(study: Study, split: str) -> ChainRollouts:
         config.sampling, config.recorded_depth, config.max_new_tokens, config.seed, study.models.target.info.eos_ids
     )
     directory = config.output / "rollouts" / split
-    return recorded_chains(directory, study.models, "draft", study.prompts[split], how, study.heads)
+    return recorded_chains(directory, study.models, "draft", study.prompts[split], how, study.heads, along=True)
 
 
 def dev_methods(config: SpecDecPPConfig) -> list[str]:
@@ -249,4 +256,17 @@ def choose(study: Study, settings: Sequence[Setting], times: ForwardTimes) -> Ch
         found[PUBLISHED] = Rule(head=published, h=PUBLISHED_H)
         own = [s for s in stopped if s.rule.head == published and s.rule.calibrated]
         found[PUBLISHED_CALIBRATED] = best(own, times.tokens_per_s).rule
+    h = theorem_h(times)
+    if h is not None:
+        head = best([s for s in stopped if s.rule.calibrated], times.tokens_per_s).rule.head
+        found[BOUND] = Rule(head=head, h=h, calibrated=True)
     return Choice(found)
+
+
+def theorem_h(times: ForwardTimes) -> float | None:
+    """`rejection_bound` at these times, with delta = 0; None where it is no threshold: a draft step takes as long as a
+    target call, or a regression has lost its way."""
+    if not 0 < times.t_draft < times.t_target:
+        return None
+    h = round(rejection_bound(times.t_draft, times.t_target), 3)
+    return h if 0 < h < 1 else None

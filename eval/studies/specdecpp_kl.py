@@ -50,13 +50,17 @@ def read_labels(directory: Path, draft: CausalLM, seed: int, limit: int) -> Judg
 
 @torch.inference_mode()
 def kl_rows(heads: Mapping[str, AcceptanceHead], sets: Mapping[str, JudgedTokens]) -> list[dict[str, Any]]:
-    """One row a head: name, w_rej, depth, and by set (`train`, `eval`) NAME_kl, NAME_kl_corrected, NAME_auc.
+    """One row for each head that reads what the published one does: name, w_rej, depth, and by set (`train`, `eval`)
+    NAME_kl, NAME_kl_corrected, NAME_auc.
 
     kl: mean KL(P || P^) [nats] of the head's output as it is, which the paper's threshold reads; corrected: after
-    log(w_rej / w_acc) was added to its logit, without any further calibration.
+    log(w_rej / w_acc) was added to its logit, without any further calibration. Labels of mixed text are of no rounds:
+    they have nothing that heads of other inputs could read.
     """
     rows = []
     for name, head in heads.items():
+        if not head.config.as_published:
+            continue
         row: dict[str, Any] = {"head": name, "w_rej": head.config.w_rej, "depth": head.config.num_blocks}
         for kind, tokens in sets.items():
             raw = head(tokens.hidden)

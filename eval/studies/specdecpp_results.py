@@ -23,7 +23,7 @@ from draftsmith.eval.studies.forward_times import (
     theory_rows,
 )
 from draftsmith.eval.studies.keeping import keep
-from draftsmith.eval.studies.specdecpp import BEST_HEAD, BEST_K, Choice, Study
+from draftsmith.eval.studies.specdecpp import BEST_HEAD, BEST_K, Choice, Study, theorem_h
 from draftsmith.eval.studies.specdecpp_figures import (
     PAPER_GAIN,
     kl_figures,
@@ -35,7 +35,7 @@ from draftsmith.eval.studies.specdecpp_kl import constant_kl, kl_rows, read_labe
 from draftsmith.eval.studies.specdecpp_sweep import Rule, Setting, published_head, replayed
 from draftsmith.modules.decoding.trace import pool
 
-ORACLE = "greedy oracle (lemma 2.1)"
+ORACLE, KNOWN = "greedy oracle (lemma 2.1)", "true p/q, h by theorem 3.1"
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ def write_results(study: Study, found: Found) -> dict[str, Any]:
         "t_draft_ms": times.t_draft * 1e3,
         "t_target_ms": times.t_target * 1e3,
         "c": times.t_draft / times.t_target,
+        "theorem_h": theorem_h(times),
         "r2": times.r2,
         "r2_test": explained(rows, times, found.clock),
         "largest_theory_error": max(abs(row["difference"]) for row in theory if row["method"] != "ar"),
@@ -117,7 +118,9 @@ GAINS = ("gain_theory", "gain_theory_ci", "gain_measured", "gain_measured_ci")
 def throughput_rows(study: Study, found: Found) -> list[dict[str, Any]]:
     """One row for each chosen setting, and the oracle: cost model on both splits, measured where it was decoded."""
     config = study.config
-    rules = {**found.choice.settings, ORACLE: Rule()}
+    h = theorem_h(found.times)
+    known = {} if h is None else {KNOWN: Rule(known=True, h=h)}
+    rules = {**found.choice.settings, **known, ORACLE: Rule()}
     dev, test = (
         {rule: prompt_seconds(study, own, rule, found.times) for rule in rules.values()}
         for own in (found.rollouts[config.dev_split], found.rollouts[config.split])
@@ -155,9 +158,9 @@ def _rate(prompts: Floats) -> float:
 
 def measured_columns(study: Study, rule: Rule, fixed: Rule, runs: Sequence[Path], clock: str) -> dict[str, Any]:
     """Throughput of a rule in the first bench run that decoded with it (and its head), over `ar` and over the best
-    fixed K of the same run. Nothing for the oracle."""
+    fixed K of the same run. Nothing for what no decoder can run."""
     config = study.config
-    if rule.is_oracle:
+    if not rule.can_run:
         return {}
     method, baseline = (r.method(config.min_drafted, config.max_drafted) for r in (rule, fixed))
     run = next(run for run in runs if rule.head is None or run.name == run_name(config.split, rule.head))

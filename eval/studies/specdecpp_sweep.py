@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from draftsmith.eval.rollouts import replay
 from draftsmith.eval.rollouts.rollouts import ChainRollouts, Floats
@@ -23,8 +22,9 @@ class Rule:
     """How long a draft gets.
 
     k: that many tokens, where it is above 0. head, h: SpecDec++'s threshold on the product of this head's outputs,
-    calibrated or as they are. t: until a token whose own q is below it, the baseline that needs no head. None of them:
-    the greedy oracle of lemma 2.1, which drafts what will be accepted.
+    calibrated or as they are. t: until a token whose own q is below it, the baseline that needs no head. known, h: the
+    threshold on true probabilities min(1, p/q), which only the target knows. None of them: the greedy oracle of lemma
+    2.1, which drafts what will be accepted.
     """
 
     k: int = 0
@@ -32,6 +32,7 @@ class Rule:
     h: float = 0.0
     calibrated: bool = False
     t: float = 0.0
+    known: bool = False
 
     @property
     def label(self) -> str:
@@ -40,17 +41,20 @@ class Rule:
             return f"K={self.k}"
         if self.t:
             return f"t={self.t:g}"
+        if self.known:
+            return f"h={self.h:g}, true p/q"
         if self.head is None:
             return "oracle"
         return f"h={self.h:g}" + (", calibrated" if self.calibrated else "")
 
     @property
-    def is_oracle(self) -> bool:
-        return self == Rule()
+    def can_run(self) -> bool:
+        """A decoder can do it: neither the oracle's rule nor one that knows p."""
+        return not self.known and self != Rule()
 
     def method(self, minimum: int, maximum: int) -> str:
         """As `eval bench` calls it; the head is passed beside it."""
-        assert not self.is_oracle, "no decoder can run the oracle"
+        assert self.can_run
         if self.k:
             return f"spec:k={self.k}"
         if self.t:
@@ -103,23 +107,28 @@ def replayed(rollouts: ChainRollouts, rule: Rule, grid: Grid, heads: Mapping[str
         lengths = replay.fixed_k(rollouts, rule.k)
     elif rule.t:
         lengths = replay.confidence(rollouts, rule.t, 1, grid.maximum)
+    elif rule.known:
+        lengths = replay.threshold(rollouts, true_probs(rollouts), rule.h, (1, grid.maximum), late=False)
     elif rule.head is None:
         lengths = replay.oracle(rollouts)
     else:
-        probs = head_prob(rollouts.heads[rule.head], heads[rule.head], rule.calibrated)
-        lengths = replay.threshold(rollouts, probs, rule.h, grid.minimum, grid.maximum)
+        head = heads[rule.head]
+        probs = replay.head_probs(rollouts.heads[rule.head], head, rule.calibrated)
+        lengths = replay.threshold(rollouts, probs, rule.h, (grid.minimum, grid.maximum), head.config.late)
     return replay.replay(rollouts, lengths)
 
 
-def head_prob(logit: Floats, head: AcceptanceHead, calibrated: bool) -> Floats:
-    """Acceptance probabilities of raw logits, each calibrated where asked for; of any shape."""
-    raw = torch.from_numpy(np.asarray(logit, dtype=np.float64))
-    return torch.sigmoid(head.calibrated(raw) if calibrated else raw).numpy()
+def true_probs(rollouts: ChainRollouts) -> Floats:
+    """[S, K]: min(1, p/q) of every drafted token; greedy 1 or 0, and 0 below the first rejection, where nobody asks."""
+    if rollouts.accept_along is not None:
+        return rollouts.accept_along
+    return np.nan_to_num(rollouts.accept_prob)
 
 
 def published_head(heads: Mapping[str, AcceptanceHead]) -> str | None:
-    """The head of the paper's w_rej and depth, where it is among these; not one with tied blocks first."""
-    for name, head in sorted(heads.items(), key=lambda item: item[1].config.tied):
+    """The head of the paper's inputs, w_rej and depth, where it is among these; not one with tied blocks first."""
+    alike = {name: head for name, head in heads.items() if head.config.as_published}
+    for name, head in sorted(alike.items(), key=lambda item: item[1].config.tied):
         if (head.config.w_rej / head.config.w_acc, head.config.num_blocks) == (PUBLISHED_W_REJ, PUBLISHED_DEPTH):
             return name
     return None

@@ -126,7 +126,7 @@ class Recorded:
         assert self.head is not None and isinstance(method, HeadByCost | SpecDecPlusPlus)
         calibrated = isinstance(method, HeadByCost) or method.calibrated
         probs = replay.head_probs(rollouts.heads[HEAD], self.head, calibrated)
-        return KnownJudge(probs, late=self.head.config.state == "after")
+        return KnownJudge(probs, late=self.head.config.late)
 
     def _rule(self, method: Judged) -> Rule:
         if isinstance(method, SpecDecPlusPlus):

@@ -11,8 +11,9 @@ import runpy
 import sys
 from dataclasses import asdict, dataclass
 
-from draftsmith.data.manifest import write_json
+from draftsmith.data.files import make_directory, write_json
 from draftsmith.data.progress import say
+from draftsmith.data.writer import sole_writer
 from draftsmith.eval.clocks import clock_of, synchronised
 from draftsmith.eval.figures import plain
 from draftsmith.eval.methods import parse_methods
@@ -55,6 +56,7 @@ class Compared:
         return self.final_ratio >= 1 - WITHIN and self.tune_s <= SHARE * self.sweep_s
 
 
+@sole_writer()
 def run(config: TuneCheckConfig) -> int:
     """Print both, write `output`/check.json; 1 where the choice is off by more than 3 %, or took more than a tenth."""
     for field in ("sweep_repeats", "finalists", "final_repeats"):
@@ -80,7 +82,7 @@ def check(config: TuneCheckConfig) -> Compared:
     sweep_s = clock() - started
     order = sorted(sweep, key=lambda label: -sweep[label])
     expected = {item.label: item.tokens_per_s for item in choice.predicted}
-    config.output.mkdir(parents=True, exist_ok=True)
+    make_directory(config.output)
     rows = [{"setting": n, "measured": plain(sweep[n]), "predicted": plain(expected[n])} for n in order]
     write_json(config.output / "sweep.json", rows)
     again = list(dict.fromkeys([*order[: config.finalists], choice.label]))

@@ -6,6 +6,7 @@ each setting would reach. The few best, one a family, are then decoded for real,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +16,13 @@ import torch
 import yaml
 from rich.console import Console
 
-from draftsmith.data.manifest import write_json
+from draftsmith.data.device import check_device
+from draftsmith.data.files import make_directory, write_json, write_text
 from draftsmith.data.models import load_lm
 from draftsmith.data.progress import say
-from draftsmith.eval.bench import check_device, longest_sequence, model_paths
+from draftsmith.data.writer import sole_writer
+from draftsmith.eval.auto import resolved_auto
+from draftsmith.eval.bench import longest_sequence, model_paths
 from draftsmith.eval.clocks import Clock, clock_of, synchronised
 from draftsmith.eval.costs import AR, Costs, measure_costs
 from draftsmith.eval.figures import to_json
@@ -109,7 +113,7 @@ class TuneConfig:
     num_threads: int = 1
     seed: int = 0
     trust_remote_code: bool = False
-    output: Path = Path("runs/tune")
+    output: Path = dataclasses.field(kw_only=True)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -144,15 +148,16 @@ class Setup:
     labels: list[str]
 
 
+@sole_writer()
 def run(config: TuneConfig) -> Path:
     """Print the reasoning, and write `output`/decode.yaml and results.json."""
     setup = prepare(config)
     choice = tune(config, setup)
     Console(highlight=False).print(reasoning_table(choice))
-    config.output.mkdir(parents=True, exist_ok=True)
-    (config.output / DECODE).write_text(decode_yaml(config, choice), "utf-8")
+    make_directory(config.output)
+    write_text(config.output / DECODE, decode_yaml(config, choice))
     models = {"draft": setup.models.draft}
-    more = {"clock": config.clock, "step_costs": setup.models.step_costs}
+    more = {"clock": config.clock, **resolved_auto(setup.models)}
     meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
     found = {"meta": meta, "figures": to_json(figures(choice)), "summary": summary(choice)}
     write_json(config.output / RESULTS, {**found, "costs": choice.costs.to_json()})
@@ -175,7 +180,7 @@ def prepare(config: TuneConfig) -> Setup:
     longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
     models = load_models(parse_methods(",".join(labels)), model_paths(config), longest, config.sampling, target, **how)
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
-    return Setup(models, prompts, eos_ids, labels)
+    return Setup(replace(models, ends=eos_ids), prompts, eos_ids, labels)
 
 
 def check(config: TuneConfig) -> None:
@@ -284,7 +289,8 @@ def decode_yaml(config: TuneConfig, choice: Choice) -> str:
     about = (
         f"# Chosen by `draftsmith eval tune` among {len(choice.predicted)} settings: {choice.speedup:.2f}x the speed "
         f"of decoding without a draft, {choice.basis}.\n"
-        '# draftsmith decode --config THIS "..."\n# draftsmith eval bench --config THIS --prompts embedded:prompts\n'
+        '# draftsmith decode --config THIS "..."\n'
+        "# draftsmith eval bench --config THIS --prompts embedded:prompts --output DIR\n"
     )
     return about + yaml.safe_dump(content, sort_keys=False)
 

@@ -6,7 +6,8 @@ rows beside it. `loop.generate` is the same for one sequence and for trees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 from draftsmith.modules.decoding.chains import BatchDrafter, BatchOutcome, Chains, to_device, verify_chains
 from draftsmith.modules.decoding.loop import Answer, Generation, room_for
 from draftsmith.modules.decoding.trace import DecodeStep
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.targets.base import RowsLM, RowsSession
 from draftsmith.modules.types import SamplingParams
 
@@ -44,24 +46,30 @@ def generate_batch(
     ends = frozenset(target.info.eos_ids if eos_ids is None else eos_ids)
     longest_chain = 0 if drafter is None else min(drafter.max_drafted, max_nodes)
     every = [
-        _Row(prompt, seed, ends, room_for(prompt, max_new_tokens, limit), longest_chain)
-        for prompt, seed in zip(prompts, seeds, strict=True)
+        _Row(number, prompt, seed, ends, room_for(prompt, max_new_tokens, limit), longest_chain)
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
     longest = max(row.num_prompt + row.room for row in every)
     session = session or target.rows_session(len(every), longest)
     assert session.batch >= len(every) and session.capacity >= longest
     batch = _Batch(every, session, drafter, params, target, longest_chain)
-    batch.prefill(prompts)
+    with batch.naming():
+        batch.prefill(prompts)
     while batch.drop_done():
-        batch.round()
+        with batch.naming():
+            batch.round()
     return [Generation(row.tokens, row.trace, row.ended) for row in every]
 
 
 class _Row(Answer):
     """One sequence: its answer so far, and its own random numbers."""
 
-    def __init__(self, prompt: Sequence[int], seed: int, ends: frozenset[int], room: int, longest_chain: int):
+    def __init__(
+        self, number: int, prompt: Sequence[int], seed: int, ends: frozenset[int], room: int, longest_chain: int
+    ):
+        """number: of the prompt, from 0."""
         super().__init__(ends, room)
+        self.number = number
         self.num_prompt = len(prompt)
         self._generator = torch.Generator().manual_seed(seed)
         self._num_uniforms = 2 * longest_chain + 1
@@ -104,6 +112,8 @@ class _Batch:
         none = torch.zeros(len(scores), 0, dtype=torch.int64, device=self._device)
         _, first = verify_chains(none, none.sum(1), None, logits, self._params, self._uniforms()[:, -1:])
         first_tokens = first.tolist()
+        if NO_TOKEN in first_tokens:
+            raise NonFinite(row=first_tokens.index(NO_TOKEN))
         for row, token in zip(self._rows, first_tokens, strict=True):
             row.trace.prefill_emitted = 1
             row.emit([token])
@@ -132,25 +142,54 @@ class _Batch:
         chains = self._draft(root, uniforms)
         count = chains.tokens.shape[1]
         padding = self._width(count) - count
-        fed = F.pad(torch.cat([root, chains.tokens], 1), (0, padding))
+        drafted = chains.tokens.clamp_min(0)  # what stands for no token can not be read
+        fed = F.pad(torch.cat([root, drafted], 1), (0, padding))
         end = max(read) + fed.shape[1]
         logits, features = self._session.extend(fed, self._upload(read), end, num_logits=fed.shape[1])
         num_accepted, own = verify_chains(
-            chains.tokens,
+            drafted,
             self._upload(chains.num_drafted),
             chains.draft_prob,
             logits[:, : count + 1],
             self._params,
             torch.cat([uniforms[:, self._longest_chain :][:, :count], uniforms[:, -1:]], 1),
         )
-        tokens = F.pad(chains.tokens, (0, padding + 1)).scatter(1, num_accepted[:, None], own[:, None])
-        brought = torch.cat([num_accepted[:, None], tokens], 1).tolist()
-        emitted = [own_row[: accepted + 1] for accepted, *own_row in brought]
+        brought = torch.cat([num_accepted[:, None], own[:, None], chains.tokens], 1).tolist()
+        self._check(brought, chains.num_drafted)
+        emitted = [[*draft[:accepted], max(own_token, 0)] for accepted, own_token, *draft in brought]
+        tokens = F.pad(drafted, (0, padding + 1)).scatter(1, num_accepted[:, None], own.clamp_min(0)[:, None])
         for row, row_tokens, num_drafted in zip(rows, emitted, chains.num_drafted, strict=True):
             if not row.done:
                 row.take(row_tokens, len(row_tokens) - 1, num_drafted)
         if self._drafter is not None:
-            self._drafter.advance(BatchOutcome(emitted, tokens, num_accepted, features))
+            done = [row.done for row in rows]
+            self._drafter.advance(BatchOutcome(emitted, tokens, num_accepted, features, done))
+
+    def _check(self, brought: Sequence[Sequence[int]], num_drafted: Sequence[int]) -> None:
+        """Of rows whose answer is complete nothing is looked at.
+
+        Raises:
+            NonFinite: a drafted token, or the target's own, is none.
+        """
+        for i, (row, (accepted, own, *draft), count) in enumerate(zip(self._rows, brought, num_drafted, strict=True)):
+            if row.done:
+                continue
+            if NO_TOKEN in draft[:count]:
+                raise NonFinite(position=draft.index(NO_TOKEN), row=i)
+            if own == NO_TOKEN:
+                raise NonFinite(model="target", position=accepted, row=i)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Errors of a row tell where it stands, and which prompt it is of; of a round, the drafter's unless another
+        model is named."""
+        try:
+            yield
+        except NonFinite as error:
+            row = self._rows[error.row or 0]
+            drafting = self._drafter is not None and bool(row.tokens)
+            error.row = row.number
+            raise error.passed(self._drafter.model if drafting else "target", row.num_read + 1) from None
 
     def _draft(self, root: Tensor, uniforms: Tensor) -> Chains:
         """The round's chains, as long as `loop.generate` allows each row's to be; a row that is done has none."""

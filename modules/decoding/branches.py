@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.modules.sampling import draw_rows, row_probabilities
+from draftsmith.modules.finite import NonFinite, checked
+from draftsmith.modules.sampling import best_tokens, draw_rows, row_probabilities
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
 
@@ -172,15 +173,20 @@ def branch_mask(lengths: Tensor, text: int, first: int, levels: int) -> tuple[Te
 
 
 def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniforms: Tensor | None) -> Tensor:
-    """A token [S] for each row of logits [S, V]: drawn from its law, or the argmax."""
+    """A token [S] for each row of logits [S, V]: drawn from its law, or the argmax; NO_TOKEN where there is none."""
     if uniforms is None:
         assert all(own.greedy for own in params), "drawing needs uniforms"
-        return logits.argmax(-1)
+        return best_tokens(logits)
     return draw_rows(row_probabilities(logits, params), uniforms.to(logits.device))
 
 
 class SideBySide(ABC):
-    """The loop of a `BranchDrafter`: a group of drafts grows by one token of each at a time."""
+    """The loop of a `BranchDrafter`: a group of drafts grows by one token of each at a time.
+
+    model: the flag of what drafts, for errors.
+    """
+
+    model: str
 
     def __init__(self, depth: int, device: torch.device):
         """depth: most tokens of a draft."""
@@ -215,7 +221,11 @@ class SideBySide(ABC):
         return self.grow(starts, depth, draw)
 
     def grow(self, starts: Sequence[int], depth: int, draw: Draw) -> Drafted:
-        """`draft` with tokens that the caller draws."""
+        """`draft` with tokens that the caller draws.
+
+        Raises:
+            NonFinite: the drafter's logits.
+        """
         assert 0 < depth <= self._depth
         drafts, states = [], []
         for piece in pieces(len(starts), self._group):
@@ -225,7 +235,10 @@ class SideBySide(ABC):
                 for level in range(depth):
                     if level:
                         hidden.append(self._step(own, level - 1, tokens[-1], hidden[-1]))
-                    tokens.append(draw(piece, level, self.lm_head(hidden[-1])))
+                    try:
+                        tokens.append(checked(draw(piece, level, self.lm_head(hidden[-1]))))
+                    except NonFinite as error:
+                        raise error.passed(self.model, level + starts[piece][error.row or 0]) from None
                 self._drop()
             drafts.append(torch.stack(tokens, 1))
             states.append(torch.stack(hidden, 1))
@@ -248,7 +261,7 @@ class SideBySide(ABC):
 class DraftModelBranches(SideBySide):
     """Drafts of a small language model, as `DraftModelDrafter` makes them one at a time."""
 
-    min_start = 1
+    min_start, model = 1, "draft"
 
     def __init__(self, lm: CausalLM, depth: int):
         """depth: most tokens of a draft."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.sampling import draw_rows, probabilities, residual
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
+from draftsmith.modules.sampling import best_tokens, draw_rows, probabilities, residual
 from draftsmith.modules.types import SamplingParams
 
 
@@ -22,6 +23,7 @@ from draftsmith.modules.types import SamplingParams
 class Chains:
     """B drafted chains, padded at the right.
 
+    tokens: NO_TOKEN where the drafter's numbers chose none.
     num_drafted: [B], known to the host: the first so many tokens of a row are its draft.
     draft_prob: [B, K, V], the law each token was drawn from; None when greedy.
     """
@@ -39,21 +41,24 @@ class BatchOutcome:
     tokens: the same padded at the right, int64 [B, n], n > K. num_accepted: int64 [B].
     features: [B, n, H] of the root and the drafted tokens: row i predicts the sequence's i-th emitted token, and the
         rows past its last mean nothing. They are good until the target's next call.
+    done: whose answer is complete, by this round or before: their policies do not hear of it (`Drafter.advance`).
     """
 
     emitted: list[list[int]]
     tokens: Tensor
     num_accepted: Tensor
     features: Tensor
+    done: list[bool]
 
 
 class BatchDrafter(Protocol):
     """Proposes chains for several sequences at a time; each row is drafted as if it were alone.
 
-    max_drafted: longest chain it ever proposes.
+    max_drafted: longest chain it ever proposes. model: the flag of what drafts, for errors.
     """
 
     max_drafted: int
+    model: str
 
     def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
         """New sequences: prompts of T tokens, the target's features [T, H] of each, and the first tokens emitted."""
@@ -99,6 +104,9 @@ def draft_chains(
     contexts: each row's tokens before its draft.
     Rows that have stopped are drafted on with the others, and what is drafted is padding. Chains of fixed lengths are
     drawn without the host's knowing a token; other policies are shown each one, which costs a transfer.
+
+    Raises:
+        NonFinite: where a policy is shown tokens: a row's logits, or what its policy reads.
     """
     fixed = all(isinstance(stop, FixedLength) for stop in stops)
     ends = [min(stop.max_drafted, limit) for stop, limit in zip(stops, limits, strict=True)]
@@ -109,7 +117,7 @@ def draft_chains(
     laws: list[Tensor] = []
     while True:
         if params.greedy:
-            drawn = logits.argmax(-1)
+            drawn = best_tokens(logits)
         else:
             laws.append(probabilities(logits, params))
             drawn = draw_rows(laws[-1], uniforms[:, len(tokens)])
@@ -117,15 +125,29 @@ def draft_chains(
         if not fixed:
             count = len(tokens)
             for row, token in enumerate(drawn.tolist()):
+                if count > ends[row]:
+                    continue
                 law = laws[-1][row] if laws else None
-                if count <= ends[row] and stops[row].should_stop(
-                    DraftView(count, token, hidden[row : row + 1], logits[row], law, params.temperature, contexts[row])
-                ):
+                view = DraftView(
+                    count, token, hidden[row : row + 1], logits[row], law, params.temperature, contexts[row]
+                )
+                if _stops(stops[row], view, row):
                     ends[row] = count
         if len(tokens) >= max(ends):
             break
-        logits, hidden = step(len(tokens) - 1, drawn)
+        logits, hidden = step(len(tokens) - 1, drawn.clamp_min(0))
     return Chains(torch.stack(tokens, 1), [max(end, 0) for end in ends], torch.stack(laws, 1) if laws else None)
+
+
+def _stops(stop: StopPolicy, view: DraftView, row: int) -> bool:
+    """`should_stop`; raises NonFinite of this row."""
+    if view.token == NO_TOKEN:
+        raise NonFinite(position=view.num_drafted - 1, row=row)
+    try:
+        return stop.should_stop(view)
+    except NonFinite as error:
+        error.row = row
+        raise error.passed(offset=view.num_drafted) from None
 
 
 def verify_chains(
@@ -136,7 +158,8 @@ def verify_chains(
     params: SamplingParams,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`verify` of B chains at once: how many tokens of each are accepted, and the target's own; both int64 [B].
+    """`verify` of B chains at once: how many tokens of each are accepted, and the target's own, NO_TOKEN where its
+    numbers choose none; both int64 [B].
 
     tokens [B, K], num_drafted [B] <= K, draft_prob [B, K, V] (None when greedy), logits [B, K+1, V] of the target: row
     i scores token i, the row after the last drafted token what follows. Rows past that one are not looked at.
@@ -148,7 +171,7 @@ def verify_chains(
     count = tokens.shape[1]
     drafted = torch.arange(count, device=tokens.device) < num_drafted[:, None]
     if params.greedy:
-        choices = logits.argmax(-1)
+        choices = best_tokens(logits)
         num_accepted = _num_leading(drafted & (choices[:, :count] == tokens))
         return num_accepted, choices.gather(1, num_accepted[:, None])[:, 0]
     target_prob = probabilities(logits, params)

@@ -11,6 +11,7 @@ from torch import Tensor
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source, Verdict
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.finite import blame
 from draftsmith.modules.targets.base import CausalLM, Scores, Session
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -68,6 +69,7 @@ def generate(
 
     Raises:
         InputError: empty prompt, or a prompt that leaves no room in the target's context.
+        NonFinite: a model gave numbers that choose no token.
     """
     limit = target.info.max_position
     ends = frozenset(target.info.eos_ids if eos_ids is None else eos_ids)
@@ -78,14 +80,16 @@ def generate(
     state = _State(session, ends, room, on_round)
 
     scores = session.extend(prompt)
-    first = verify(EMPTY, scores.logits, params, source).next_token
+    with blame("target", len(prompt)):
+        first = verify(EMPTY, scores.logits, params, source).next_token
     assert first is not None
     state.trace.prefill_emitted = 1
     state.show(Round(state.emit([first]), 0))
     if drafter is not None and not state.done:
         drafter.start(prompt, scores.features, first)
     while not state.done:
-        _round(state, drafter, params, source, limit, max_nodes)
+        with blame("target", session.length + 1):  # a drafter's errors bear its name when they come here
+            _round(state, drafter, params, source, limit, max_nodes)
     return Generation(state.tokens, state.trace, state.ended)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from draftsmith.modules.decoding.confidence import sigmoid
+from draftsmith.modules.decoding.learner import Learner
 
 
-class OnlineLogistic:
+class OnlineLogistic(Learner):
     """P(a drafted token is accepted) = sigmoid(w . z) of features x [F], z = (x, 1); x[0] is the log-odds of q(y) or of
     another probability.
 
@@ -32,7 +35,9 @@ class OnlineLogistic:
         return sum(weight * value for weight, value in zip(self.weights, x, strict=False)) + self.weights[-1]
 
     def update(self, x: Sequence[float], accepted: float) -> None:
-        """Learn one label in [0, 1]."""
+        """Learn one label in [0, 1]. Features that are no numbers teach nothing: they would never be forgotten."""
+        if not all(map(math.isfinite, x)):
+            return
         prob, z = self.prob(x), (*x, 1.0)
         # Sherman and Morrison (1950): A^-1 after a term of rank one. It also gives A^-1 z of the step.
         along = [sum(a * b for a, b in zip(row, z, strict=True)) for row in self._inverse]
@@ -51,3 +56,9 @@ class OnlineLogistic:
             if number > num_accepted:
                 return
             self.update(x, float(number < num_accepted))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": list(self.weights), "inverse": [list(row) for row in self._inverse]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights, self._inverse = list(state["weights"]), [list(row) for row in state["inverse"]]

@@ -6,9 +6,11 @@ None of it can bias the output: what has been drafted stays in the draft (`proto
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+import math
+from typing import Any, Literal, Protocol
 
 from draftsmith.modules.decoding.confidence import log_odds, log_prob_of
+from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.online_logistic import OnlineLogistic
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.repeats import RepeatScores
@@ -43,7 +45,7 @@ class Rule(Protocol):
     """What to make of the probabilities."""
 
     def enough(self, survival: float, unjudged: int) -> bool:
-        """True when one more drafted token is not worth drafting.
+        """True when one more drafted token is not worth drafting, also where nothing can be said (NaN).
 
         survival: probability that all judged tokens of the draft are accepted. unjudged: tokens behind them.
         """
@@ -59,13 +61,13 @@ class ThresholdRule:
         self.h = h
 
     def enough(self, survival: float, unjudged: int) -> bool:
-        return 1 - survival > self.h
+        return not 1 - survival <= self.h
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Nothing is learned."""
 
 
-class RecentRatio:
+class RecentRatio(Learner):
     """A ratio of two sums over all rounds and requests so far, of which the last `MEMORY` or so count: what is decoded
     changes with time."""
 
@@ -80,9 +82,17 @@ class RecentRatio:
         return self._above / self._below
 
     def add(self, above: float, below: float) -> None:
-        """What one more round adds to the sums."""
+        """What one more round adds to the sums. What is no number teaches nothing: it would never be forgotten."""
+        if not (math.isfinite(above) and math.isfinite(below)):
+            return
         kept = 1 - 1 / self.MEMORY
         self._above, self._below = kept * self._above + above, kept * self._below + below
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"above": self._above, "below": self._below}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._above, self._below = state["above"], state["below"]
 
 
 class CostRule:
@@ -114,7 +124,7 @@ class CostRule:
 
     def enough(self, survival: float, unjudged: int) -> bool:
         acceptance = self.acceptance
-        return survival * acceptance ** (1 + unjudged) < self.c * self.pace
+        return not survival * acceptance ** (1 + unjudged) >= self.c * self.pace
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         self._pace.add(num_accepted + 1, 1 + self.c * num_drafted)
@@ -122,8 +132,7 @@ class CostRule:
 
 
 class JudgedStop:
-    """A stop policy of a judge and a rule. What they have learned lasts from prompt to prompt: drafts of several
-    sequences at once, each with a policy of its own, may share a rule.
+    """A stop policy of a judge and a rule. What they have learned lasts from prompt to prompt.
 
     probs: what the judge said in this round, one number for each time that it was asked.
     """
@@ -134,11 +143,6 @@ class JudgedStop:
         self.min_drafted, self.max_drafted = min_drafted, max_drafted
         self.probs: list[float] = []
         self._survival = 1.0
-
-    @property
-    def learners(self) -> tuple[Rule | OnlineLogistic, ...]:
-        """What verdicts change, whose state is numbers."""
-        return (self.rule, self.judge.model) if isinstance(self.judge, OnlineJudge) else (self.rule,)
 
     def reset(self) -> None:
         self.judge.reset()
@@ -169,11 +173,10 @@ class OnlineJudge:
 
     late, learns = False, True
 
-    def __init__(self, confidence: ConfidenceName = "q", repeats: bool = True, model: OnlineLogistic | None = None):
-        """confidence: of the token, or of the law's most probable one. repeats: see `repeats.Repeats.score`. model: one
-        that others learn with."""
+    def __init__(self, confidence: ConfidenceName = "q", repeats: bool = True):
+        """confidence: of the token, or of the law's most probable one. repeats: see `repeats.Repeats.score`."""
         self._best, self._repeats = confidence == "max_q", RepeatScores() if repeats else None
-        self.model = model or OnlineLogistic(1 + repeats)
+        self.model = OnlineLogistic(1 + repeats)
         self._seen: list[tuple[float, ...]] = []
 
     def reset(self) -> None:

@@ -86,19 +86,14 @@ class Totals:
 
     @property
     def verification_rate(self) -> float:
-        """N_target / N."""
+        """N_target / N: SpecDec++'s verification rate, and HSDDW's utilisation eta (target inferences by the length of
+        the output). 1 / tau."""
         return self.num_target_calls / max(self.num_tokens, 1)
 
     @property
     def redundancy(self) -> float:
         """sigma = 1 - accepted / N_draft (HSDDW); 0 where nothing is drafted."""
         return 1 - self.num_accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0
-
-    @property
-    def utilisation(self) -> float:
-        """N / (N_draft + N_target): the share of what the target scored (drafted tokens, and one root a call) that
-        became output."""
-        return self.num_tokens / max(self.num_draft_tokens + self.num_target_calls, 1)
 
 
 def pool(traces: Iterable[DecodeTrace]) -> Totals:

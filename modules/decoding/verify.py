@@ -5,10 +5,13 @@ Rows are looked at lazily: a softmax over the vocabulary is taken only at nodes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import DraftTree, Source, Verdict
-from draftsmith.modules.sampling import best_token, probabilities, residual
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
+from draftsmith.modules.sampling import best_token, best_tokens, probabilities, residual
 from draftsmith.modules.types import SamplingParams
 
 
@@ -21,6 +24,9 @@ def verify(tree: DraftTree, logits: Tensor, params: SamplingParams, source: Sour
     Greedy: walk while the target's argmax is a child. Sampling, nodes chosen deterministically: draw x ~ p and go to
     child x where there is one (the law of accepting with p(x) and renormalising). Sampling, a chain drawn from q:
     accept with min(1, p/q), else draw from norm((p - q)+) (Leviathan et al. 2023, algorithm 1).
+
+    Raises:
+        NonFinite: the target's numbers at a node that the walk visits; its position is the node's depth.
     """
     if logits.shape[0] != tree.num_read + 1:
         raise ValueError(f"logits: got {logits.shape[0]} rows, expected {tree.num_read + 1}, one a node and the root's")
@@ -41,30 +47,32 @@ def _children(tree: DraftTree) -> dict[tuple[int, int], int]:
 
 def _walk_greedy(tree: DraftTree, logits: Tensor) -> Verdict:
     # A GPU's choices come in one transfer; on a CPU only those are made that the walk asks for.
-    all_choices = logits.argmax(-1).tolist() if logits.is_cuda else None
+    all_choices = best_tokens(logits).tolist() if logits.is_cuda else None
 
     def choice(row: int) -> int:
-        return best_token(logits[row]) if all_choices is None else all_choices[row]
+        if all_choices is None:
+            return best_token(logits[row])
+        if all_choices[row] == NO_TOKEN:
+            raise NonFinite
+        return all_choices[row]
 
-    children = _children(tree)
-    path: list[int] = []
-    node = -1
-    while node < tree.num_read:
-        token = choice(node + 1)
-        child = children.get((node, token))
-        if child is None:
-            return Verdict(tuple(path), token)
-        path.append(child)
-        node = child
-    return Verdict(tuple(path), None)
+    return _walk(tree, choice)
 
 
 def _walk_drawn(tree: DraftTree, logits: Tensor, params: SamplingParams, source: Source) -> Verdict:
+    return _walk(tree, lambda row: source.draw(probabilities(logits[row], params)))
+
+
+def _walk(tree: DraftTree, choice: Callable[[int], int]) -> Verdict:
+    """Down the tree as long as the target's choice, by its row of logits, is a child."""
     children = _children(tree)
     path: list[int] = []
     node = -1
     while node < tree.num_read:
-        token = source.draw(probabilities(logits[node + 1], params))
+        try:
+            token = choice(node + 1)
+        except NonFinite as error:
+            raise error.passed(offset=len(path)) from None
         child = children.get((node, token))
         if child is None:
             return Verdict(tuple(path), token)
@@ -75,10 +83,17 @@ def _walk_drawn(tree: DraftTree, logits: Tensor, params: SamplingParams, source:
 
 def _walk_chain(tree: DraftTree, logits: Tensor, params: SamplingParams, source: Source) -> Verdict:
     assert tree.draft_prob is not None
-    for i, token in enumerate(tree.tokens):
-        target_prob, draft_prob = probabilities(logits[i], params), tree.draft_prob[i]
-        p, q = target_prob[token].item(), draft_prob[token].item()
-        if not source.accept(min(1.0, p / q)):
-            return Verdict(tuple(range(i)), source.draw(residual(target_prob, draft_prob)))
-    own = None if tree.last_unread else source.draw(probabilities(logits[-1], params))
-    return Verdict(tuple(range(len(tree.tokens))), own)
+    accepted = 0
+    try:
+        for accepted, token in enumerate(tree.tokens):
+            target_prob, draft_prob = probabilities(logits[accepted], params), tree.draft_prob[accepted]
+            ratio = target_prob[token].item() / draft_prob[token].item()
+            if ratio != ratio:  # and min(1, NaN) is 1
+                raise NonFinite("probabilities")
+            if not source.accept(min(1.0, ratio)):
+                return Verdict(tuple(range(accepted)), source.draw(residual(target_prob, draft_prob)))
+        accepted = len(tree.tokens)
+        own = None if tree.last_unread else source.draw(probabilities(logits[-1], params))
+    except NonFinite as error:
+        raise error.passed(offset=accepted) from None
+    return Verdict(tuple(range(accepted)), own)

@@ -27,6 +27,7 @@ from draftsmith.modules.decoding.confidence import (
 from draftsmith.modules.decoding.policies import JudgedStop, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.repeats import RepeatScores
+from draftsmith.modules.finite import NonFinite
 
 LARGEST_TABLE = 2**24  # numbers, 64 MiB: of what a first layer makes of every token, worked out beforehand
 State = Literal["after", "before"]
@@ -63,6 +64,16 @@ class AcceptanceHeadConfig:
     judges: Literal["chain", "tree"] = "chain"
     width: int = 0
     knots: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def late(self) -> bool:
+        """A token is judged one token later: what it reads is there once the drafter has read the token."""
+        return self.state == "after"
+
+    @property
+    def as_published(self) -> bool:
+        """It reads what SpecDec++'s head reads: of a chain the state after the token, and nothing else."""
+        return self.late and not self.features and self.judges == "chain"
 
     @property
     def inner_size(self) -> int:
@@ -202,8 +213,8 @@ class HeadJudge:
         """embed: the drafter's token embeddings, for a head that reads the state before the token. calibrated: the
         probability; else the raw output, which the paper's threshold is for."""
         config = head.config
-        assert config.state == "after" or embed is not None
-        self.late = config.state == "after"
+        assert config.late or embed is not None
+        self.late = config.late
         self._names = config.features
         self._logit = _OnCpu(head, embed) if head.out.weight.device.type == "cpu" else _OnDevice(head, embed)
         self._correction = math.log(config.w_rej / config.w_acc) if calibrated else 0.0
@@ -226,11 +237,18 @@ class HeadJudge:
         self._before = []
 
     def prob(self, view: DraftView) -> float:
-        """Of the token shown; of a `late` judge that of the one before it, and 1 where there is none."""
+        """Of the token shown; of a `late` judge that of the one before it, and 1 where there is none.
+
+        Raises:
+            NonFinite: the head's output.
+        """
         values = self._features(view)
         if self.late and view.num_drafted == 1:
             return 1.0
-        return self._prob(self._logit(view, values))
+        logit = self._logit(view, values)
+        if not math.isfinite(logit):
+            raise NonFinite("output", "acceptance", -2 if self.late else -1)  # of the last token but one, or the last
+        return self._prob(logit)
 
     def _features(self, view: DraftView) -> list[float]:
         """Of the token to be judged."""

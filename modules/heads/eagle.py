@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.decoding.chain import draft_chain
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source, StopPolicy
+from draftsmith.modules.finite import blame
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling, rope_table
 from draftsmith.modules.lean import LeanStack
 from draftsmith.modules.packed import LeanLinear
@@ -232,6 +233,7 @@ class EagleDrafter:
         self._ids, self._features = self._tokens[1:], features
         self.stop.reset()
 
+    @blame("eagle")
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
         assert self._features is not None
         cache = self._cache

@@ -24,6 +24,8 @@ class BatchEagle:
     the next round's (EAGLE, section 4.3). A row that may draft no more in one round never does again.
     """
 
+    model = "eagle"
+
     def __init__(
         self,
         head: EagleHead,
@@ -53,7 +55,7 @@ class BatchEagle:
         for row, prompt in enumerate(prompts):
             if 1 < len(prompt) <= self._positions:  # a longer one leaves no room for drafts
                 ids = to_device(prompt[1:], self._target.device)
-                self._stack.chain(self._fuse(ids, features[row][:-1]), self._rows.row(row))
+                self._stack.chain(self._fuse(ids, features[row][:-1]), self._rows.fresh(row))
         self._tokens = [[*prompt, token] for prompt, token in zip(prompts, first_tokens, strict=True)]
         self._read_rows = [len(prompt) - 1 for prompt in prompts]
         # The inputs of the next round: ids [B, n], features [B, n, H], of which each row's first `_num_new` are valid.
@@ -105,7 +107,8 @@ class BatchEagle:
             self._tokens[row] += emitted
             self._read_rows[row] += self._num_new[row]
             self._num_new[row] = len(emitted)
-            self._stops[row].observe(self._num_drafted[row], len(emitted) - 1)
+            if not outcome.done[row]:
+                self._stops[row].observe(self._num_drafted[row], len(emitted) - 1)
 
     def select(self, rows: Tensor) -> None:
         self._rows.select(rows)

@@ -19,6 +19,7 @@ class EagleBranches(SideBySide):
     features, those of a draft with the head's own outputs."""
 
     min_start = 2  # row t pairs tokens t and t + 1
+    model = "eagle"
 
     def __init__(self, head: EagleHead, target: CausalLM, depth: int):
         """depth: most tokens of a draft."""

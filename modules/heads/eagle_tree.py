@@ -12,6 +12,7 @@ from draftsmith.modules.decoding.nodes import TreeRule
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree, best_connected
+from draftsmith.modules.finite import NonFinite, blame
 from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.heads.acceptance import AcceptanceHead
 from draftsmith.modules.heads.acceptance_tree import TreeJudge
@@ -81,6 +82,7 @@ class EagleTreeDrafter(EagleDrafter):
         own = torch.eye(width, dtype=torch.bool, device=target.device)
         self._own_bias = as_bias(own, target.dtype)  # nodes of a level see themselves and not each other
 
+    @blame("eagle")
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
         assert self._features is not None
         cache = self._cache
@@ -142,7 +144,13 @@ class EagleTreeDrafter(EagleDrafter):
             if depth > max_depth or not nodes:
                 break
             width = max(shape.ranks[node] for node in nodes) + 1
-            ranked = level.logits.topk(min(width, level.logits.shape[-1]), dim=-1).indices.tolist()
+            best = level.logits.topk(min(width, level.logits.shape[-1]), dim=-1)
+            # One transfer: tokens are exact in float64, and a token of no finite logit makes the row's first one NaN.
+            first = best.values[:, :1].double()
+            rows = torch.cat([first - first, best.indices.double()], 1).tolist()
+            if any(mark != 0 for mark, *_ in rows):
+                raise NonFinite(position=depth - 1)
+            ranked = [list(map(int, row[1:])) for row in rows]
             tokens += [ranked[places[shape.parents[node]]][shape.ranks[node]] for node in nodes]
             inner = [node for node in nodes if node in shape.parents]
             if not inner or depth == max_depth:
@@ -195,7 +203,10 @@ class EagleTreeDrafter(EagleDrafter):
             if self.rule is not None:
                 best = best[: self.rule.choose(candidates.values[best].tolist())]
             return candidates.tree(best.sort().values)
-        taken = best_connected(candidates.parents.tolist(), candidates.values.tolist(), shape.nodes)
+        values = candidates.values.tolist()
+        if any(value != value for value in values):
+            raise NonFinite
+        taken = best_connected(candidates.parents.tolist(), values, shape.nodes)
         return candidates.tree(torch.tensor(taken, device=tokens.device))
 
 
@@ -213,6 +224,8 @@ class _Candidates:
         parents = torch.where(parents < 0, parents, torch.searchsorted(taken, parents))
         # One transfer: tokens, places and float32 values are exact in float64.
         rows = torch.stack([self.tokens[taken].double(), parents.double(), self.values[taken].double()]).tolist()
+        if any(value != value for value in rows[2]):  # a NaN is sorted before all numbers
+            raise NonFinite
         return DraftTree(tuple(map(int, rows[0])), tuple(map(int, rows[1])), values=tuple(rows[2]))
 
 

@@ -14,6 +14,7 @@ from draftsmith.modules.interop.acceptance import FORMAT
 from draftsmith.modules.types import InputError
 
 CAN_READ = "an EAGLE-1 head (SafeAILab, vLLM, SGLang) or an acceptance head of SpecDec_pp"
+SGLANG_CLASS = "LlamaForCausalLMEagle"
 LATER = "Importing it is not supported yet."
 
 
@@ -86,12 +87,12 @@ def _named(seen: Seen) -> str:
 def eagle_format(seen: Seen) -> str:
     """Whose EAGLE-1 it is. SafeAILab's code and vLLM share a directory; what only one of them reads decides."""
     name = seen.architecture
-    if name == "LlamaForCausalLMEagle":
-        return "sglang"
     if name == "EagleLlamaForCausalLM":
         return "vllm"
-    if name not in ("", "LlamaForCausalLM"):
+    if name not in ("", "LlamaForCausalLM", SGLANG_CLASS):
         raise InputError("directory", f"an EAGLE-1 head of the architecture {name}", CAN_READ, LATER)
+    if name == SGLANG_CLASS and _sglang_fills_all(seen):
+        return "sglang"
     if "fc.bias" in seen.bare:  # vLLM drops it
         return "eagle"
     # SafeAILab's layer has head_dim = width / heads, no bias but, with qkv_bias, those of q, k and v, and its rope
@@ -102,7 +103,16 @@ def eagle_format(seen: Seen) -> str:
     newer = "rope_parameters" in seen.config and "rope_theta" not in seen.config
     rope = seen.config.get("rope_scaling")
     simple = not rope or (isinstance(rope, Mapping) and rope.keys() == {"type", "factor"})
-    return "vllm" if wide or biased or newer or not simple else "eagle"
+    if not (wide or biased or newer) and simple:
+        return "eagle"  # under SGLang's class name too, which SafeAILab's code does not read
+    return "sglang" if name == SGLANG_CLASS else "vllm"
+
+
+def _sglang_fills_all(seen: Seen) -> bool:
+    """SGLang's fusion layer always has a bias, and `bias` or `attention_bias` gives q, k and v theirs: it draws at
+    random what the file lacks, and drops what it has besides."""
+    asked = bool(seen.config.get("bias") or seen.config.get("attention_bias"))
+    return "fc.bias" in seen.bare and asked == seen.has(r"layers\.\d+\.self_attn\.q_proj\.bias$")
 
 
 def is_specdec_pp(seen: Seen) -> bool:

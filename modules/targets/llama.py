@@ -32,6 +32,9 @@ def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
         raise InputError("model_type", kind, " or ".join(SUPPORTED), "Load it with --engine hf.")
     if raw.get("hidden_act", "silu") != "silu":
         raise InputError("hidden_act", raw["hidden_act"], "silu", "Load it with --engine hf.")
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if not isinstance(raw.get(name), int):
+            raise InputError(name, raw.get(name, "nothing"), "an integer in config.json", "Fetch or build it again.")
     heads = raw["num_attention_heads"]
     rope_theta, rope_scaling = rope_settings(raw, "Load it with --engine hf.")
     windowed = raw.get("sliding_window") is not None and (kind == "mistral" or raw.get("use_sliding_window", False))

@@ -91,9 +91,21 @@ class Ground:
         """A finished training of an EAGLE head: config, checkpoints, best head."""
         return self._stage(
             "eagle-run",
-            f"train eagle --data {self.features} --target {self.target} --max-steps 2 --batch-size 2 --val-split 0.3 "
-            "--tau-prompts 0 --track none",
+            f"train eagle --data {self.features} --target {self.target} --max-steps 2 --batch-size 2 --val-share 0.3 "
+            "--tau-prompts 0 --track csv",
         )
+
+    @cached_property
+    def interrupted(self) -> Path:
+        """A training that did not come to its end."""
+        path = Path(shutil.copytree(self.eagle_run, self._root / "interrupted"))
+        (path / "training.json").unlink()
+        return path
+
+    @cached_property
+    def exported(self) -> Path:
+        """An EAGLE head as vLLM loads it."""
+        return self._stage("exported", f"export --format vllm --head {self.eagle} --target {self.target}")
 
     @cached_property
     def bench(self) -> Path:

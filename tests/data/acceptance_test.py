@@ -114,10 +114,11 @@ def test_p_averaged_over_drafts_is_the_overlap():
 
 def test_the_chunk_size_changes_nothing(pair):
     target, draft = (load_lm(str(path)) for path in pair)
-    ids, starts = [[1, 50, 60, 4, 2, 70, 80, 90], [1, 51, 4, 2, 71, 81]], [5, 4]
+    ids = [[1, 50, 60, 4, 2, 70, 80, 90], [1, 51, 4, 2, 71, 81]]
+    masks = [[False] * start + [True] * (len(row) - start) for row, start in zip(ids, (5, 4), strict=True)]
     uniforms = torch.from_numpy(row_uniforms("x", 0, 0, 5))
-    whole = label(target, draft, ids, starts, SamplingParams(1.0), uniforms, 512)
-    parts = label(target, draft, ids, starts, SamplingParams(1.0), uniforms, 2)
+    whole = label(target, draft, ids, masks, SamplingParams(1.0), uniforms, 512)
+    parts = label(target, draft, ids, masks, SamplingParams(1.0), uniforms, 2)
     for name, values in vars(whole).items():
         torch.testing.assert_close(getattr(parts, name), values)
 
@@ -128,7 +129,7 @@ def test_only_a_chunk_of_positions_is_ever_scored(pair, monkeypatch):
     for lm in (target, draft):
         head = lm.lm_head
         monkeypatch.setattr(lm, "lm_head", lambda h, head=head: (sizes.append(len(h)), head(h))[1])
-    label(target, draft, [[1, *range(50, 70)]], [1], SamplingParams(), torch.zeros(20), 6)
+    label(target, draft, [[1, *range(50, 70)]], [[False, *[True] * 20]], SamplingParams(), torch.zeros(20), 6)
     assert sizes == [6, 6, 6, 6, 6, 6, 2, 2]
 
 

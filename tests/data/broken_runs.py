@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.data import acceptance, features, manifest, models, prompts, responses, shards, template  # noqa: F401
+from draftsmith.data import acceptance, features, files, models, prompts, responses, template  # noqa: F401
 from draftsmith.launch.cli import main
 
 
 def die_at(file_name: str, moment: str) -> None:
     """Replace `publish` by one that kills this process at that file."""
-    publish = manifest.publish
+    publish = files.publish
 
     def deadly(temporary: Path, path: Path) -> None:
         if path.name == file_name and moment == "before":
@@ -32,7 +32,7 @@ def die_at(file_name: str, moment: str) -> None:
         if path.name == file_name:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    manifest.publish = shards.publish = deadly
+    files.publish = deadly
 
 
 def warm_up(target: str) -> None:

@@ -121,6 +121,13 @@ def test_the_calibration_of_an_acceptance_head_is_on_its_card():
     assert "specdec_pp" not in model_card("acceptance", untied)
 
 
+def test_the_width_of_an_acceptance_head_is_its_own_and_not_the_drafters():
+    for width, told in ((0, 8), (3, 3)):
+        head = AcceptanceHead(AcceptanceHeadConfig(8, num_blocks=2, features=("log_q",), width=width))
+        card = model_card("acceptance", {**TRAINED, "head": head_fields(head)})
+        assert f"2 residual block(s) of width {told}," in card
+
+
 def test_what_was_measured_is_on_the_card_with_its_counting_rule():
     _, sections = parts(model_card("eagle", eagle_manifest(), measured=MEASURED))
     text = sections["tau by task"]

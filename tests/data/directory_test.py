@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.exchange.directory import read_package, weight_files
+from draftsmith.data.hub import _fetch
 from draftsmith.modules.types import InputError
 
 
@@ -175,7 +176,7 @@ def test_a_web_page_saved_as_weights_is_refused(head, name):
     [
         (None, "without config.json"),
         (b"{", "damaged"),
-        (b"[1]", "a JSON list"),
+        (b"[1]", "expected an object"),
         (b"\xff\xfe\x00", "damaged"),
         (b"[" * 100_000, "damaged"),
     ],
@@ -322,10 +323,14 @@ def test_a_hub_id_is_downloaded_with_its_bin_files(head, monkeypatch):
     import huggingface_hub
 
     asked = []
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, allow_patterns: asked.append((name, allow_patterns)) or head
-    )
+
+    def download(name, allow_patterns, **_):
+        asked.append((name, allow_patterns))
+        return head
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     save_torch(weights(), head / "pytorch_model.bin")
     assert_same(read_package("org/head").tensors, weights())
     ((name, patterns),) = asked
+    _fetch.cache_clear()
     assert name == "org/head" and {"*.json", "*.safetensors", "*.bin", "*.pt"} <= set(patterns)

@@ -121,6 +121,39 @@ def test_an_eagle_head_is_imported_bit_for_bit(tmp_path, target, capsys, case):
     assert any("embed_tokens" in note for note in manifest["imported"]["notes"]) == bool(extra)
 
 
+SAFEAILAB = {  # in SafeAILab's own layout: fc bias, what of the config, the size of the weights
+    "published": (False, {}, 1.0),
+    "stock trainer": (True, {"bias": True}, 1.0),
+    "large logits": (True, {"bias": True}, 2.0),
+    "under SGLang's class name": (False, {"architectures": ["LlamaForCausalLMEagle"]}, 1.0),
+    "its bias under SGLang's class name": (True, {"architectures": ["LlamaForCausalLMEagle"], "bias": True}, 1.0),
+    "without a class name": (False, {"architectures": None}, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", SAFEAILAB)
+def test_the_check_that_an_import_proposes_passes(tmp_path, target, capsys, case):
+    fc_bias, fields, scale = SAFEAILAB[case]
+    state = {name: scale * weight for name, weight in original(target, fc_bias=fc_bias).named_parameters()}
+    theirs = write(tmp_path / "theirs", eagle_fields(target, **fields), state, "pytorch_model.bin")
+    assert main(["import", theirs, "--output", str(tmp_path / "ours"), "--target", target]) == 0
+    said = capsys.readouterr().out
+    assert "eagle head in the format of SafeAILab/EAGLE" in " ".join(said.split())
+    proposed = " ".join(said.partition("Next:")[2].split()).split("draftsmith ")[1]
+    assert main(proposed.split()) == 0, capsys.readouterr().out
+
+
+def test_a_directory_that_its_system_cannot_compute_is_told_and_another_proposed(tmp_path, target, capsys):
+    fields = eagle_fields(target, architectures=["LlamaForCausalLMEagle"], rope_parameters={"rope_theta": 10000.0})
+    del fields["rope_theta"]
+    theirs = write(tmp_path / "theirs", fields, dict(original(target).named_parameters()), "model.safetensors")
+    assert main(["import", theirs, "--output", str(tmp_path / "ours"), "--target", target]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "SGLang would not compute this head from the directory as it is: fc.bias" in said
+    proposed = said.partition("Next: draftsmith ")[2].split(" draftsmith ")[0]
+    assert main(proposed.replace(" DIR", f" {tmp_path / 'export'}").split()) == 0
+
+
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
 @pytest.mark.parametrize("producer", ["eagle", "sglang"])
 def test_a_qwen_head_keeps_its_biases(tmp_path, qwen, file, producer):
@@ -240,8 +273,9 @@ def test_an_acceptance_head_of_another_width_is_refused(tmp_path, target):
 def test_nothing_is_overwritten(tmp_path, target):
     theirs = write(tmp_path / "theirs", eagle_fields(target), dict(original(target).named_parameters()), "head.bin")
     (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "notes").touch()
     assert "which exists" in refusal(theirs, tmp_path / "ours")
-    assert list((tmp_path / "ours").iterdir()) == []
+    assert [path.name for path in (tmp_path / "ours").iterdir()] == ["notes"]
 
 
 def test_a_flag_of_the_other_kind_of_head_is_refused(tmp_path, target):

@@ -119,7 +119,7 @@ def test_rank_0_says_what_is_missing_when_another_rank_never_delivers(tmp_path, 
     monkeypatch.setenv("WORLD_SIZE", "2")
     plan = Plan("prompts", "data prompts", tmp_path / "out", Config(), 4, 1, (), {}, {}, wait_s=0.2)
     with pytest.raises(InputError, match=r"ranks: found 2 shards of other ranks missing"):
-        run_stage(plan, lambda shard, advance: ShardContent([]))
+        run_stage(plan, lambda shard, advance: ShardContent([], {"invalid_dropped": 1}))
     assert Shard(1, 1, 2).name + ".done.json" not in {p.name for p in plan.directory.iterdir()}
 
 

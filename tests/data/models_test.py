@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -211,7 +212,8 @@ def test_a_truncated_config_is_one_error(directory, engine):
         load_lm(str(directory), engine=engine)
 
 
-def test_paths_that_are_no_models(tmp_path, directory):
+def test_paths_that_are_no_models(tmp_path, directory, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"without config\.json"):
         load_lm(str(tmp_path / "empty"))

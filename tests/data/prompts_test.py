@@ -87,7 +87,7 @@ def test_the_prompt_ends_at_the_last_user_turn_and_keeps_earlier_answers():
         ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role 'robot'"),
         ({"messages": [{"role": "user", "content": "  "}]}, "a user turn has no text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "other than text"),
-        ({"messages": ["Hi"]}, "a turn is a str"),
+        ({"messages": ["Hi"]}, "a turn is text, expected role and content"),
         ({"prompt": None}, "prompt has no text"),
         ({"turns": []}, "turns is empty"),
     ],
@@ -143,8 +143,8 @@ def test_a_folder_of_files_is_read_by_datasets(tmp_path, monkeypatch):
     ("name", "content", "what"),
     [
         ("x.jsonl", "", "which is empty"),
-        ("x.jsonl", '{"prompt": "a"}\n{"prompt":\n', r"line 2: found not JSON"),
-        ("x.jsonl", "[1]\n", r"line 1: found list, expected an object"),
+        ("x.jsonl", '{"prompt": "a"}\n{"prompt":\n', "not JSON"),
+        ("x.jsonl", "[1]\n", r"a JSON list, not an object"),
         ("x.json", "[", "not JSON"),
         ("x.json", "[]", "which is empty"),
         ("x.json", "3", "found int, expected a list of objects"),
@@ -154,7 +154,7 @@ def test_a_folder_of_files_is_read_by_datasets(tmp_path, monkeypatch):
 )
 def test_a_source_that_can_not_be_read_says_why(tmp_path, name, content, what):
     (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match=what):
+    with pytest.raises((InputError, RowError), match=what):
         source = open_source(str(tmp_path / name))
         [source.row(i) for i in range(len(source))]
 
@@ -175,7 +175,7 @@ def make(pair, tmp_path):
 
 
 def test_a_prompt_is_the_templates_text_up_to_the_generation_prompt(make):
-    rows = make([{"id": 5, "messages": [*HI, *chat((USER, "c"), (ASSISTANT, "d"))]}])
+    rows = make([{"id": 5, "messages": [*HI, *chat((USER, "c"), (ASSISTANT, "d"))]}], turns="last")
     text = "<|user|>Hi<|end|><|assistant|>Ho<|end|><|user|>c<|end|><|assistant|>"
     assert rows[0]["prompt_ids"] == tiny_tokenizer()(text)["input_ids"]
     assert json.loads(rows[0]["messages"]) == [*HI, *chat((USER, "c"))]
@@ -252,7 +252,7 @@ LONG = {"prompt": "x" * (2 * CONTEXT)}
 
 
 def test_a_prompt_longer_than_the_context_is_an_error_or_dropped_and_counted(make, tmp_path):
-    with pytest.raises(InputError, match=rf"source row 1: found \d+ tokens.*expected at most {CONTEXT}"):
+    with pytest.raises(InputError, match=rf"x.jsonl, line 3: found \d+ tokens.* more than {CONTEXT}, expected"):
         make([{"prompt": "a"}, LONG])
     (tmp_path / "out" / "started.json").unlink()
     assert [row["id"] for row in make([{"prompt": "a"}, LONG, {"prompt": "b"}], overlong="drop")] == [
@@ -271,7 +271,7 @@ def test_nothing_left_after_dropping_is_an_error_and_no_artefact(make, tmp_path)
 
 def test_an_unusable_row_is_an_error_or_dropped_and_counted(make, tmp_path):
     rows = [{"messages": HI}, {"messages": []}]
-    with pytest.raises(InputError, match=r"source row 1: found messages is empty.*--invalid drop"):
+    with pytest.raises(InputError, match=r"x.jsonl, line 3: found messages is empty.*--invalid drop"):
         make(rows)
     (tmp_path / "out" / "started.json").unlink()
     assert len(make(rows, invalid="drop")) == 1

@@ -237,13 +237,20 @@ def test_what_lies_behind_a_rejection_or_an_end_token_is_not_reached():
 
 def test_drafts_begin_where_the_decoder_may_and_end_within_the_context():
     rollouts = settings(depth=3, stride=4, context=20)
+
+    def mask(length: int, prompt_length: int) -> list[bool]:
+        return [at >= prompt_length for at in range(length)]
+
     # The first draft follows the answer's first token, the last one has room for three.
-    assert rollouts.starts(30, 5, 1, 0.0) == [6, 10, 14]
-    assert rollouts.starts(30, 5, 1, 0.76) == [9, 13, 17]
-    assert rollouts.starts(8, 5, 1, 0.99) == [7]  # fewer tokens than the stride: still one
-    assert rollouts.starts(6, 5, 1, 0.5) == []  # an answer of one token
-    assert rollouts.starts(30, 17, 1, 0.0) == []
-    assert rollouts.starts(30, 0, 2, 0.0) == [2, 6, 10, 14]  # an EAGLE head needs two tokens
+    assert rollouts.starts(mask(30, 5), 1, 0.0) == [6, 10, 14]
+    assert rollouts.starts(mask(30, 5), 1, 0.76) == [9, 13, 17]
+    assert rollouts.starts(mask(8, 5), 1, 0.99) == [7]  # fewer tokens than the stride: still one
+    assert rollouts.starts(mask(6, 5), 1, 0.5) == []  # an answer of one token
+    assert rollouts.starts(mask(30, 17), 1, 0.0) == []
+    assert rollouts.starts(mask(30, 0), 2, 0.0) == [2, 6, 10, 14]  # an EAGLE head needs two tokens
+    two = [2 <= at < 6 or 10 <= at < 15 for at in range(18)]  # drafts may begin at 3, 4, 5 and at 11, 12, 13, 14
+    assert rollouts.starts(two, 1, 0.0) == [3, 12]
+    assert rollouts.starts(two, 1, 0.5) == [5, 14]
 
 
 class Source:
@@ -266,7 +273,7 @@ def test_responses_without_room_are_left_out_and_counted():
     source = Source((8, 2), (3, 2), (8, 4), (4, 2))
     content = label_shard(target, drafter, source, Shard(0, 0, 4), advanced.append, rollouts)
     assert {row["id"]: row["starts"] for row in content.rows} == {"0": [3, 4], "3": [3]}
-    assert content.counts == {"tokens": 12, "drafts": 3, "drafted_tokens": 12, "responses_left_out": 2}
+    assert content.counts == {"tokens": 12, "drafts": 3, "drafted_tokens": 12, "too_short_dropped": 2}
     assert sum(advanced) == 4
     with pytest.raises(InputError, match="response 7: found 9 tokens, expected at most 8, the shorter context"):
         label_shard(target, drafter, Source((3, 2), (9, 2)), Shard(2, 6, 8), advanced.append, rollouts)

@@ -220,7 +220,7 @@ def test_an_artefact_of_another_tokenizer_is_refused(models, tmp_path):
     manifest = json.loads((artefact / "manifest.json").read_text())
     manifest["identity"]["tokenizer"] = "0" * 16
     (artefact / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match="tokenizer 0000000000000000"):
+    with pytest.raises(InputError, match="tokenizer: 0000000000000000 here"):
         read_prompts(str(artefact), models["target"])
 
 

@@ -117,6 +117,6 @@ def test_the_benchmark_measures_every_number_it_names(tmp_path, capsys):
     assert (tmp_path / "latency.md").read_text().count("\n") == len(found["rows"]) + 2
 
 
-def test_a_wrong_dtype_is_one_line(capsys):
-    assert main(["eval", "latency", "--dtypes", "float31"]) == 2
+def test_a_wrong_dtype_is_one_line(tmp_path, capsys):
+    assert main(["eval", "latency", "--dtypes", "float31", "--output", str(tmp_path)]) == 2
     assert "float31" in capsys.readouterr().err

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from draftsmith.modules.finite import NO_TOKEN, NonFinite, checked, first_broken
 from draftsmith.modules.sampling import (
     TorchSource,
     best_token,
+    best_tokens,
     draw_rows,
     pick,
     probabilities,
@@ -82,6 +88,18 @@ def test_ties_at_the_top_p_boundary_keep_the_smallest_set_from_the_lowest_index(
     assert (TopPLogitsWarper(0.5)(None, logits) > -torch.inf).sum() == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kept", range(1, 8))
+def test_a_nucleus_ends_with_the_token_that_brings_its_mass_to_top_p_exactly(kept, dtype):
+    logits = torch.full((1, 11), -torch.inf, dtype=dtype)
+    logits[:, 2:10] = 1.5  # an eighth each: no rounding decides
+    for top_p, expected in ((kept / 8, kept), (kept / 8 + 1e-3, kept + 1)):
+        law = probabilities(logits, SamplingParams(1.0, top_p=top_p))
+        assert law[0].nonzero()[:, 0].tolist() == list(range(2, 2 + expected))
+        if dtype != torch.bfloat16:
+            assert int((TopPLogitsWarper(top_p)(None, logits) > -torch.inf).sum()) == expected
+
+
 def test_greedy_is_one_hot_on_the_lowest_index_of_the_maximum():
     assert probabilities(torch.tensor([1.0, 5.0, 5.0]), SamplingParams()).tolist() == [0, 1, 0]
 
@@ -100,7 +118,10 @@ def test_leading_dimensions_are_rows():
     torch.testing.assert_close(probabilities(logits, params)[1, 2], probabilities(logits[1, 2], params))
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0}],
+)
 def test_senseless_settings_are_refused(wrong):
     with pytest.raises(InputError, match=next(iter(wrong))):
         SamplingParams(**wrong)
@@ -157,6 +178,16 @@ def test_a_source_repeats_itself_and_its_coins_have_the_right_odds():
     assert abs(heads - 6000) < 5 * (20_000 * 0.21) ** 0.5  # plumbing only: five standard deviations, one seed
 
 
+@pytest.mark.parametrize(
+    ("uniform", "prob", "accepted"),
+    [(0.0, 0.0, False), (0.0, 2**-1074, True), (0.5, 0.5, False), (0.25, 0.5, True), (LARGEST_UNIFORM, 1.0, True)],
+)
+def test_a_token_is_accepted_where_the_uniform_lies_below_its_odds(monkeypatch, uniform, prob, accepted):
+    source = TorchSource(0)
+    monkeypatch.setattr(source, "uniform", lambda: uniform)
+    assert source.accept(prob) == accepted
+
+
 @pytest.mark.parametrize("size", [7, 8192, 8193, 32000, 32032])
 @pytest.mark.parametrize("count", [1, 10, 60])
 def test_top_values_are_those_of_a_sort(size, count):
@@ -170,3 +201,149 @@ def test_top_values_are_those_of_a_sort(size, count):
 def test_the_best_token_is_the_first_of_the_largest(dtype):
     logits = torch.tensor([0.5, 2.0, -1.0, 2.0], dtype=dtype)
     assert best_token(logits) == 1
+
+
+def drawn_by(probs: torch.Tensor, uniform: float) -> int:
+    """What both draws give."""
+    row = draw_rows(probs[None], torch.tensor([uniform], dtype=torch.float64))
+    assert int(row) == pick(probs, uniform)
+    return int(row)
+
+
+def end_of(probs: torch.Tensor, token: int) -> float:
+    """The largest uniform that draws `token` or one before it, to the last bit of a float64."""
+    low, high = 0.0, 1.0
+    while (middle := (low + high) / 2) not in (low, high):
+        low, high = (middle, high) if pick(probs, middle) <= token else (low, middle)
+    return low
+
+
+def test_the_parts_of_the_unit_interval_are_the_probabilities():
+    """All of them, by bisection, against exact sums of the float32 numbers."""
+    probs = (4 * torch.randn(40, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    probs[[3, 17, 39]] = 0
+    exact = [Fraction(p) for p in probs.tolist()]
+    ends = [end_of(probs, token) for token in range(len(probs))]
+    for token, (start, end) in enumerate(zip([0.0, *ends], ends, strict=False)):
+        assert abs(end - start - exact[token] / sum(exact)) < 1e-12
+    assert {
+        drawn_by(probs, (start + end) / 2) for start, end in zip([0.0, *ends], ends, strict=False) if end > start
+    } == {token for token, p in enumerate(exact) if p}
+
+
+@pytest.mark.parametrize(("size", "spread"), [(32000, 1.0), (128256, 2.5), (151936, 4.0)])
+def test_every_token_of_a_large_vocabulary_can_be_drawn(size, spread):
+    """In float32 a third of 128k tokens and two thirds of 152k were beyond reach, whatever the uniform."""
+    probs = (spread * torch.randn(size, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    ends = probs.numpy().astype(np.longdouble).cumsum()
+    middles = (ends - probs.numpy() / 2) / ends[-1]
+    # Sums of 152k numbers in float64 are right to some 1e-13, and where a part begins no more than that.
+    order = probs.argsort()
+    seen = order[probs[order] > 1e-12].tolist()
+    assert float(probs[probs <= 1e-12].double().sum()) < 1e-7
+    for token in [*seen[:: len(seen) // 60], *seen[:60]]:
+        assert drawn_by(probs, float(middles[token])) == token
+    for token in order[probs[order] > 1e-14][:10].tolist():
+        width = end_of(probs, token) - end_of(probs, token - 1)
+        assert abs(width - float(probs[token]) / float(ends[-1])) < 1e-15
+
+
+def test_uniforms_have_all_the_bits_of_a_float64():
+    """float32 has 2^24 of them, and a token of a probability below 6e-8 would be drawn too often or never."""
+    source = TorchSource(0)
+    assert sum(source.uniform() * 2**24 % 1 > 0 for _ in range(100)) > 90
+
+
+BROKEN = [[math.nan, 1, 2], [2, 1, math.nan], [1, math.inf, 2], [math.inf, -math.inf, math.nan], [-math.inf] * 3]
+COLD = SamplingParams(1e-39)
+MODES = [
+    SamplingParams(),
+    SamplingParams(1.0),
+    COLD,
+    SamplingParams(0.5, 1),
+    SamplingParams(2.0, 2),
+    SamplingParams(1.0, 0, 0.5),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("logits", BROKEN, ids=str)
+def test_nothing_is_drawn_from_numbers_that_are_none(logits, dtype):
+    row = torch.tensor(logits, dtype=dtype)
+    with pytest.raises(NonFinite):
+        best_token(row)
+    rows = torch.stack([torch.zeros_like(row), row])
+    assert best_tokens(rows).tolist() == [0, NO_TOKEN]
+    for params in MODES:
+        laws = probabilities(rows, params)
+        assert laws[0].isfinite().all() and laws[1].isnan().any()
+        for uniform in (0.0, 0.5, LARGEST_UNIFORM):
+            with pytest.raises(NonFinite):
+                pick(laws[1], uniform)
+            drawn = draw_rows(laws, torch.full((2,), uniform, dtype=torch.float64))
+            assert drawn[0] >= 0 and drawn[1] == NO_TOKEN
+        whole = laws[0]
+        for law in (residual(laws[1], whole), residual(whole, laws[1])):
+            with pytest.raises(NonFinite):
+                pick(law, 0.5)
+
+
+def test_masked_logits_are_legal():
+    row = torch.tensor([-math.inf, 1.0, -math.inf, 2.0])
+    for params in (*MODES, SamplingParams(1e30), SamplingParams(1.0, 3)):
+        law = probabilities(row, params)
+        assert law[[0, 2]].tolist() == [0, 0] and abs(float(law.sum()) - 1) < 1e-6
+        assert pick(law, LARGEST_UNIFORM) == 3
+    assert best_token(row) == 3 and best_tokens(row[None]).tolist() == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-39, 1e-30, 1e-12])
+def test_a_temperature_near_zero_is_the_greedy_limit(temperature, dtype):
+    logits = torch.tensor([[65504.0, 65472.0, -65504.0], [0.25, 0.375, 0.375], [0, -60000, -math.inf]], dtype=dtype)
+    laws = probabilities(logits, SamplingParams(temperature))
+    assert laws.tolist() == [[1, 0, 0], [0, 0.5, 0.5], [1, 0, 0]]
+    assert torch.equal(probabilities(logits, SamplingParams(temperature, 1))[[0, 2]], laws[[0, 2]])
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 9e-4, 1e-3, 0.02])
+def test_a_low_temperature_is_the_softmax_in_float64(temperature):
+    """On both sides of where the largest logit is taken off first."""
+    logits = 20 + 3 * temperature * torch.randn(4, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    found = probabilities(logits, SamplingParams(temperature))
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)  # 20 / 1e-6 keeps 1e-9 of a unit
+
+
+@pytest.mark.parametrize("temperature", [1e6, 1e38, 1e39, 1.7e308])
+def test_a_very_high_temperature_is_uniform_over_what_can_come(temperature):
+    law = probabilities(torch.tensor([1.0, -math.inf, 5.0]), SamplingParams(temperature))
+    torch.testing.assert_close(law, torch.tensor([0.5, 0, 0.5]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-46, 1e-38, 1e-9])
+def test_a_nucleus_is_never_empty(top_p):
+    """Below the smallest float32 a comparison in float32 would be with zero."""
+    law = probabilities(torch.tensor([1.0, 3.0, 2.0]), SamplingParams(1.0, top_p=top_p))
+    assert law.tolist() == [0, 1, 0]
+
+
+def test_a_nucleus_of_a_large_vocabulary_ends_where_the_mass_does():
+    logits = 0.5 * torch.randn(151936, generator=torch.Generator().manual_seed(0))
+    kept = int((probabilities(logits, SamplingParams(1.0, top_p=0.9999)) > 0).sum())
+    mass = logits.softmax(-1).sort(descending=True).values.double().cumsum(-1)
+    assert kept == int((mass < 0.9999).sum()) + 1
+
+
+def test_rows_without_a_token_are_found():
+    assert (
+        checked(torch.tensor([3, 0])).tolist() == [3, 0] and checked(torch.empty(0, dtype=torch.int64)).tolist() == []
+    )
+    with pytest.raises(NonFinite) as caught:
+        checked(torch.tensor([3, NO_TOKEN, 0, NO_TOKEN]))
+    assert caught.value.row == 1
+    states = torch.ones(4, 3)
+    assert first_broken(states) is None and first_broken(states.half() * 65504) is None
+    for number in (math.nan, math.inf, -math.inf):
+        states[2, 1] = states[3, 0] = number
+        assert first_broken(states) == 2 and first_broken(states.bfloat16()) == 2

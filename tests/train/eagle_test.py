@@ -9,6 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,7 +18,9 @@ from trained_runs import newest_state
 
 from draftsmith.data.datasets import FeatureDataset, collate_features, pack_features
 from draftsmith.data.heads import load_head, save_head
+from draftsmith.data.manifest import Manifest
 from draftsmith.data.models import load_lm
+from draftsmith.data.shards import Rows
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.flops import eagle_training, layers_forward
@@ -25,8 +28,9 @@ from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead, shift
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
-from draftsmith.train.data_module import Key, Part, Samples
-from draftsmith.train.eagle import TrainEagleConfig, feature_std, held_out_prompts, make_head, prepare, run
+from draftsmith.train import fit
+from draftsmith.train.data_module import Key, Part, Samples, held_out
+from draftsmith.train.eagle import TrainEagleConfig, feature_std, held_out_prompts, make_head, prepare, run, tau_prompts
 from draftsmith.train.lit_eagle import LitEagle, TauProbe, num_loss_tokens
 
 QUICK = {
@@ -51,6 +55,22 @@ def trained(artefacts, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("eagle") / "run"
     run(config(artefacts, output, tau_every=12))
     return output
+
+
+def test_a_run_goes_on_with_its_own_target_only(artefacts, tmp_path, capsys):
+    """Supervised prompts are of a tokenizer, not of a target: the run itself remembers what it read."""
+    settings = config(artefacts, tmp_path, resume=True)
+    identity = load_lm(str(artefacts.target)).info.identity
+    texts = {"tokenizer": identity["tokenizer"]}
+    begun = fit._state(settings, fit.Provenance("eagle", {}, identity, texts))
+    (tmp_path / fit.STARTED).write_text(json.dumps(begun))
+    tuned = fit.Provenance("eagle", {}, {**identity, "weights": "other"}, texts)
+    with pytest.raises(InputError, match=r"resume: found another read_model\.weights: other"):
+        fit._checkpoint(settings, tuned)
+    earlier = {key: value for key, value in begun.items() if not key.startswith("read_model")}
+    (tmp_path / fit.STARTED).write_text(json.dumps(earlier))
+    assert fit._checkpoint(settings, tuned) is None
+    assert "read_model" in capsys.readouterr().err
 
 
 class FakeTrainer:
@@ -222,14 +242,74 @@ def test_the_noise_unit_is_the_features_standard_deviation(artefacts):
 
 def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path)
-    prompts = held_out_prompts(Samples(FeatureDataset(artefacts.features), range(4)), 3)
+    prompts = list(held_out_prompts(Samples(FeatureDataset(artefacts.features), range(3))))
     assert len(prompts) == 3
-    target, tokens, calls = module.target.model, 0, 0
+    target, tokens, calls, behind = module.target.model, 0, 0, 0
+    ends = generate(target, None, prompts[0], SamplingParams(), 10, TorchSource(0)).tokens[3:4]  # as if it ended there
+    target.info = dataclasses.replace(target.info, eos_ids=tuple(ends))
     for prompt in prompts:
         drafter = EagleDrafter(module.head, target, FixedLength(2), 128)
-        generation = generate(target, drafter, prompt, SamplingParams(), 10, TorchSource(0))
+        generation = generate(target, drafter, prompt, SamplingParams(), 10, TorchSource(0), eos_ids=())
         tokens, calls = tokens + len(generation.tokens), calls + 1 + len(generation.trace.steps)
-    assert TauProbe(module, prompts, 2, 10)() == {"tau": tokens / calls}
+        first = generation.tokens.index(ends[0]) if ends[0] in generation.tokens else 9
+        behind += 9 - first
+    assert tokens == 30 and behind > 0
+    probe = TauProbe(module, prompts, 2, 10)
+    assert probe() == {"tau": tokens / calls, "tau_behind_end": behind / tokens}
+    assert probe.measured.endswith("tokens, 10 each, end tokens ignored, chains of 2")
+    short = TauProbe(module, prompts[:1], 2, 10, ignore_eos=False)()
+    shorter = generate(target, EagleDrafter(module.head, target, FixedLength(2), 128), prompts[0], SamplingParams(), 10,
+                       TorchSource(0))  # fmt: skip
+    assert len(shorter.tokens) < 10 and short == {"tau": len(shorter.tokens) / (1 + len(shorter.trace.steps))}
+
+
+class Conversations:
+    """Samples of 20 tokens with answers at these places."""
+
+    def __init__(self, *answers: list[tuple[int, int]]):
+        self.answers, self.lengths = answers, [20] * len(answers)
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        mask = torch.zeros(20, dtype=torch.bool)
+        for start, end in self.answers[row]:
+            mask[start:end] = True
+        return {"input_ids": torch.arange(20), "loss_mask": mask}
+
+
+def test_tau_is_measured_on_prompts_as_long_as_conversations_get(artefacts, tmp_path):
+    rows = Conversations([(3, 5), (8, 9)], [(2, 4), (10, 12)], [(0, 4)], [(7, 20)], [(4, 6), (9, 10), (15, 20)])
+    samples = Samples(rows, range(5))
+    # The first answer of the first, the second of the second, and so on; then those that are left.
+    assert [len(prompt) for prompt in held_out_prompts(samples)] == [3, 10, 7, 9, 8, 2, 15, 4]
+    settings = config(artefacts, tmp_path, tau_prompts=3, tau_max_new_tokens=8)
+    assert [len(prompt) for prompt in tau_prompts(settings, samples, 256)] == [3, 10, 7]
+    # An answer of the stated length has room behind each, where there are such.
+    assert [len(prompt) for prompt in tau_prompts(settings, samples, 16)] == [3, 7, 8]
+    assert [len(prompt) for prompt in tau_prompts(settings, samples, 9)] == [3, 7, 8]
+    served = artefacts.responses.with_name("prompts")
+    ids = [row["prompt_ids"] for row in Rows(served, Manifest.read(served)).read(0, 3)]
+    assert tau_prompts(dataclasses.replace(settings, tau_data=served), samples, 256) == ids
+    with pytest.raises(InputError, match="an artefact of kind features, expected kind prompts"):
+        tau_prompts(dataclasses.replace(settings, tau_data=artefacts.features), samples, 256)
+
+
+def test_what_will_be_learned_is_said_and_recorded(artefacts, trained, tmp_path, capsys):
+    recorded = json.loads((trained / "best" / "manifest.json").read_text())["samples"]["training"]
+    data = FeatureDataset(artefacts.features)
+    train, _ = held_out(len(data), QUICK["val_share"])
+    lengths = [int(data[i]["loss_mask"].sum()) for i in train]
+    assert (recorded["answers"], recorded["answer_tokens"]) == (len(lengths), sum(lengths))
+    assert recorded["tokens_p50"] == pytest.approx(float(np.median(lengths)))
+    assert recorded["early_share"] == pytest.approx(sum(min(5, n) for n in lengths) / sum(lengths), abs=1e-4)
+    assert f"{len(lengths)} answers of {sum(lengths)} tokens" in (trained / "best" / "README.md").read_text()
+    run(config(artefacts, tmp_path / "run", max_steps=1, val_every=1))
+    shown = capsys.readouterr().out
+    assert f"data: {len(lengths)} answers with {sum(lengths)} tokens to learn from" in shown
+    assert shown.count("fewer than 60,000") == 1
+    assert "(tau on 3 prompt(s) of " in shown and "8 each, end tokens ignored, chains of 5)" in shown
 
 
 def test_bf16_trains_float32_weights(artefacts, tmp_path):
@@ -258,7 +338,8 @@ def test_a_damaged_shard_is_named(artefacts, tmp_path):
 def test_a_family_whose_layers_the_head_can_not_take_is_refused(artefacts, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300)).save_pretrained(tmp_path / "gpt2")
+    sizes = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300, eos_token_id=3)
+    GPT2LMHeadModel(sizes).save_pretrained(tmp_path / "gpt2")
     target = load_lm(str(tmp_path / "gpt2"))
     with pytest.raises(InputError, match="layers are those of llama, mistral, qwen2, qwen3"):
         make_head(config(artefacts, tmp_path / "run", target=str(tmp_path / "gpt2")), target)

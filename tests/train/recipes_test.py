@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from draftsmith.launch.arguments import parse
 from draftsmith.launch.cli import COMMANDS
@@ -20,7 +21,9 @@ def test_a_recipe_is_accepted_by_its_command(file):
     name = f"train {file.stem.split('-')[-1]}"
     command = COMMANDS[name]
     config_class = getattr(importlib.import_module(f"draftsmith.{command.module}"), command.config)
-    config = parse(f"draftsmith {name}", config_class, ["--config", str(file)], command.positional, command.help)
+    words = ["--config", str(file), "--output", "mine"]  # no two runs share an output that a file names
+    assert "output" not in yaml.safe_load(file.read_text("utf-8"))
+    config = parse(f"draftsmith {name}", config_class, words, command.positional, command.help)
     assert isinstance(config, config_class)
 
 

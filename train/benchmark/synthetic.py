@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.datasets import Item
+from draftsmith.data.files import copy_file, make_directory, write_json, write_tensors
 from draftsmith.data.models import model_directory, tokenizer_identity
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.base import ModelInfo
@@ -77,13 +76,11 @@ def random_target(raw: dict[str, Any], dtype: torch.dtype = torch.float32, seed:
 
 def write_target(directory: Path, raw: dict[str, Any], seed: int = 0) -> Path:
     """A transformers directory of random bf16 weights, with the embedded target's tokenizer."""
-    from safetensors.torch import save_file
-
-    directory.mkdir(parents=True)
+    make_directory(directory)
     for file in model_directory("embedded:target").glob("*token*"):
-        shutil.copy(file, directory)
-    (directory / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
-    save_file(random_state(llama_config(raw), torch.bfloat16, seed), directory / "model.safetensors")
+        copy_file(file, directory / Path(file).name)
+    write_json(directory / "config.json", raw)
+    write_tensors(directory / "model.safetensors", random_state(llama_config(raw), torch.bfloat16, seed))
     return directory
 
 
@@ -181,7 +178,9 @@ def write_responses(directory: Path, target: str, lengths: Sequence[int], vocab:
             {
                 "id": str(number),
                 "input_ids": documents[number],
-                "prompt_length": int(len(documents[number]) * PROMPT_SHARE),
+                "prompt_length": (start := int(len(documents[number]) * PROMPT_SHARE)),
+                "loss_mask": [at >= start for at in range(len(documents[number]))],
+                "turn": 1,
                 "ended": True,
                 "retokenised": False,
                 "task": "synthetic",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
+from draftsmith.data.answers import conversation_numbers
 from draftsmith.data.datasets import in_pieces
 from draftsmith.data.manifest import MANIFEST, Manifest
 from draftsmith.data.shards import Rows
@@ -57,15 +58,17 @@ def documents_of(config: TrainConfig, kind: str, context: int, samples: int, len
     directory, assumed = config.data, not (config.data / MANIFEST).exists()
     if assumed:
         lengths, share = [length] * samples, ASSUMED_LOSS_SHARE
+        own = list(range(samples))
         said = f"assumed: {samples:,} samples of {length} tokens, as {directory} is not there"
     else:
         manifest = Manifest.read(directory)
         lengths, share, kind, said = *_texts(directory, manifest), manifest.kind, str(directory)
+        own = _conversations(directory, manifest, len(lengths))
     if kind == "rollouts":  # never split
         context = max(lengths, default=0)
     limit = min(config.max_length or context, context)
     pieces = in_pieces(_Texts(lengths), limit, LOOKAHEAD if kind not in LABELS else 0)
-    rows = getattr(pieces, "rows", range(len(lengths)))
+    rows = [own[row] for row in getattr(pieces, "rows", range(len(lengths)))]
     lengths = pieces.lengths
     if config.val is None:
         train, _ = held_out(len(set(rows)), config.val_share)
@@ -77,6 +80,13 @@ def documents_of(config: TrainConfig, kind: str, context: int, samples: int, len
 def has_texts(directory: Path) -> bool:
     """True for a complete artefact whose rows have tokens and answers: what a training reads."""
     return (directory / MANIFEST).exists() and "input_ids" in {field.name for field in Manifest.read(directory).fields}
+
+
+def _conversations(directory: Path, manifest: Manifest, count: int) -> list[int]:
+    """Which conversation each row is of: those of one are on one side of training and validation."""
+    if "turn" not in {spec.name for spec in manifest.fields}:
+        return list(range(count))
+    return conversation_numbers(Rows(directory, manifest, ["turn"]).table()["turn"].to_numpy())
 
 
 def _texts(directory: Path, manifest: Manifest) -> tuple[list[int], float]:

@@ -7,7 +7,6 @@ index, or an assumption), and what follows from both by memory.py, footprint.py 
 from __future__ import annotations
 
 import dataclasses
-import json
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from draftsmith.data import feature_codec
 from draftsmith.data.feature_codec import FeatureDtype
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN, check_disk
-from draftsmith.data.models import DTYPES, model_directory
+from draftsmith.data.models import DTYPES, model_directory, read_config
 from draftsmith.data.ranks import place
 from draftsmith.modules import flops
 from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleHead
@@ -106,7 +105,7 @@ def frozen_model(path: str, dtype: str) -> FrozenModel:
     Raises:
         InputError: no such model, or a config that neither we nor transformers can make a model of.
     """
-    raw = json.loads((model_directory(path) / "config.json").read_text())
+    raw = read_config(path)
     stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     stored_bytes = DTYPES.get(stored, torch.float32).itemsize
     width = stored_bytes if dtype == "auto" else DTYPES[dtype].itemsize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.data.batched import set_threads
+from draftsmith.data.files import write_json
 from draftsmith.data.manifest import volatile
 from draftsmith.data.progress import say
 from draftsmith.modules.types import InputError
@@ -104,7 +104,7 @@ def run(config: PlanEagleConfig | PlanAcceptanceConfig) -> Path | None:
     if config.json is None:
         return None
     numbers = {**as_numbers(plan), "measured": dataclasses.asdict(measured) if measured else None}
-    config.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    write_json(config.json, numbers)
     return config.json
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.chain import draft_chain
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source, StopPolicy
+from draftsmith.modules.finite import blame
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
 
@@ -35,6 +36,7 @@ class DraftModelDrafter:
         self._tokens, self._read = [*prompt, first_token], 0
         self.stop.reset()
 
+    @blame("draft")
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
         session = self._session
         # The draft's context may be shorter than the target's: past it there are no drafts, rather than bad ones.

@@ -20,6 +20,8 @@ class BatchDraftModel:
     A row that may draft no more in one round never does again: its cache is left behind.
     """
 
+    model = "draft"
+
     def __init__(self, lm: RowsLM, stops: Sequence[StopPolicy], capacity: int, static: bool | None = None):
         """stops: one policy for each row. capacity: most tokens a row may reach. static: as `rows_session` takes it."""
         self._lm, self.stops = lm, list(stops)
@@ -62,7 +64,8 @@ class BatchDraftModel:
     def advance(self, outcome: BatchOutcome) -> None:
         for row, emitted in enumerate(outcome.emitted):
             self._tokens[row] += emitted
-            self._stops[row].observe(self._num_drafted[row], len(emitted) - 1)
+            if not outcome.done[row]:
+                self._stops[row].observe(self._num_drafted[row], len(emitted) - 1)
 
     def select(self, rows: Tensor) -> None:
         self._session.select(rows)

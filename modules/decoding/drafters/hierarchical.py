@@ -10,7 +10,8 @@ from torch import Tensor
 from draftsmith.modules.decoding.protocols import DraftTree, NestedDrafter, Outcome, Source
 from draftsmith.modules.decoding.stop import RunningEntropy, entropy
 from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.sampling import probabilities
+from draftsmith.modules.finite import NonFinite, blame
+from draftsmith.modules.sampling import best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM, Scores
 from draftsmith.modules.types import SamplingParams
 
@@ -45,6 +46,8 @@ class HierarchicalDrafter:
         self._session.keep(0)
         self.rule.reset()
         scores = self._session.extend(prompt)
+        with blame("mid", len(prompt)):
+            best_token(scores.logits[-1])  # M1 may read M2's features before M2 is to choose a token
         self._tokens, self._read = [*prompt, first_token], len(prompt)
         self.inner.start(prompt, scores.features, first_token)
         self._inner_length = len(self._tokens)
@@ -60,7 +63,8 @@ class HierarchicalDrafter:
         start = len(self._tokens)  # what is drafted follows the committed tokens, until it is handed over
         laws: list[Tensor] = []
         while (room := limit - (len(self._tokens) - start)) > 0:
-            rows = self._round(room, params, source)
+            with blame("mid", len(self._tokens) - start):
+                rows = self._round(room, params, source)
             laws += rows
             if not self._dynamic or max(self.rule.entropies[-len(rows) :]) > self.rule.threshold:
                 break
@@ -73,7 +77,7 @@ class HierarchicalDrafter:
     def _round(self, room: int, params: SamplingParams, source: Source) -> list[Tensor]:
         """M1 drafts, M2 verifies: at most `room` tokens are appended; M2's laws of them."""
         self._catch_up()
-        tree = self.inner.propose(room - 1, params, source) if room > 1 else NOTHING
+        tree = self._inner_draft(room - 1, params, source) if room > 1 else NOTHING
         assert tree.is_chain, "M1 drafts chains"
         self.draft_calls += self.inner.draft_calls if tree.tokens else 0
         scores = self._extend([*self._tokens[self._read :], *tree.tokens], len(tree.tokens) + 1)
@@ -93,6 +97,14 @@ class HierarchicalDrafter:
         laws = [probabilities(row, drawn_from) for row in scores.logits[: len(emitted)]]
         self.rule.entropies += [entropy(law) for law in laws]
         return laws
+
+    def _inner_draft(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+        try:
+            return self.inner.propose(max_drafted, params, source)
+        except NonFinite as error:
+            if not all(bool(row.isfinite().all()) for row in self._features.values()):  # which M1 has read
+                error.model = "mid"
+            raise
 
     def _catch_up(self) -> None:
         """Tell M1 of the target's own tokens. If M1 reads features, M2 first has to read what precedes them."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
+from draftsmith.modules.finite import checked
+from draftsmith.modules.sampling import best_tokens
 from draftsmith.modules.types import SamplingParams
 
 
@@ -77,7 +79,7 @@ class LookaheadDrafter:
     def advance(self, outcome: Outcome) -> None:
         if self._places:
             rows = [node + 1 for node in self._places]
-            new = outcome.logits[rows].argmax(-1).tolist()
+            new = checked(best_tokens(outcome.logits[rows])).tolist()
             for column, guess in enumerate(new):
                 path = [row[column] for row in self._rows] + [guess]
                 self._remember(path[0], tuple(path[1:]))

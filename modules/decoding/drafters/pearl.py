@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
+from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -46,7 +47,8 @@ class PearlDrafter:
         room = self._lm.info.max_position - len(self._tokens) - waiting + 1
         num_new = max(0, min(self.k, max_drafted - waiting, room))
         for _ in range(num_new):
-            self._draft_one(params, source)
+            with blame("draft", len(self._waiting)):
+                self._draft_one(params, source)
         self._offered = min(waiting + min(num_new, 1), max_drafted)
         offered = tuple(self._waiting[: self._offered])
         laws = None if params.greedy or not offered else torch.stack(self._laws[: self._offered])

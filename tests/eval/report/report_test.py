@@ -243,7 +243,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, words, said):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "results.json").write_text('{"meta": {}}')
     named = [word.format(run=run_directory, other=tmp_path / "other") for word in words]
-    assert main(["eval", "report", *named]) == 2
+    assert main(["eval", "report", *named, "--output", "x.html"]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
@@ -253,7 +253,7 @@ def test_without_the_extra_its_name_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "altair" else find(name, *rest)
     )
-    assert main(["eval", "report", str(study_run(tmp_path / "study"))]) == 2
+    assert main(["eval", "report", str(study_run(tmp_path / "study")), "--output", str(tmp_path / "x.html")]) == 2
     assert "pip install 'draftsmith[report]'" in capsys.readouterr().err
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,14 +16,17 @@ from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models import load_lm
 from draftsmith.eval.measure import BenchPrompt
+from draftsmith.eval.methods import parse_method
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.chains import build_chain
 from draftsmith.eval.rollouts.coupling import CoupledDraws, CoupledSource, Reading, Text
 from draftsmith.eval.rollouts.judged import KnownJudge, OnlineRows, replay_judged
 from draftsmith.eval.rollouts.record import Answers, ChainRecorder, Recording
-from draftsmith.eval.rollouts.replay import head_probs
+from draftsmith.eval.rollouts.replay import fixed_k, head_probs, replay
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, joined, of_answer
 from draftsmith.eval.rollouts.store import read_answer, write_answer
+from draftsmith.eval.studies.policies_play import RAW, Player, Policy, judges_of
+from draftsmith.eval.studies.specdecpp_sweep import Grid, Rule, replayed
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.policies import CostRule, JudgedStop, OnlineJudge, ThresholdRule
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, HeadJudge
@@ -110,6 +114,60 @@ def test_a_replay_is_the_decoders_trace_and_learns_as_it_does(world, drafter, ju
     assert replay_judged(rollouts, recorded, rule_of(rule), 1, DEPTH) == decoded
     lengths = {step.num_drafted for trace in decoded for step in trace.steps}
     assert len(lengths) > 1 or rule == "cost"  # the judge had a say
+
+
+@pytest.mark.parametrize("drafter", ["draft", "eagle"])
+@pytest.mark.parametrize("label", ["before", "late"])
+def test_studies_replay_heads_of_either_kind_as_the_decoder_asks_them(world, drafter, label):
+    """The sweep of SpecDec++'s study and the policies' player, against methods of `eval bench`."""
+    rollouts, heads = world.recorded(drafter, GREEDY), {label: world.heads[label]}
+    models = dataclasses.replace(world.models, acceptance=world.heads[label])
+    played, lengths = Player(rollouts, judges_of(rollouts, rollouts, heads)), set()
+    for minimum, h, calibrated in ((1, 0.4, True), (2, 0.6, False), (DEPTH, 0.4, True)):
+        rule = Rule(head=label, h=h, calibrated=calibrated)
+        method = f"{rule.method(minimum, DEPTH)}:drafter={drafter}"
+        chain = parse_method(method).build(models)
+        decoded = [
+            generate(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
+            for prompt in world.prompts
+        ]
+        assert replayed(rollouts, rule, Grid((), (), [label], minimum, DEPTH), heads) == decoded
+        policy = Policy("h", h, label if calibrated else label + RAW, minimum, DEPTH)
+        assert played.traces(policy, 0.1) == decoded
+        lengths |= {step.num_drafted for trace in decoded for step in trace.steps}
+    assert len(lengths) > 2  # the head had a say
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("drafter", ["draft", "eagle"])
+def test_drafts_end_at_end_tokens_in_replays_too(world, drafter, side_by_side):
+    known = world.recorded(drafter, GREEDY)
+    early = {token for answer in known.answers for token in answer.tokens[:8]}
+    drafted = Counter(token for token in known.token.flatten().tolist() if token not in early)
+    ends = tuple(token for token, _ in drafted.most_common(4))  # some are accepted, others not
+    models = dataclasses.replace(world.models, ends=ends)
+    recorder = ChainRecorder(
+        models, drafter, Recording(GREEDY, DEPTH, NEW_TOKENS, 0, ends), world.heads, side_by_side=side_by_side
+    )
+    rollouts = joined([recorder(prompt, number) for number, prompt in enumerate(world.prompts)])
+    assert (rollouts.available() < DEPTH).sum() > 2
+
+    def decoded(method: str, head: str | None = None) -> list:
+        chain = parse_method(method).build(dataclasses.replace(models, acceptance=world.heads.get(head)))
+        return [
+            generate(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ends).trace
+            for prompt in world.prompts
+        ]
+
+    grid, by = Grid((), (), [], 1, DEPTH), f":drafter={drafter}"
+    fixed = replay(rollouts, fixed_k(rollouts, DEPTH))
+    assert fixed == decoded(f"{'spec' if drafter == 'draft' else 'eagle'}:k={DEPTH}")
+    assert replayed(rollouts, Rule(t=0.2), grid, {}) == decoded(f"confidence:t=0.2:min=1:max={DEPTH}{by}")
+    for label in world.heads:
+        rule = Rule(head=label, h=0.4, calibrated=True)
+        assert replayed(rollouts, rule, grid, world.heads) == decoded(rule.method(1, DEPTH) + by, label)
+    online = replay_judged(rollouts, OnlineRows(rollouts), CostRule(0.1), 1, DEPTH)
+    assert online == decoded(f"online:c=0.1:max={DEPTH}{by}")
 
 
 @pytest.mark.parametrize("drafter", ["draft", "eagle"])

@@ -125,14 +125,14 @@ def test_windows_carry_the_threshold_that_they_were_drafted_under():
 
 
 def test_redundancy_and_utilisation_by_hand():
-    """Two rounds: 5 drafted, 3 kept, 4 emitted; 5 drafted, 1 kept, 2 emitted. With the prefill 7 tokens of 13 rows.
-    M1 drafted 4 for M2, which kept 1."""
+    """Two rounds: 5 drafted, 3 kept, 4 emitted; 5 drafted, 1 kept, 2 emitted. With the prefill 3 calls for 7 tokens,
+    the paper's eta. M1 drafted 4 for M2, which kept 1."""
     totals = pool([DecodeTrace([DecodeStep(5, 3, 4, 5), DecodeStep(5, 1, 2, 5)], prefill_emitted=1)])
     seen = Seen(inner=DecodeTrace([DecodeStep(4, 1, 2, 4)]), origin=Counter(M1=1, M2=3, target=2))
     row = redundancy_table(5, [Watched(1.0, "HSDDW", seen, totals, {})]).rows[0]
     assert (row["drafted"], row["accepted"]) == (10, 4)
     assert (row["redundancy"], row["inner"]) == (pytest.approx(0.6), pytest.approx(0.75))
-    assert row["utilisation"] == pytest.approx(7 / 13, abs=1e-5)
+    assert row["utilisation"] == pytest.approx(3 / 7, abs=1e-5)
     assert [row[model] for model in ("M1", "M2", "target")] == pytest.approx([1 / 6, 3 / 6, 2 / 6], abs=1e-4)
 
 
@@ -181,7 +181,7 @@ def test_the_command_on_tiny_models(models, tmp_path):
     assert results["summary"]["redundancy_hsddw_t0"] == 0
 
 
-def test_both_small_models_are_asked_for(models, capsys):
+def test_both_small_models_are_asked_for(models, tmp_path, capsys):
     arguments = ["--target", models["target"], "--prompts", models["prompts"], "--draft", models["draft"]]
-    assert main(["eval", "hsddw", *arguments]) == 2
+    assert main(["eval", "hsddw", *arguments, "--output", str(tmp_path)]) == 2
     assert "mid: found nothing" in capsys.readouterr().err

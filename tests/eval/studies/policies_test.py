@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from draftsmith.eval.studies.policies_play import (
     rate,
 )
 from draftsmith.eval.studies.policies_quality import labelled_tokens
+from draftsmith.eval.studies.policies_split import parted, training_texts
 from draftsmith.launch.cli import main
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError, SamplingParams
@@ -230,10 +232,55 @@ def test_policies_are_methods_of_the_bench():
      ({"ngram": 0}, "ngram"), ({"cs": "0"}, "cs"), ({"max_drafted": 0}, "max_drafted")],
 )  # fmt: skip
 def test_impossible_settings_are_refused(changes, field):
-    given = {"target": "t", "prompts": "p", "draft": "d", **changes}
+    given = {"target": "t", "prompts": "p", "draft": "d", "output": Path("o"), **changes}
     with pytest.raises(InputError) as error:
         PoliciesConfig(**given).check()
     assert error.value.field == field
+
+
+def some_prompts(path, count: int, **more: str) -> str:
+    rows = [{"id": f"p{i}", "prompt": "Rename a to b: " * (i + 1), **more} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("given", [{}, {"split": "none", "dev_split": "none"}, {"split": "none"}])
+def test_a_file_without_splits_is_parted_by_a_rule(models, tmp_path, given):
+    prompts = some_prompts(tmp_path / "plain.jsonl", 9)
+    config = PoliciesConfig(target=models["target"], prompts=prompts, draft="d", limit=5, output=tmp_path, **given)
+    dev, reported = parted(config)
+    assert [prompt.id for prompt in dev] == ["p6", "p7", "p8"]  # the last quarter, rounded up
+    assert (reported.split, reported.limit, reported.bench_limit) == (None, 5, 5)
+    dev, reported = parted(dataclasses.replace(config, limit=0, dev_limit=1))
+    assert [prompt.id for prompt in dev] == ["p6"] and reported.limit == 6
+    assert list(training_texts(config)) == []
+
+
+def test_other_prompts_may_be_for_choosing(models, tmp_path):
+    prompts, dev_prompts = some_prompts(tmp_path / "a.jsonl", 3), some_prompts(tmp_path / "b.jsonl", 2)
+    config = PoliciesConfig(
+        target=models["target"], prompts=prompts, draft="d", dev_prompts=dev_prompts, output=tmp_path
+    )
+    dev, reported = parted(config)
+    assert [prompt.id for prompt in dev] == ["p0", "p1"] and (reported.split, reported.limit) == (None, 120)
+    tagged = some_prompts(tmp_path / "c.jsonl", 4, split="dev")
+    dev, reported = parted(dataclasses.replace(config, dev_prompts=tagged, dev_limit=3))
+    assert len(dev) == 3
+
+
+def test_none_is_no_split_and_prompts_are_never_in_both_parts(models, tmp_path):
+    tagged = some_prompts(tmp_path / "c.jsonl", 8, split="dev")
+    config = PoliciesConfig(
+        target=models["target"], prompts=tagged, draft="d", split="none", dev_split="none", output=tmp_path
+    )
+    dev, reported = parted(config)
+    assert [prompt.id for prompt in dev] == ["p6", "p7"] and (reported.split, reported.limit) == (None, 6)
+    with pytest.raises(InputError, match="dev_split: found dev, with split none"):
+        parted(dataclasses.replace(config, dev_split="dev"))
+    with pytest.raises(InputError, match="dev_split: found none, with split dev"):
+        parted(dataclasses.replace(config, split="dev"))
+    with pytest.raises(InputError, match="prompts: found 1 prompt"):
+        parted(dataclasses.replace(config, prompts=some_prompts(tmp_path / "one.jsonl", 1)))
 
 
 def test_the_command_on_tiny_models(models, tmp_path, capsys):
@@ -273,3 +320,16 @@ def test_the_command_on_tiny_models(models, tmp_path, capsys):
     again = {figure.name: figure for figure in from_json(json.loads(kept.read_text())["figures"])}
     assert again["policies-gains-draft-t1"] == figures["policies-gains-draft-t1"]
     assert not any("eagle" in name for name in again)
+
+
+def test_the_command_on_prompts_without_splits(models, tmp_path, capsys):
+    prompts = some_prompts(tmp_path / "plain.jsonl", 4)
+    argv = ["eval", "policies", "--target", models["target"], "--draft", models["draft"], "--prompts", prompts]
+    argv += ["--split", "none", "--temperatures", "0", "--max_drafted", "3", "--max_new_tokens", "6", "--cs", "0.2"]
+    argv += ["--hs", "0.5", "--ts", "0.5", "--bench_limit", "0", "--output", str(tmp_path / "out")]
+    assert main(argv) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "chosen on 1 prompts of the last 1; the first 3 are reported" in said
+    assert "no table of overlaps" in said
+    figures = from_json(json.loads((tmp_path / "out" / "results.json").read_text())["figures"])
+    assert "policies-overlap" not in {figure.name for figure in figures}

@@ -11,26 +11,43 @@ import pytest
 import torch
 from hand_rollouts import hand_rollouts
 
+from draftsmith.data.heads import save_head
+from draftsmith.data.models import load_lm
 from draftsmith.eval.figures import from_json
 from draftsmith.eval.methods import parse_method
 from draftsmith.eval.methods.chains import ConfidenceStop, FixedK, SpecDecPlusPlus
+from draftsmith.eval.rollouts.replay import head_probs
 from draftsmith.eval.studies.forward_times import ForwardTimes
-from draftsmith.eval.studies.specdecpp import BEST_HEAD, BEST_K, PUBLISHED, Choice, SpecDecPPConfig
+from draftsmith.eval.studies.heads import head_directories, load_heads
+from draftsmith.eval.studies.specdecpp import (
+    BEST_HEAD,
+    BEST_K,
+    BOUND,
+    PUBLISHED,
+    Choice,
+    SpecDecPPConfig,
+    Study,
+    choose,
+    theorem_h,
+)
 from draftsmith.eval.studies.specdecpp_kl import JudgedTokens, constant_kl, kl_rows
-from draftsmith.eval.studies.specdecpp_sweep import Grid, Rule, best, front, head_prob, published_head, sweep
+from draftsmith.eval.studies.specdecpp_sweep import Grid, Rule, best, front, published_head, replayed, sweep
 from draftsmith.launch import specdecpp
 from draftsmith.launch.arguments import parse
 from draftsmith.launch.cli import COMMANDS, main
+from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
 
 
-def head_of(w_rej: float = 6.0, depth: int = 3, tied: bool = False) -> AcceptanceHead:
-    return AcceptanceHead(AcceptanceHeadConfig(4, num_blocks=depth, w_rej=w_rej, tied=tied)).requires_grad_(False)
+def head_of(w_rej: float = 6.0, depth: int = 3, tied: bool = False, **more) -> AcceptanceHead:
+    config = AcceptanceHeadConfig(4, num_blocks=depth, w_rej=w_rej, tied=tied, **more)
+    return AcceptanceHead(config).requires_grad_(False)
 
 
 def config_of(**changes) -> SpecDecPPConfig:
-    return SpecDecPPConfig("embedded:target", "embedded:draft", "embedded:prompts", **changes)
+    given = {"output": Path("absent"), **changes}
+    return SpecDecPPConfig("embedded:target", "embedded:draft", "embedded:prompts", **given)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +63,7 @@ def test_fixed_k_and_the_oracle_by_hand(settings):
     assert counts["K=2"] == (1 + 4, 4 * 2) and counts["K=4"] == (1 + 4, 4 * 4)
     # K=1: 1 accepted and 2; then 3 is the target's and the draft for it is lost, and so on.
     assert counts["K=1"] == (1 + 8, 8)
-    oracle = next(s for s in settings if s.rule.is_oracle)
+    oracle = next(s for s in settings if s.rule == Rule())
     assert counts["oracle"] == counts["K=2"] and oracle.totals.num_discarded == 0
     assert all(s.totals.num_tokens == 13 for s in settings)
 
@@ -65,13 +82,14 @@ def test_rules_are_methods_of_the_bench():
 
 def test_a_calibrated_threshold_reads_the_corrected_output():
     logit = torch.tensor([[0.0, math.nan]]).numpy()
-    assert head_prob(logit, head_of(), False)[0, 0] == 0.5
-    assert head_prob(logit, head_of(), True)[0, 0] == pytest.approx(6 / 7)
+    assert head_probs(logit, head_of(), False)[0, 0] == 0.5
+    assert head_probs(logit, head_of(), True)[0, 0] == pytest.approx(6 / 7)
 
 
 def test_the_published_head_is_found_by_weight_and_depth():
     heads = {"a": head_of(1.0), "b": head_of(depth=2), "c": head_of(tied=True), "d": head_of()}
     assert published_head(heads) == "d" and published_head({"a": heads["a"]}) is None
+    assert published_head({"e": head_of(state="before"), "f": head_of(features=("log_q",))}) is None
 
 
 def test_the_cost_model_chooses(settings):
@@ -106,6 +124,39 @@ def test_kl_raw_and_corrected_by_the_formula():
     said = p.mean()
     expected = (p * (p / said).log() + (1 - p) * ((1 - p) / (1 - said)).log()).mean()
     assert constant_kl(tokens) == pytest.approx(float(expected))
+
+
+def test_a_rule_that_knows_p_ends_with_the_token_that_is_rejected():
+    """Greedily true probabilities are 1 and 0, and any threshold between sees the first 0."""
+    rollouts, grid = hand_rollouts([[i % 3 != 0 for i in range(13)]], depth=4), Grid((), (), [], 3, 4)
+    known, oracle = (pool(replayed(rollouts, rule, grid, {})) for rule in (Rule(known=True, h=0.8), Rule()))
+    assert known.num_target_calls == oracle.num_target_calls == 1 + 4
+    assert (known.num_draft_tokens, oracle.num_draft_tokens) == (8 + 4, 8)
+    assert Rule(known=True, h=0.8).label == "h=0.8, true p/q" and not Rule(known=True, h=0.8).can_run
+
+
+def test_the_theorems_threshold_is_chosen_where_it_is_one(settings):
+    heads = {"w6-d3": head_of()}
+    study = Study(config_of(), None, heads, {}, {})
+    rule = choose(study, settings, ForwardTimes(0.2, 1.0, 1.0, 9)).settings[BOUND]
+    assert (rule.head, rule.h, rule.calibrated) == ("w6-d3", 0.8, True)
+    assert theorem_h(ForwardTimes(1.0, 0.5, 1.0, 9)) is None and theorem_h(ForwardTimes(-0.1, 1.0, 1.0, 9)) is None
+    assert BOUND not in choose(study, settings, ForwardTimes(1.0, 0.5, 1.0, 9)).settings
+
+
+@pytest.mark.parametrize("more", [{"state": "before", "features": ("log_q",)}, {"features": ("entropy",)}])
+def test_labels_of_mixed_text_judge_no_head_that_reads_more(more):
+    tokens = JudgedTokens(torch.randn(5, 4), torch.rand(5))
+    rows = kl_rows({"new": head_of(**more), "published": head_of()}, {"eval": tokens})
+    assert [row["head"] for row in rows] == ["published"]
+
+
+def test_a_trees_head_is_no_head_of_a_study_of_chains(models, tmp_path):
+    draft = load_lm(models["draft"])
+    settings = AcceptanceHeadConfig(draft.info.hidden_size, state="before", judges="tree")
+    save_head(tmp_path / "tree", AcceptanceHead(settings), {"target": draft.info.identity}, "card")
+    with pytest.raises(InputError, match=r"heads: found .*tree, which judges trees, expected heads that judge chains"):
+        load_heads(head_directories(tmp_path), draft)
 
 
 def test_every_step_is_a_command_that_parses():

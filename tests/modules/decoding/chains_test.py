@@ -1,4 +1,5 @@
-"""`verify_chains` against `verify` fed the same uniforms, and its law by the places where its outcome jumps."""
+"""Chains of several rows against single ones fed the same uniforms, and their verdicts' law by the places where the
+outcome jumps."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ import torch
 from table_models import PROMPT, TableLM, V, target_law, total_variation
 from torch import Tensor
 
-from draftsmith.modules.decoding.chains import verify_chains
+from draftsmith.modules.decoding.chain import draft_chain
+from draftsmith.modules.decoding.chains import draft_chains, verify_chains
 from draftsmith.modules.decoding.protocols import DraftTree
+from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.sampling import draw_rows, pick, probabilities
 from draftsmith.modules.types import SamplingParams
@@ -72,6 +75,71 @@ def test_rows_are_judged_like_single_chains(setting, seed):
         seen.add((length, len(verdict.path)))
     # Every length was accepted whole, in part and not at all.
     assert seen >= {(length, accepted) for length in range(count + 1) for accepted in (0, length)}
+
+
+class Draws:
+    """A `Source` that draws by given uniforms, one after the other."""
+
+    def __init__(self, uniforms: list[float]):
+        self._uniforms = iter(uniforms)
+
+    def draw(self, probs: Tensor) -> int:
+        return pick(probs, next(self._uniforms))
+
+
+POLICIES = {
+    "lengths of their own": [lambda k=k: FixedLength(k) for k in (1, 4, 2, 3)],
+    "any": [
+        lambda: Confidence(0.5, 1, 4),
+        lambda: FixedLength(2),
+        lambda: SelfVerify(3),
+        lambda: Confidence(0.9, 2, 3),
+    ],
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("policies", POLICIES)
+def test_rows_are_drafted_like_single_chains(setting, policies):
+    """Rows that stop by themselves, rows that the limit stops, and rows that may not draft at all."""
+    params, lm, most = SETTINGS[setting], TableLM(3), 4
+    rows = [(make, limit, number) for limit in (4, 3, 1, 0) for number, make in enumerate(POLICIES[policies] * 3)]
+    contexts = [[*PROMPT, number % V, limit % V] for _, limit, number in rows]
+    uniforms = torch.rand(len(rows), most, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+    def read(prefixes: list[list[int]]) -> tuple[Tensor, Tensor]:
+        made = [lm.row(tuple(prefix)) for prefix in prefixes]
+        return torch.stack([logits for logits, _ in made]), torch.stack([state for _, state in made])
+
+    fed = [list(context) for context in contexts]
+
+    def step(j: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        for prefix, token in zip(fed, tokens.tolist(), strict=True):
+            assert len(prefix) == len(contexts[0]) + j
+            prefix.append(token)
+        return read(fed)
+
+    limits = [limit for _, limit, _ in rows]
+    chains = draft_chains(*read(contexts), step, [make() for make, *_ in rows], limits, params, uniforms, contexts)
+    lengths = set()
+    for row, (make, limit, _) in enumerate(rows):
+        prefix = list(contexts[row])
+
+        def single(token: int, prefix: list[int] = prefix) -> tuple[Tensor, Tensor]:
+            prefix.append(token)
+            logits, states = read([prefix])
+            return logits[0], states
+
+        logits, states = read([prefix])
+        source = Draws(uniforms[row].tolist())
+        tree = draft_chain(logits[0], states, single, make(), limit, params, source, contexts[row])
+        count = chains.num_drafted[row]
+        assert (count, tuple(chains.tokens[row, :count].tolist())) == (len(tree.tokens), tree.tokens)
+        if tree.draft_prob is not None:
+            assert chains.draft_prob is not None
+            torch.testing.assert_close(chains.draft_prob[row, :count], tree.draft_prob, atol=1e-15, rtol=0)
+        lengths.add((limit, count))
+    assert {limit for limit, _ in lengths} == {0, 1, 3, 4} and len(lengths) > 5
 
 
 @pytest.mark.parametrize("uniform", [0.0, 2**-1074, 0.5, LARGEST_UNIFORM])

@@ -66,7 +66,12 @@ READ = {
     ),
     "SGLang": ("sglang", EAGLE_1 | {"architectures": ["LlamaForCausalLMEagle"]}, EAGLE | {"fc.bias": (H,)}),
     "SGLang, a stray lm_head": (
-        "sglang", EAGLE_1 | {"architectures": ["LlamaForCausalLMEagle"]}, EAGLE | {"lm_head.weight": (V, H)},
+        "sglang", EAGLE_1 | {"architectures": ["LlamaForCausalLMEagle"]},
+        EAGLE | {"fc.bias": (H,), "lm_head.weight": (V, H)},
+    ),
+    "SafeAILab under SGLang's class name": ("eagle", EAGLE_1 | {"architectures": ["LlamaForCausalLMEagle"]}, EAGLE),
+    "SafeAILab's bias under SGLang's class name": (
+        "eagle", EAGLE_1 | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}, EAGLE | {"fc.bias": (H,)},
     ),
     "SpecDec_pp, safetensors": ("specdec_pp", SPECDEC, specdec(3, stored=1)),
     "SpecDec_pp, .bin": ("specdec_pp", SPECDEC, specdec(3)),

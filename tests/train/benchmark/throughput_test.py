@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_the_command_writes_its_table(tmp_path, capsys, monkeypatch):
 
 def test_settings_that_make_no_sense_are_told():
     with pytest.raises(InputError, match="tokens: found 100"):
-        ThroughputConfig(tokens=100)
+        ThroughputConfig(tokens=100, output=Path("absent"))
 
 
 def test_dialogues_are_short_and_long():

@@ -1,0 +1,269 @@
+"""Files that a disk, an editor or another program has damaged, and directories in the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bad_input.row import Ground, Row
+
+Spoil = Callable[[Path], object]
+BENCH = "eval bench --target {target} --draft {draft} --prompts {chats} --methods ar,spec:k=2 --repeats 1 --limit 2 "
+BENCH += "--max-new-tokens 8 --output {d}"
+
+
+def text(content: str) -> Spoil:
+    """Another content."""
+    return lambda file: file.write_text(content)
+
+
+def cut(file: Path) -> None:
+    """As a disk that was full, or a copy that was broken off, leaves it."""
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def changed(**values: Any) -> Spoil:
+    """Valid JSON with other values; `...` takes a key away."""
+
+    def spoil(file: Path) -> None:
+        found = json.loads(file.read_text())
+        for key, value in values.items():
+            found.pop(key, None) if value is ... else found.update({key: value})
+        file.write_text(json.dumps(found))
+
+    return spoil
+
+
+def spoilt(name: str, file: str, spoil: Spoil) -> Callable[[Ground, Path], dict[str, object]]:
+    """A copy of a good directory, one file of it spoilt: `{d}`."""
+
+    def make(ground: Ground, to: Path) -> dict[str, object]:
+        directory = ground.copy(name, to)
+        spoil(directory / file)
+        return {"d": directory}
+
+    return make
+
+
+def head(file: str, spoil: Spoil) -> Callable[[Ground, Path], dict[str, object]]:
+    """The same of an EAGLE head whose hashes are not checked, as in heads that were copied by hand."""
+
+    def make(ground: Ground, to: Path) -> dict[str, object]:
+        directory = ground.copy("eagle", to)
+        changed(sha256=...)(directory / "manifest.json")
+        spoil(directory / file)
+        return {"d": directory}
+
+    return make
+
+
+def journal(*lines: object) -> Callable[[Ground, Path], dict[str, object]]:
+    """An interrupted bench with this journal."""
+
+    def make(ground: Ground, to: Path) -> dict[str, object]:
+        (to / "run").mkdir()
+        (to / "run" / "journal.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return {"d": to / "run"}
+
+    return make
+
+
+def unfinished(spoil: Spoil, file: str = "started.json", source: str = "features") -> Callable[..., dict[str, object]]:
+    """A stage that was killed before its manifest."""
+
+    def make(ground: Ground, to: Path) -> dict[str, object]:
+        directory = ground.copy(source, to)
+        (directory / "manifest.json").unlink()
+        spoil(directory / file)
+        return {"d": directory}
+
+    return make
+
+
+def a_file(ground: Ground, to: Path) -> dict[str, object]:
+    (to / "taken").write_text("mine")
+    return {"d": to / "taken"}
+
+
+def exported(file: str, spoil: Spoil) -> Callable[[Ground, Path], dict[str, object]]:
+    """What `export --format vllm` wrote."""
+
+    def make(ground: Ground, to: Path) -> dict[str, object]:
+        directory = Path(shutil.copytree(ground.exported, to / "exported"))
+        spoil(directory / file)
+        return {"d": directory}
+
+    return make
+
+
+INSPECT = "data inspect {d}"
+FEATURES = "data features --responses {responses} --target {target} --output {d}"
+REPORT = "eval report {d} --output {out}/report.html"
+COMPARE = "eval compare {d} {bench}"
+DECODE = "decode Hi --target {target} --eagle {d} --method eagle:k=2 --max-new-tokens 4"
+RESUME = (
+    "train eagle --data {features} --target {target} --max-steps 2 --batch-size 2 --resume --output {d} --track csv"
+)
+SHARD = "shard-00000"
+METHODS = [{"method": "ar", "tokens_per_s": "fast"}]
+DEEP = "[" * 100_000
+
+ROWS = [
+    # Manifests: not JSON, no text, another type, keys that are absent, null or of another type.
+    *(
+        Row(f"manifest {name}", INSPECT, ("manifest.json", said), spoilt("features", "manifest.json", spoil))
+        for name, spoil, said in [
+            ("cut", cut, "damaged"),
+            ("empty", text(""), "damaged"),
+            ("that is no text", lambda file: file.write_bytes(b"\xff\xfe\x00"), "damaged"),
+            ("nested without end", text(DEEP), "damaged"),
+            ("that is a list", text("[]"), "an object"),
+            ("that is null", text("null"), "null"),
+            ("without files", changed(files=...), "no files"),
+            ("whose files are null", changed(files=None), "files: null"),
+            ("whose files are text", changed(files=["a"]), "files[0]"),
+            ("whose counts are text", changed(counts={"rows": "5"}), "counts.rows"),
+            ("whose counts are a list", changed(counts=[1]), "counts"),
+            ("whose version is text", changed(schema_version="1"), "schema_version"),
+            ("whose kind is a number", changed(kind=3), "kind: 3"),
+            ("whose fields have no shape", changed(fields=[{"name": "a", "dtype": "int32"}]), "fields[0].shape"),
+            ("whose config is null", changed(config=None), "config: null"),
+            ("whose identity is text", changed(identity="x"), "identity"),
+        ]
+    ),
+    # An unfinished stage: what says how it was begun, and what says that a shard is whole.
+    Row("started.json cut, continued", FEATURES, ("started.json", "damaged"), unfinished(cut)),
+    Row("started.json a list, continued", FEATURES, ("started.json", "an object"), unfinished(text("[]"))),
+    Row("started.json without state", FEATURES, ("started.json", "state"), unfinished(changed(state=...))),
+    Row("started.json's state null", FEATURES, ("started.json", "state: null"), unfinished(changed(state=None))),
+    Row("started.json a list, opened", INSPECT, ("started.json", "an object"), unfinished(text("[1]"))),
+    Row("started.json's command null", INSPECT, ("started.json", "command"), unfinished(changed(command=None))),
+    *(
+        Row(f"done.json {name}", FEATURES, (f"{SHARD}.done.json", said), unfinished(spoil, f"{SHARD}.done.json"))
+        for name, spoil, said in [
+            ("cut", cut, "damaged"),
+            ("null", text("null"), "null"),
+            ("without files", changed(files=...), "no files"),
+            ("with files of text", changed(files=["x"]), "files[0]"),
+            ("with rows of text", changed(counts={"rows": "many"}), "counts.rows"),
+        ]
+    ),
+    # Shards, with the size they had.
+    Row("a Parquet shard of zeros", INSPECT, (f"{SHARD}.parquet",), spoilt("features", f"{SHARD}.parquet",
+        lambda file: file.write_bytes(bytes(file.stat().st_size)))),
+    Row("a safetensors shard of zeros", "train eagle --data {d} --target {target} --output {out} --max-steps 1",
+        (f"{SHARD}.safetensors",), spoilt("features", f"{SHARD}.safetensors",
+        lambda file: file.write_bytes(bytes(file.stat().st_size)))),
+    # Heads.
+    *(
+        Row(f"head: {file} {name}", DECODE, said, head(file, spoil))
+        for file, name, spoil, said in [
+            ("manifest.json", "cut", cut, ("manifest.json", "damaged")),
+            ("manifest.json", "a list", text("[]"), ("manifest.json", "an object")),
+            ("manifest.json", "with hashes of numbers", changed(sha256={"config.json": 1}), ("sha256.config.json",)),
+            ("config.json", "cut", cut, ("config.json", "damaged")),
+            ("config.json", "a list", text("[]"), ("config.json", "an object")),
+            ("config.json", "without head", changed(head=...), ("config.json", "no head")),
+            ("config.json", "with an empty head", changed(head={}), ("config.json",)),
+            ("config.json", "of an unknown kind", changed(kind=["eagle"]), ("kind",)),
+            ("config.json", "with a target of text", changed(target="x"), ("config.json", "target")),
+            ("model.safetensors", "cut", cut, ("model.safetensors",)),
+            ("model.safetensors", "that is text", text("weights"), ("model.safetensors",)),
+        ]
+    ),
+    # Results of a bench.
+    *(
+        Row(f"{command.split()[1]}: results.json {name}", command, ("results.json", said),
+            spoilt("bench", "results.json", spoil))
+        for command in (REPORT, COMPARE)
+        for name, spoil, said in [
+            ("cut", cut, "damaged"),
+            ("a list", text("[]"), ""),
+            ("without meta", changed(meta=...), ""),
+            ("with meta of text", changed(meta="x"), ""),
+        ]
+    ),
+    Row("report: a speed that is text", REPORT, ("results.json", "tokens_per_s", "fast"),
+        spoilt("bench", "results.json", changed(methods=METHODS))),
+    Row("report: a method without a name", REPORT, ("results.json", "methods[0].method"),
+        spoilt("bench", "results.json", changed(methods=[{}]))),
+    Row("report: figures of something else", REPORT, ("results.json", "figures"),
+        spoilt("bench", "results.json", changed(figures=[{"type": "table"}], meta={"kind": "eagle2"}))),
+    Row("compare: prompts.parquet cut", COMPARE, ("prompts.parquet", "unreadable"),
+        spoilt("bench", "prompts.parquet", cut)),
+    Row("report: prompts.parquet cut", REPORT, ("prompts.parquet", "unreadable"),
+        spoilt("bench", "prompts.parquet", cut)),
+    Row("report: trace.jsonl of numbers", REPORT, ("trace.jsonl", "line 1"),
+        spoilt("bench", "trace.jsonl", text("1\n"))),
+    Row("report: trace.jsonl cut", REPORT, ("trace.jsonl", "damaged in line"), spoilt("bench", "trace.jsonl", cut)),
+    Row("report: trace.jsonl without tokens", REPORT, ("trace.jsonl", "emitted"),
+        spoilt("bench", "trace.jsonl", text('{"method": "ar", "prompt": 0}\n'))),
+    Row("report: texts.json null", REPORT, ("texts.json",), spoilt("bench", "texts.json", text("null"))),
+    # An interrupted bench.
+    Row("journal: a head of another type", BENCH, ("journal.jsonl", "line 1"), journal([])),
+    Row("journal: settings of text", BENCH, ("journal.jsonl", "settings"), journal({"settings": "x", "sha256": "y"})),
+    Row("journal: nested without end", BENCH, ("journal.jsonl", "line 1"),
+        lambda ground, to: journal()(ground, to) | {"x": (to / "run" / "journal.jsonl").write_text(DEEP + "\n")}),
+    # A training that is to go on.
+    Row("training: started.json cut", RESUME, ("started.json", "damaged"), spoilt("interrupted", "started.json", cut)),
+    Row("training: started.json a list", RESUME, ("started.json", "an object"),
+        spoilt("interrupted", "started.json", text("[]"))),
+    Row("training: finished, with another rate", RESUME + " --val-share 0.3 --tau-prompts 0 --lr 0.1",
+        ("resume", "config.lr: 0.1, trained with", "is finished"), spoilt("eagle_run", "best/README.md", text("card"))),
+    *(
+        Row(f"training: {words}", f"train eagle --data {{features}} --target {{target}} --output {{out}} --{words}",
+            says)
+        for words, says in {
+            "betas 0.9 1.0": ("betas", "1.0"), "betas -0.1 0.9": ("betas",), "betas nan 0.9": ("betas",),
+            "betas 0.9": ("betas",), "lr -1": ("lr", "-1"), "lr 0": ("lr",), "lr nan": ("lr", "nan"),
+            "lr inf": ("lr",), "lr fast": ("lr", "fast"), "clip -1": ("clip",), "clip nan": ("clip",),
+            "epochs 0": ("epochs",), "epochs 99999999999999": ("epochs",), "batch-size 0": ("batch_size",),
+            "batch-size 99999999999999": ("batch_size",), "tokens-per-batch -5": ("tokens_per_batch",),
+            "max-steps -1": ("max_steps",), "precision 8": ("precision",), "weight-decay nan": ("weight",),
+            "weight-decay -1": ("weight_decay",), "warmup-share 1": ("warmup_share",), "val-share 1.5": ("val_share",),
+            "min-lr-share -0.1": ("min_lr_share",), "seed -1": ("seed",), f"seed {2**70}": ("seed",),
+            "max-length 3": ("max_length",), "accumulate 0": ("accumulate",), "keep 0": ("keep",),
+            "noise nan": ("noise",), "feature-weight inf": ("feature",), "unroll-decay 0": ("unroll_decay",),
+        }.items()
+    ),
+    # Exports.
+    Row("check: draftsmith.json cut", "check {d} --format vllm --target {target}", ("draftsmith.json", "damaged"),
+        exported("draftsmith.json", cut)),
+    Row("check: draftsmith.json's tensors a list", "check {d} --format vllm --target {target}",
+        ("draftsmith.json", "tensors"), exported("draftsmith.json", changed(tensors=[1]))),
+    Row("import: config.json a list", "import {d} --target {target} --output {out}", ("config.json",),
+        exported("config.json", text("[]"))),
+    Row("import: ten million layers", "import {d} --target {target} --output {out}", ("num_hidden_layers",),
+        exported("config.json", changed(num_hidden_layers=10_000_000))),
+    *(
+        Row(f"{command}: {name} of {value}", f"{command} {{d}} --target {{target}} {more}", (name, "tensors of"),
+            exported("config.json", changed(**{name: value})))
+        for command, more in (("import", "--output {out}"), ("check", "--format vllm"))
+        for name, value in {"hidden_size": 2**24, "intermediate_size": 10**12, "vocab_size": 10**12, "head_dim": 10**9,
+                            "num_attention_heads": 10**9, "num_key_value_heads": 10**9}.items()
+    ),
+    Row("import: weights cut", "import {d} --target {target} --output {out}", ("model.safetensors", "damaged"),
+        exported("model.safetensors", cut)),
+    # decode.yaml, as an editor may leave it.
+    Row("decode.yaml of a list", "decode Hi --config {d}/decode.yaml", ("decode.yaml", "list"),
+        lambda ground, to: {"d": to, "x": (to / "decode.yaml").write_text("- a\n")}),
+    Row("decode.yaml cut", "decode Hi --config {d}/decode.yaml", ("decode.yaml", "YAML"),
+        lambda ground, to: {"d": to, "x": (to / "decode.yaml").write_text("target: [a")}),
+    # A file where a directory is to be.
+    *(
+        Row(f"{command.split(' --')[0]}: the output is a file", command, ("taken",), a_file)
+        for command in (
+            FEATURES,
+            BENCH,
+            RESUME.replace("--resume ", ""),
+            "data prompts --source {chats} --target {target} --output {d}",
+            "export --format vllm --head {eagle} --target {target} --output {d}",
+            "import {exported} --target {target} --output {d}",
+            "eval compare {bench} {bench} --output {d}/tables.md",
+            "eval report {bench} --output {d}/report.html",
+        )
+    ),
+]  # fmt: skip

@@ -1,0 +1,140 @@
+"""Devices that are not there, and model directories that are no models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bad_input.row import Ground, Row
+
+PAIR = "--target {target} --draft {draft} "
+DEVICES = {
+    "decode": "decode Hi --target {target} --method ar ",
+    "data responses": "data responses --prompts {prompts} --target {target} --output {out} ",
+    "data features": "data features --responses {responses} --target {target} --output {out} ",
+    "data acceptance": "data acceptance --responses {responses} " + PAIR + "--output {out} ",
+    "eval bench": "eval bench " + PAIR + "--prompts {chats} --output {out} ",
+    "eval lossless": "eval lossless " + PAIR + "--prompts {chats} --output {out} ",
+    "eval tune": "eval tune " + PAIR + "--prompts {chats} --output {out} ",
+    "eval latency": "eval latency --output {out} ",
+    "eval specdecpp": "eval specdecpp " + PAIR + "--prompts {chats} --output {out} ",
+    "eval eagle2": "eval eagle2 --target {target} --eagle {eagle} --prompts {chats} --output {out} ",
+    "eval hsddw": "eval hsddw " + PAIR + "--mid {draft} --prompts {chats} --output {out} ",
+    "eval policies": "eval policies " + PAIR + "--prompts embedded:prompts --output {out} ",
+    "eval calibration": "eval calibration " + PAIR + "--acceptance {acceptance} --prompts embedded:prompts "
+    "--output {out} ",
+    "check": "check {eagle} --format vllm --target {target} ",
+    "export": "export --format vllm --head {eagle} --target {target} --output {out} ",
+}
+ROWS = [
+    Row(f"{name} on {device}", words + f"--device {device}", ("device", device))
+    for name, words in DEVICES.items()
+    for device in ("cuda", "toaster")
+]
+ROWS += [
+    Row("train on no GPU", "train eagle --data {features} --target {target} --output {out} --accelerator gpu",
+        ("CUDA",)),
+    Row("train on a toaster", "train eagle --data {features} --target {target} --output {out} --accelerator toaster",
+        ("accelerator", "toaster")),
+]  # fmt: skip
+ROWS += [
+    Row(f"a device like {device}", DEVICES["decode"] + f"--device {device}", ("device", device))
+    for device in ("meta", "cpu:3", "auto:1", "cuda:x")
+]
+
+
+def spoiled(spoil: Callable[[Path], object]) -> Callable[[Ground, Path], dict[str, object]]:
+    """A copy of the target with something changed, as `{model}`."""
+
+    def make(ground: Ground, folder: Path) -> dict[str, object]:
+        model = ground.copy("target", folder)
+        spoil(model)
+        return {"model": model}
+
+    return make
+
+
+def setting(file: str = "config.json", **values: Any) -> Callable[[Path], object]:
+    def spoil(model: Path) -> None:
+        raw = json.loads((model / file).read_text())
+        (model / file).write_text(json.dumps({**raw, **values}))
+
+    return spoil
+
+
+def text(file: str, content: str) -> Callable[[Path], object]:
+    return lambda model: (model / file).write_text(content)
+
+
+def without(pattern: str) -> Callable[[Path], object]:
+    return lambda model: [file.unlink() for file in model.glob(pattern)]
+
+
+def bin_only(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def adapter_only(model: Path) -> None:
+    without("*")(model)
+    text("adapter_config.json", '{"base_model_name_or_path": "gpt2"}')(model)
+
+
+def adapter_beside(model: Path) -> None:
+    text("adapter_config.json", '{"base_model_name_or_path": "gpt2"}')(model)
+
+
+DECODE = "decode Hi --target {model} --method ar"
+MODELS: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
+    ("no tokenizer", without("tokenizer*"), ("tokenizer", "without tokenizer files")),
+    ("a damaged tokenizer", text("tokenizer.json", '{"model": {'), ("tokenizer.json", "damaged")),
+    ("a tokenizer of another kind", text("tokenizer.json", "{}"), ("tokenizer", "damaged")),
+    ("damaged tokenizer settings", text("tokenizer_config.json", "[]"), ("tokenizer_config.json", "an object")),
+    ("a damaged generation config", text("generation_config.json", "{"), ("generation_config.json", "damaged")),
+    ("an unknown model type", setting(model_type="zebra"), ("model", "zebra")),
+    ("no model type", setting(model_type=None), ("model",)),
+    ("a width of a billion", setting(hidden_size=10**9), ("hidden_size", "1000000000")),
+    ("a width beyond the weights", setting(hidden_size=10**7), ("hidden_size", "10000000")),
+    ("a vocabulary of a billion", setting(vocab_size=10**9), ("vocab_size",)),
+    ("negative heads", setting(num_attention_heads=-4), ("num_attention_heads", "-4")),
+    ("no heads", setting(num_attention_heads=0), ("num_attention_heads",)),
+    ("heads that do not divide", setting(num_key_value_heads=3), ("k_proj",)),
+    ("ten million layers", setting(num_hidden_layers=10**7), ("num_hidden_layers",)),
+    ("layers beyond the weights", setting(num_hidden_layers=9000), ("num_hidden_layers", "9000")),
+    ("a context of a trillion", setting(max_position_embeddings=10**12), ("max_position_embeddings",)),
+    ("text for a width", setting(hidden_size="32"), ("hidden_size", "'32'")),
+    ("text for an epsilon", setting(rms_norm_eps="small"), ("rms_norm_eps", "small")),
+    ("text for a switch", setting(tie_word_embeddings="no"), ("tie_word_embeddings",)),
+    ("text for rope", setting(rope_parameters="default"), ("rope_parameters",)),
+    ("text for rope theta", setting(rope_parameters={"rope_type": "default", "rope_theta": "x"}), ("rope_theta",)),
+    ("no width", setting(hidden_size=None), ("hidden_size",)),
+    ("a text eos id", setting("generation_config.json", eos_token_id="</s>"), ("eos_token_id", "</s>")),
+    ("an eos id beyond", setting("generation_config.json", eos_token_id=10**6), ("eos_token_id", "1000000")),
+    ("a negative eos id", setting("generation_config.json", eos_token_id=[-1]), ("eos_token_id", "-1")),
+    ("a config that is a list", text("config.json", "[]"), ("config.json", "an object")),
+    ("a config that is no text", lambda model: (model / "config.json").write_bytes(b"\xff\xfe"), ("config.json",)),
+    ("no config", without("config.json"), ("without config.json",)),
+    ("no weights", without("*.safetensors"), ("without safetensors",)),
+    ("pickled weights only", bin_only, ("without safetensors",)),
+    ("damaged weights", text("model.safetensors", "no"), ("model.safetensors", "damaged")),
+    ("an adapter", adapter_only, ("PEFT", "merge_and_unload")),
+    ("an adapter beside a model", adapter_beside, ("PEFT", "merge_and_unload")),
+]
+ROWS += [Row(id, DECODE, says, spoiled(spoil)) for id, spoil, says in MODELS]
+ROWS += [
+    Row("pickled weights on the hf engine", DECODE + " --engine hf", ("without safetensors",), spoiled(bin_only)),
+    Row("negative heads on the hf engine", DECODE + " --engine hf", ("num_attention_heads",),
+        spoiled(setting(num_attention_heads=-4))),
+    Row("a text eos id in data", "data responses --prompts {prompts} --target {model} --output {out}",
+        ("eos_token_id",), spoiled(setting("generation_config.json", eos_token_id="</s>"))),
+    Row("a text context in data", "data prompts --source {chats} --target {model} --output {out}",
+        ("max_position_embeddings",), spoiled(setting(max_position_embeddings="long"))),
+    Row("ten million layers to plan", "plan eagle --target {model}", ("num_hidden_layers",),
+        spoiled(setting(num_hidden_layers=10**7))),
+    Row("text to plan", "plan eagle --target {model}", ("hidden_size",), spoiled(setting(hidden_size="wide"))),
+    Row("a path that is not there", "decode Hi --target ./no/model --method ar", ("no directory ./no/model",)),
+    Row("a revision of a directory", "decode Hi --target {target} --method ar --revision v1", ("--revision", "v1")),
+    Row("a revision of a shipped model", "decode Hi --target embedded:target --method ar --revision v1",
+        ("--revision", "v1")),
+]  # fmt: skip

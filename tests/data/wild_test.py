@@ -1,0 +1,243 @@
+"""Files of prompts as they are found: whatever is in them, every row is kept, or dropped and counted, or named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from draftsmith.data import prompts
+from draftsmith.data.manifest import Manifest
+from draftsmith.data.prompts import PromptsConfig, run
+from draftsmith.data.shards import Rows, account
+from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.tasks import task_sources
+from draftsmith.modules.types import InputError
+
+GOOD = b'{"prompt": "Hi"}'
+BAD_ROWS: dict[str, tuple[bytes, str]] = {
+    "half of a surrogate pair": (rb'{"prompt": "a\ud800"}', r"prompt holds half of a surrogate pair \('\\ud800'\)"),
+    "half of a pair in an id": (rb'{"prompt": "a", "id": "\udc00"}', "id holds half of a surrogate pair"),
+    "half of a pair in a task": (rb'{"prompt": "a", "task": "\udc00"}', "task holds half of a surrogate pair"),
+    "a part without text": (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "says it is text"),
+    "a part of another type": (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "other than text"),
+    "deep nesting": (b'{"prompt": ' + b"[" * 100_000, "nested too deeply"),
+    "deep objects": (b'{"prompt": ' * 100_000, "nested too deeply"),
+    "not UTF-8": (b'{"prompt": "caf\xe9"}', "not UTF-8"),
+    "UTF-16": ('{"prompt": "a"}'.encode("utf-16-be"), "not"),
+    "NaN": (b'{"prompt": "a", "score": NaN}', "NaN is no JSON number"),
+    "Infinity": (b'{"prompt": "a", "score": -Infinity}', "-Infinity is no JSON number"),
+    "a huge integer": (b'{"prompt": "a", "id": ' + b"9" * 5000 + b"}", "not JSON"),
+    "a truncated row": (b'{"prompt": "a', "not JSON"),
+    "two rows in one line": (GOOD + GOOD, "not JSON"),
+    "no object": (b"3", "a JSON int, not an object"),
+    "null": (b"null", "a JSON NoneType, not an object"),
+    "an empty object": (b"{}", "columns none"),
+    "other columns": (b'{"question": "a"}', "columns question, none of messages"),
+    "a number for text": (b'{"prompt": 7}', "prompt is a number, expected text"),
+    "null for text": (b'{"prompt": null}', "prompt has no text"),
+    "blank text": (b'{"prompt": " "}', "prompt has no text"),
+    "null content": (b'{"messages": [{"role": "user", "content": null}]}', "a user turn has no text"),
+    "a number in a turn": (b'{"messages": [{"role": "user", "content": 5}]}', "a user turn is a number"),
+    "messages as text": (b'{"messages": "Hi"}', "messages is text, expected a list"),
+    "an unknown role": (b'{"messages": [{"role": "robot", "content": "a"}]}', "unknown role 'robot'"),
+    "no role": (b'{"messages": [{"content": "a"}]}', "unknown role None"),
+    "a turn that is none": (b'{"messages": [null]}', "a turn is null"),
+    "an input of numbers": (b'{"instruction": "Double", "input": 21}', "input is a number"),
+    "an id that is a list": (b'{"prompt": "a", "id": [1]}', "id is a list"),
+    "a task that is an object": (b'{"prompt": "a", "task": {}}', "task is an object"),
+}
+
+
+@pytest.fixture
+def make(pair, tmp_path, monkeypatch):
+    """`data prompts` of a file with this content: (kept rows, counts). The tokenizer is loaded once."""
+    tokenizer = prompts.load_chat_tokenizer(str(pair[0]))
+    monkeypatch.setattr(prompts, "load_chat_tokenizer", lambda *args: tokenizer)
+    runs = iter(range(10**6))
+
+    def make(content: bytes, name: str = "x.jsonl", **changes) -> tuple[list[dict], dict[str, int]]:
+        folder = tmp_path / f"run-{next(runs)}"
+        folder.mkdir()
+        (folder / name).write_bytes(content)
+        directory = run(PromptsConfig(str(folder / name), str(pair[0]), folder / "out", **changes))
+        manifest = Manifest.read(directory)
+        return Rows(directory, manifest).read(0, 10**6), manifest.counts
+
+    return make
+
+
+def lines(*rows: bytes) -> bytes:
+    return b"".join(row + b"\n" for row in rows)
+
+
+@pytest.mark.parametrize("what", BAD_ROWS)
+def test_a_bad_row_is_named_by_its_line_or_dropped_and_counted(make, what):
+    row, said = BAD_ROWS[what]
+    with pytest.raises(InputError, match=rf"x\.jsonl, line 3: found .*{said}") as error:
+        make(lines(GOOD, b"", row, b'{"prompt": "Ho"}'))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+    rows, counts = make(lines(GOOD, b"", row, b'{"prompt": "Ho"}'), invalid="drop")
+    assert [json.loads(own["messages"])[0]["content"] for own in rows] == ["Hi", "Ho"]
+    assert (counts["read"], counts["rows"], counts["invalid_dropped"]) == (3, 2, 1)
+
+
+@pytest.mark.parametrize("what", BAD_ROWS)
+def test_the_bench_names_it_too(pair, tmp_path, what):
+    row, said = BAD_ROWS[what]
+    (tmp_path / "x.jsonl").write_bytes(lines(GOOD, row))
+    with pytest.raises(InputError, match=rf"x\.jsonl, line 2: found .*{said}"):
+        read_prompts(str(tmp_path / "x.jsonl"), str(pair[0]))
+
+
+def test_rows_of_one_id_are_both_named_or_the_first_is_kept(make, pair, tmp_path):
+    content = lines(b'{"id": 1, "prompt": "Hi"}', b'{"id": "2", "prompt": "a"}', b'{"id": "1", "prompt": "Ho"}')
+    with pytest.raises(InputError, match=r"line 3: found the id '1', which .*line 1 has too.*--columns id=NAME"):
+        make(content)
+    rows, counts = make(content, invalid="drop")
+    assert [row["id"] for row in rows] == ["1", "2"] and counts["duplicate_dropped"] == 1
+    (tmp_path / "x.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=r"line 3: found the id '1', which .*line 1 has too"):
+        read_prompts(str(tmp_path / "x.jsonl"), str(pair[0]))
+
+
+def test_what_was_read_kept_and_dropped_is_told_by_reason(make, capsys):
+    bad = [b'{"prompt": 7}', b"{", b'{"id": "0000000", "prompt": "a"}', b'{"prompt": "' + b"x" * 3000 + b'"}']
+    rows, counts = make(lines(GOOD, *bad, GOOD), invalid="drop", overlong="drop")
+    assert len(rows) == 2
+    told = "read 6, kept 2, dropped 4: invalid 2, duplicate 1, overlong 1"
+    assert account(counts) == told and told in " ".join(capsys.readouterr().out.split())
+
+
+def test_filters_come_before_the_account(make):
+    content = lines(b'{"prompt": "a", "split": "dev"}', b'{"prompt": 5, "split": "train"}', b"{", GOOD)
+    _, counts = make(content, split="dev", invalid="drop")
+    # Nobody knows which split the line that is no JSON was of.
+    assert account(counts) == "read 2, kept 1, dropped 1: invalid 1"
+    _, counts = make(lines(GOOD, GOOD, b"{"), limit=2)
+    assert account(counts) == "read 2, kept 2, dropped 0"
+
+
+WRITTEN: dict[str, Callable[[bytes], bytes]] = {
+    "x.jsonl": lambda content: content,
+    "bom.jsonl": lambda content: b"\xef\xbb\xbf" + content,
+    "windows.jsonl": lambda content: content.replace(b"\n", b"\r\n"),
+    "blank.ndjson": lambda content: b"\n \t\r\n" + content.replace(b"\n", b"\n\n"),
+    "no-end.JSONL": lambda content: content.rstrip(b"\n"),
+    "x.jsonl.gz": gzip.compress,
+    "parts.jsonl.gz": lambda content: gzip.compress(content[:20]) + gzip.compress(content[20:]),
+    "x.jsonl.zst": lambda content: bytes(pa.compress(content, "zstd", asbytes=True)),
+    "lines.json": lambda content: content,
+    "list.json": lambda content: b"\xef\xbb\xbf[" + b",".join(content.splitlines()) + b"]",
+    "list.json.gz": lambda content: gzip.compress(b"[" + b",".join(content.splitlines()) + b"]"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_same_rows_in_every_way_of_writing_them(make, name):
+    content = lines(GOOD, '{"prompt": "Grüße"}'.encode(), b'{"id": "k", "prompt": "a"}')
+    rows, counts = make(WRITTEN[name](content), name)
+    assert [json.loads(row["messages"])[0]["content"] for row in rows] == ["Hi", "Grüße", "a"]
+    assert counts["read"] == 3
+
+
+def test_rows_need_not_be_of_one_shape(make):
+    shapes = [
+        b'{"prompt": "a"}', b'{"messages": [{"role": "user", "content": "b"}]}', b'{"id": "x", "instruction": "c"}',
+        b'{"conversations": [{"from": "human", "value": "d"}]}', b'{"turns": ["e", "later"]}',
+    ]  # fmt: skip
+    rows, _ = make(lines(*shapes))
+    assert [json.loads(row["messages"])[0]["content"] for row in rows] == ["a", "b", "c", "d", "e"]
+    assert rows[2]["id"] == "x"  # a column that the first row lacks
+    rows, _ = make(lines(b'{"question": "a"}', b'{"question": "b", "key": "k"}'), columns="prompt=question,id=key")
+    assert [row["id"] for row in rows] == ["0000000", "k"]
+
+
+def test_a_table_of_several_shapes_is_read_by_what_each_row_fills(make):
+    table = pa.Table.from_pylist([{"prompt": "a", "instruction": None}, {"prompt": None, "instruction": "b"}])
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    rows, _ = make(sink.getvalue().to_pybytes(), "x.parquet")
+    assert [json.loads(row["messages"])[0]["content"] for row in rows] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("x.jsonl.gz", gzip.compress(GOOD * 100)[:-9], r"x\.jsonl\.gz: found unreadable"),
+        ("x.jsonl.gz", GOOD, r"x\.jsonl\.gz: found unreadable"),
+        ("x.jsonl.zst", GOOD, r"x\.jsonl\.zst: found unreadable"),
+        ("x.json", b'[{"prompt": "caf\xe9"}]', r"x\.json: found not UTF-8"),
+        ("x.json", b"[" * 100_000, r"x\.json: found JSON that is nested too deeply"),
+        ("x.json", b'[{"prompt": "a"}, {"prompt": "b"', r"x\.json: found not JSON"),
+        ("x.json", b'{\n "rows": [\n  {"prompt": "a"}\n', r"x\.json: found not JSON"),
+        ("x.json", b'[{"prompt": NaN}]', "NaN is no JSON number"),
+        ("x.json", b"\xef\xbb\xbf", "which is empty"),
+        ("x.jsonl", b"\n \n", "which is empty"),
+        ("x.jsonl", b"{}\n[]\n", "columns: found none"),
+        ("x.jsonl", b"3\n[]\n", r"line 1: found a JSON int"),
+    ],
+)
+def test_a_file_that_cannot_be_read_as_a_whole_is_one_error(make, name, content, what):
+    for invalid in ("error", "drop"):
+        with pytest.raises(InputError, match=what):
+            make(content, name, invalid=invalid)
+
+
+def test_text_of_a_table_that_is_not_utf_8_is_a_bad_row(make):
+    bad = pa.array([b"a", b"caf\xe9"], pa.binary()).view(pa.string())
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": bad}), sink)
+    with pytest.raises(InputError, match=r"x\.parquet, row 1: found unreadable"):
+        make(sink.getvalue().to_pybytes(), "x.parquet")
+    assert make(sink.getvalue().to_pybytes(), "x.parquet", invalid="drop")[1]["invalid_dropped"] == 1
+
+
+def test_tasks_may_be_compressed(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(GOOD))
+    (tmp_path / "b.json").write_bytes(b"[" + GOOD + b"]")
+    (tmp_path / "c.txt.gz").write_bytes(b"")
+    assert [name for name, _ in task_sources(None, str(tmp_path))] == ["a", "b"]
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(InputError, match="two files named a"):
+        task_sources(None, str(tmp_path))
+
+
+KEYS = st.sampled_from(
+    ["prompt", "answer", "messages", "conversations", "turns", "instruction", "input", "id", "task", "split",
+     "role", "content", "from", "value", "type", "text"]
+) | st.text(max_size=3)  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+TURN = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool", "human"]), "content": st.text(max_size=5) | VALUES}
+)
+ROW = st.dictionaries(KEYS, VALUES, max_size=4) | st.fixed_dictionaries({"messages": st.lists(TURN, max_size=4)})
+LINE = (ROW | VALUES).map(lambda row: json.dumps(row).encode()) | st.binary(max_size=20) | st.just(GOOD)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(rows=st.lists(LINE, min_size=1, max_size=6), end=st.sampled_from([b"\n", b"\r\n"]))
+def test_whatever_is_in_a_file_nothing_is_lost_silently(make, rows, end):
+    content = end.join(rows)
+    try:
+        kept, counts = make(content, invalid="drop", overlong="drop")
+    except InputError as error:
+        assert "\n" not in str(error).strip()
+    else:
+        read = sum(1 for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip())
+        lost = counts.get("invalid_dropped", 0) + counts.get("duplicate_dropped", 0) + counts.get("overlong_dropped", 0)
+        assert (counts["read"], counts["rows"], len(kept)) == (read, read - lost, read - lost)
+        assert len({row["id"] for row in kept}) == len(kept)
+        if lost:
+            with pytest.raises(InputError):
+                make(content)

@@ -1,0 +1,233 @@
+"""Models with one NaN among their weights, in every method and both loops: an error that names the model and the place,
+never a token. Small real models, so that the NaN takes the way that it takes in a large one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from broken_models import CONTEXT, H, V, models, small_lm
+
+from draftsmith.eval.methods import METHODS, parse_method
+from draftsmith.eval.methods.base import Models
+from draftsmith.modules.decoding.batch import generate_batch
+from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.policies import CostRule, JudgedStop, ThresholdRule
+from draftsmith.modules.decoding.protocols import DraftTree, DraftView
+from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
+from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.heads.acceptance import HeadJudge
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.types import SamplingParams
+
+PROMPT = [1, 5, 3, 1, 5]  # repeats itself, so that lookups draft
+GREEDY, DRAWN = SamplingParams(), SamplingParams(1.0)
+MODES = [GREEDY, DRAWN, SamplingParams(0.7, top_k=6, top_p=0.9), SamplingParams(1e-39)]
+# Every method of this engine, and which models with a NaN it meets besides the target.
+BROKEN = {
+    "ar": (),
+    "spec:k=3": ("draft",),
+    "specdec++:h=0.9:max=4": ("draft", "acceptance"),
+    "specdec++:h=0.9:max=4:drafter=eagle": ("eagle", "acceptance"),
+    "cost:c=0.1:max=4": ("draft", "acceptance"),
+    "online:c=0.1:max=4": ("draft",),
+    "confidence:t=0.1:max=4": ("draft",),
+    "self-verify:k=3": ("draft",),
+    "eagle:k=3": ("eagle",),
+    "eagle-tree": ("eagle",),
+    "eagle2:nodes=6:depth=2:topk=3": ("eagle",),
+    "eagle2:nodes=6:depth=2:topk=3:value=off": ("eagle",),
+    "eagle2:nodes=6:depth=2:topk=3:rerank=off": ("eagle",),
+    "eagle2:nodes=6:depth=2:topk=3:value=head": ("eagle",),
+    "pre-verify:k=2": ("draft", "mid"),
+    "pre+self-verify:k=2": ("draft", "mid"),
+    "hsddw:k=2:max=4": ("draft", "mid"),
+    "hsddw:k=2:max=4:drafter=eagle": ("eagle", "mid"),
+    "pld:k=3:ngram=1": (),
+    "lookahead:w=3:n=3:g=3": (),
+    "pearl:k=2": ("draft",),
+}
+BATCHED = {label: broken for label, broken in BROKEN.items() if parse_method(label).batchable}
+
+
+def run(label: str, params: SamplingParams, found: Models) -> Any:
+    drafter = parse_method(label).build(found)
+    return generate(found.target, drafter, PROMPT, params, 12, TorchSource(0), ())
+
+
+@pytest.mark.parametrize("params", MODES, ids=str)
+@pytest.mark.parametrize("label", BROKEN)
+def test_no_method_emits_a_token_of_a_model_with_a_nan(label, params):
+    tree = "value=head" in label
+    assert len(run(label, params, models(tree=tree)).tokens) == 12  # whole models decode
+    for broken in ("target", *BROKEN[label]):
+        with pytest.raises(NonFinite) as caught:
+            run(label, params, models(broken, tree))
+        assert caught.value.model == broken
+        # The target's is seen in the prefill, and M2's where it reads the prompt; a drafter's in its first draft, a
+        # head's that judges states after their tokens one token later.
+        first = len(PROMPT) + (broken not in ("target", "mid"))
+        assert caught.value.position == first
+
+
+def test_every_method_of_this_engine_is_tried():
+    assert {label.split(":")[0] for label in BROKEN} == METHODS.keys() - {"hf", "hf-assisted"}
+
+
+def test_a_trees_acceptance_head_is_looked_at_too():
+    with pytest.raises(NonFinite):
+        run("eagle2:nodes=6:depth=2:topk=3:value=head", GREEDY, models("acceptance", tree=True))
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("label", BATCHED)
+def test_no_batch_does(label, params):
+    prompts = [PROMPT, PROMPT[:3], [7, 8]]
+
+    def decode(found: Models) -> Any:
+        drafter = parse_method(label).build_batch(found, len(prompts))
+        return generate_batch(found.target, drafter, prompts, params, 12, [0, 1, 2], ())
+
+    assert [len(one.tokens) for one in decode(models())] == [12] * 3
+    for broken in ("target", *BATCHED[label]):
+        with pytest.raises(NonFinite) as caught:
+            decode(models(broken))
+        assert caught.value.model == broken and caught.value.row == 0
+        assert caught.value.position >= len(PROMPT) + (broken != "target")
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("batched", [False, True], ids=["one", "batch"])
+def test_the_place_is_that_of_the_token_that_could_not_be_chosen(params, batched):
+    """A NaN in the embedding of one token: everything up to reading it is as ever."""
+
+    def decode(target: LlamaLM, draft: LlamaLM) -> list[int]:
+        prompts = [[7, 8], PROMPT] if batched else [PROMPT]
+        if batched:
+            drafter = parse_method("spec:k=3").build_batch(Models(target, draft, capacity=CONTEXT), 2)
+            return generate_batch(target, drafter, prompts, params, 8, [3, 3], ())[1].tokens
+        drafter = DraftModelDrafter(draft, FixedLength(3), CONTEXT)
+        return generate(target, drafter, PROMPT, params, 8, TorchSource(3), ()).tokens
+
+    target, draft = small_lm(1), small_lm(2)
+    answer = decode(target, draft)
+    new = next(i for i, token in enumerate(answer) if token not in (7, 8, *PROMPT, *answer[:i]))
+    broken = small_lm(1, ("embed_tokens.weight", (answer[new], 0)))
+    with pytest.raises(NonFinite) as caught:
+        decode(broken, small_lm(1))  # a draft that is the target itself is accepted, so that drafts are read as well
+    assert caught.value.model == "target" and caught.value.row == (1 if batched else None)
+    assert caught.value.position >= len(PROMPT) + 1
+    if params.greedy:  # else another draft takes other random numbers
+        assert caught.value.position == len(PROMPT) + new + 1
+
+
+def test_the_place_of_a_drafts_nan_counts_the_tokens_drafted_before_it():
+    tree = DraftModelDrafter(small_lm(2), FixedLength(4), CONTEXT)
+    tree.start(PROMPT, torch.empty(0), 2)
+    drafted = tree.propose(4, GREEDY, TorchSource(0)).tokens
+    place = next(i for i, token in enumerate(drafted) if token not in (2, *PROMPT, *drafted[:i]))
+    assert place < 3
+    broken = DraftModelDrafter(small_lm(2, ("embed_tokens.weight", (drafted[place], 0))), FixedLength(4), CONTEXT)
+    broken.start(PROMPT, torch.empty(0), 2)
+    with pytest.raises(NonFinite) as caught:
+        broken.propose(4, GREEDY, TorchSource(0))
+    assert (caught.value.model, caught.value.position) == ("draft", place + 1)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("label", ["ar", "spec:k=3", "eagle:k=3"])
+def test_a_prompt_that_fails_leaves_nothing_to_the_next_ones(label, static):
+    """Sessions and drafters serve prompt after prompt, and a mask multiplies what it hides by zero, NaN too."""
+    rare = 20  # neither the answers nor their drafts come to it
+    target, draft = (small_lm(seed, ("embed_tokens.weight", (rare, 0))) for seed in (1, 2))
+    found = Models(target, draft, eagle=models().eagle, capacity=CONTEXT)
+    long, short = [1, 2, rare, 4, 5, 6, 7, 8, rare, 2, 3, 4, 5], [[1, 2], [3, 4, 5]]
+
+    def batched(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
+        made = generate_batch(target, drafter, prompts, GREEDY, 3, [0, 0], (), session)
+        return [one.tokens for one in made]
+
+    def one(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
+        return [
+            generate(target, drafter, prompt, GREEDY, 3, TorchSource(0), (), session=session).tokens
+            for prompt in prompts
+        ]
+
+    method = parse_method(label)
+    for decode, session, build in [
+        (batched, lambda: target.rows_session(2, CONTEXT, static), lambda: method.build_batch(found, 2)),
+        (one, lambda: target.session(CONTEXT, static), lambda: method.build(found)),
+    ]:
+        expected = decode(session(), build(), short)
+        kept, drafter = session(), build()
+        with pytest.raises(NonFinite):
+            decode(kept, drafter, [long, [3, 4]])
+        assert decode(kept, drafter, short) == expected
+
+
+@pytest.mark.parametrize("logits", [[math.nan, 1, 2], [1, math.inf, 2], [-math.inf] * 3, [1, 2, math.nan]], ids=str)
+@pytest.mark.parametrize("params", MODES, ids=str)
+def test_a_row_without_a_law_ends_the_walk_there(logits, params):
+    """Below an accepted token, chains that were drawn and chains that were chosen."""
+    rows = torch.tensor([[0.0, 60.0, 0.0], logits])
+    law = torch.tensor([[0.0, 1.0, 0.0]])
+    for tree in (DraftTree((1,), (-1,)), DraftTree((1,), (-1,), law)):
+        with pytest.raises(NonFinite) as caught:
+            verify(tree, rows, params, TorchSource(0))
+        assert caught.value.position == 1
+        with pytest.raises(NonFinite) as caught:
+            verify(tree, rows.flip(0), params, TorchSource(0))
+        assert caught.value.position == 0
+
+
+def test_a_draft_whose_law_is_none_is_not_accepted():
+    for law in ([math.nan] * 3, [0.0, math.nan, 1.0]):
+        with pytest.raises(NonFinite):
+            verify(DraftTree((1,), (-1,), torch.tensor([law])), torch.zeros(2, 3), DRAWN, TorchSource(0))
+
+
+def test_a_masked_vocabulary_is_decoded():
+    """-inf on all tokens but three, in the target and its draft."""
+    target, draft = small_lm(1), small_lm(2)
+    for lm in (target, draft):
+        plain = lm.lm_head
+        masked = torch.full((V,), -math.inf)
+        masked[[2, 9, 11]] = 0
+        lm.lm_head = lambda hidden, plain=plain, masked=masked: plain(hidden) + masked  # type: ignore[method-assign]
+    for label in ("spec:k=3", "online:c=0.1:max=4", "pearl:k=2", "self-verify:k=3"):
+        for params in MODES:
+            made = generate(
+                target, parse_method(label).build(Models(target, draft, capacity=CONTEXT)), PROMPT, params, 12,
+                TorchSource(0), (),
+            )  # fmt: skip
+            assert set(made.tokens) <= {2, 9, 11} and len(made.tokens) == 12
+
+
+def test_an_acceptance_heads_nan_is_an_error_and_a_policy_that_is_told_nan_stops():
+    head = models("acceptance").acceptance
+    view = DraftView(2, 3, torch.ones(1, H), torch.zeros(V), None)
+    with pytest.raises(NonFinite) as caught:
+        HeadJudge(head).prob(view)  # type: ignore[arg-type]
+    assert caught.value.model == "acceptance"
+    assert ThresholdRule(0.7).enough(math.nan, 0) and CostRule(0.1).enough(math.nan, 0)
+
+    class Silent:
+        late = learns = False
+
+        def start_round(self):
+            pass
+
+        def prob(self, view):
+            return math.nan
+
+    for rule in (ThresholdRule(0.7), CostRule(0.1)):
+        stop = JudgedStop(Silent(), rule, 1, 8)  # type: ignore[arg-type]
+        stop.start_round()
+        assert stop.should_stop(view)
+    broken = DraftView(2, 3, torch.ones(1, H), torch.full((V,), math.nan), None)
+    assert Confidence(0.4, 1, 8).should_stop(broken) and SelfVerify(8).should_stop(broken)

@@ -1,0 +1,170 @@
+"""Where a generation ends: end tokens, the tokens asked for, the context, the nodes of a call; and who is told what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from table_methods import CAPACITY, method
+from table_models import PROMPT, TableLM, V
+
+from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafter
+from draftsmith.modules.decoding.loop import Answer, Generation, Round, generate
+from draftsmith.modules.decoding.protocols import DraftTree
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import SamplingParams
+
+SAMPLING, GREEDY = SamplingParams(1.0), SamplingParams()
+SEEDS = range(4)
+
+
+@pytest.mark.parametrize(
+    ("room", "emitted", "kept", "ended"),
+    [
+        (9, [1, 2, 3], [1, 2, 3], False),
+        (9, [1, 9, 3], [1, 9], True),
+        (9, [9, 9, 3], [9], True),
+        (3, [1, 2, 9], [1, 2, 9], True),
+        (2, [1, 2, 9], [1, 2], False),  # the end token was cut: this answer has not ended
+        (2, [1, 9, 9], [1, 9], True),
+        (2, [1, 2, 3, 4], [1, 2], False),
+    ],
+)
+def test_an_answer_is_cut_at_the_first_end_token_and_at_its_room(room, emitted, kept, ended):
+    answer = Answer(frozenset([9]), room)
+    assert answer.emit(emitted) == kept == answer.tokens
+    assert answer.ended == ended and answer.done == (ended or len(kept) == room)
+
+
+def rounds_of(run: Callable[..., Generation], **how: Any) -> tuple[Generation, list[Round]]:
+    rounds: list[Round] = []
+    return run(on_round=rounds.append, **how), rounds
+
+
+@pytest.mark.parametrize("name", ["spec:k=3", "eagle:k=2", "tree", "eagle2", "hsddw", "pearl:k=2", "pld", "lookahead"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLING], ids=["greedy", "T=1"])
+def test_no_draft_outruns_what_is_wanted(name, params):
+    """Each of three limits is the one that counts, and drafts come up to it. A draft's deepest token may be the last
+    but one wanted: the round's own token is the last."""
+    make = method(name, TableLM(1))
+    for wanted, context, nodes in ((7, 64, 128), (60, 9, 128), (30, 64, 1)):
+        deepest = []
+        for seed in SEEDS:
+            target = TableLM(1, max_position=context)
+            made, rounds = rounds_of(
+                generate, target=target, drafter=make(), prompt=PROMPT, params=params, max_new_tokens=wanted,
+                source=TorchSource(seed), eos_ids=(), max_nodes=nodes,
+            )  # fmt: skip
+            room = min(wanted, context - len(PROMPT))
+            assert len(made.tokens) == room and not made.ended
+            emitted = 1
+            for done in rounds[1:]:
+                most = min(room - emitted - 1, nodes)
+                deepest.append(depth_of(done.tree) - most)
+                if not done.tree.tokens and done.step.num_drafted == 0:
+                    assert done.step.draft_calls == 0
+                emitted += len(done.tokens)
+        assert max(deepest) <= 0
+        assert max(deepest) == 0 or name in ("pld", "pearl:k=2", "lookahead")
+
+
+def depth_of(tree: DraftTree) -> int:
+    depths: list[int] = []
+    for parent in tree.parents:
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return max(depths, default=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("spec:k=3", GREEDY), *((name, SAMPLING) for name in ("spec:k=3", "tree", "eagle2", "hsddw"))],
+)
+def test_watchers_hear_of_what_was_emitted(name, params):
+    """End tokens amid accepted drafts: what is shown is the answer, piece by piece, and counts no token cut from it."""
+    cut = 0
+    for seed in range(40):
+        target = TableLM(seed)
+        made, rounds = rounds_of(
+            generate, target=target, drafter=method(name, target, seed)(), prompt=PROMPT, params=params,
+            max_new_tokens=9, source=TorchSource(seed), eos_ids=(3,),
+        )  # fmt: skip
+        assert [token for done in rounds for token in done.tokens] == made.tokens
+        assert made.ended == (made.tokens[-1] == 3) and 3 not in made.tokens[:-1]
+        for done in rounds[1:]:
+            accepted = [done.tree.tokens[node] for node in done.verdict.path]
+            assert done.tokens[: done.num_accepted] == accepted[: done.num_accepted]
+            assert done.num_accepted == min(len(accepted), len(done.tokens))
+            cut += len(accepted) > len(done.tokens)
+        assert made.trace.num_accepted == sum(done.num_accepted for done in rounds)
+    assert cut > 0
+
+
+def test_a_session_may_be_used_again():
+    target = TableLM(1)
+    session = target.session(64)
+    makes = method("spec:k=2", target)
+    alone = [generate(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed)).tokens for seed in SEEDS]
+    again = [
+        generate(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed), session=session).tokens for seed in SEEDS
+    ]
+    assert alone == again
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLING], ids=["greedy", "T=1"])
+def test_a_verdict_needs_a_row_for_every_node_and_the_root(rows, params):
+    with pytest.raises(ValueError, match=f"logits: got {rows} rows, expected 3"):
+        verify(DraftTree((1, 2), (-1, 0)), torch.zeros(rows, V), params, TorchSource(0))
+
+
+class Even(TableLM):
+    """Two tokens have mass, a half each: every entropy is the same number, in whatever order it is summed."""
+
+    def row(self, prefix):
+        logits, feature = super().row(prefix)
+        return logits.where(logits.isinf(), 0.0), feature
+
+
+class Watched(HierarchicalDrafter):
+    """Keeps, of every draft, the largest entropy in each of M2's rounds, the threshold, and whether it was full."""
+
+    def propose(self, max_drafted, params, source):
+        self.rounds = []
+        tree = super().propose(max_drafted, params, source)
+        if tree.tokens:
+            full = len(tree.tokens) == min(max_drafted, self.max_drafted)
+            self.drafts.append((self.rounds, self.rule.threshold, full))
+        return tree
+
+    def _round(self, room, params, source):
+        laws = super()._round(room, params, source)
+        self.rounds.append([-sum(p * math.log(p) for p in law.tolist() if p > 0) for law in laws])
+        return laws
+
+
+@pytest.mark.parametrize("middle", [Even(201, (2,)), TableLM(201)], ids=["equal entropies", "any"])
+def test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mean(middle):
+    """HSDDW, algorithm 2: handed over after the round of M2 in which some token's entropy is above the threshold."""
+    drafts, mixed = [], 0
+    for seed in range(30):
+        drafter = Watched(middle, DraftModelDrafter(TableLM(101), FixedLength(1), CAPACITY), 4, True, CAPACITY)
+        drafter.drafts = drafts
+        generate(TableLM(1), drafter, PROMPT, SAMPLING, 14, TorchSource(seed))
+    ends = set()
+    for rounds, threshold, full in drafts:
+        *before, last = rounds
+        assert all(max(own) <= threshold + 1e-12 for own in before)
+        assert full or max(last) > threshold + 1e-12
+        ends.add(full)
+        mixed += any(own[0] <= threshold - 1e-6 and max(own) > threshold + 1e-6 for own in rounds)
+    assert ends == {True, False}
+    if isinstance(middle, Even):  # such a round's entropies equal the mean once there is one
+        assert any(len(rounds) > 1 for rounds, *_ in drafts)
+    else:
+        assert mixed > 0

@@ -1,0 +1,128 @@
+"""Mutants of replayed rollouts, of the labels and of the losses."""
+
+from __future__ import annotations
+
+from mutants.mutant import REPLAYS, Mutant
+
+REPLAY, JUDGED, COUPLING = (f"eval/rollouts/{name}.py" for name in ("replay", "judged", "coupling"))
+RULES, REPLAYED, JUDGED_TEST, COUPLED = (
+    f"tests/eval/rollouts/{name}_test.py" for name in ("rules", "replay", "judged", "coupling")
+)
+LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
+LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
+LABELS, ROLLOUTS, DATASETS = "data/acceptance.py", "data/rollouts.py", "data/datasets.py"
+LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
+    f"tests/data/{name}_test.py" for name in ("acceptance", "rollouts", "datasets")
+)
+COSTS, COST_TEST = "eval/costs.py", "tests/eval/costs_test.py"
+
+MUTANTS = [
+    # -- replays
+    Mutant("replay-threshold-judges-the-last-token", REPLAY, "    if late:\n        survival = ",
+           "    if False:\n        survival = ", (RULES,)),
+    Mutant("replay-threshold-stops-at-h", REPLAY, "1 - survival > h", "1 - survival >= h", (RULES,)),
+    Mutant("replay-confidence-stops-at-its-threshold", REPLAY, "np.exp(rollouts.log_q) < t",
+           "np.exp(rollouts.log_q) <= t", (RULES,)),
+    Mutant("replay-minimum-one-late", REPLAY, "stop[:, minimum - 1 : maximum].copy()",
+           "np.roll(stop, -1, 1)[:, minimum - 1 : maximum].copy()", (RULES,)),
+    Mutant("replay-maximum-is-no-end", REPLAY, "    may[:, -1] = True\n", "", (RULES,)),
+    Mutant("replay-oracle-drafts-the-last-token", REPLAY, "lengths - 1 - rollouts.start", "lengths - rollouts.start",
+           (f"{REPLAYED}::test_the_oracle_discards_nothing_and_calls_the_target_once_a_disagreement",)),
+    Mutant("replay-drafts-past-the-last-token", REPLAY, "answer.room - emitted - 1", "answer.room - emitted",
+           REPLAYS),
+    Mutant("replay-emits-past-the-end", REPLAY, "min(accepted + 1, length - emitted)", "accepted + 1", REPLAYS),
+    Mutant("replay-self-verify-stops-at-its-threshold", REPLAY, "entropies > policy.threshold",
+           "entropies >= policy.threshold", (RULES,)),
+    Mutant("replay-self-verify-never-forgets", REPLAY, "        policy.reset()\n", "", REPLAYS),
+    Mutant("replay-nothing-behind-an-end-token", REPLAY,
+           "rollouts.num_accepted if rollouts.past_end is None else rollouts.num_accepted + rollouts.past_end",
+           "rollouts.num_accepted", REPLAYS),
+    Mutant("replay-tree-one-node-more", REPLAY, "(rank >= taken)", "(rank > taken)", REPLAYS),
+    Mutant("replay-tree-rule-hears-of-the-last-round", REPLAY, "rollouts.start[row] + accepted + 1 < len(text)",
+           "rollouts.start[row] + accepted + 1 <= len(text)",
+           (f"{REPLAYED}::test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace",)),
+    Mutant("judged-replay-hears-of-the-last-round", JUDGED, "        last = (0, 0)  #",
+           "        last = last if traces else (0, 0)  #", (JUDGED_TEST,)),
+    Mutant("judged-replay-late-judges-at-once", JUDGED, "view.num_drafted - 1 - self.late", "view.num_drafted - 1",
+           (JUDGED_TEST,)),
+    Mutant("coupling-rejects-to-the-wrong-residual", COUPLING, "self._free.draw(residual(probs, law))",
+           "self._free.draw(residual(law, probs))", (COUPLED,)),
+    Mutant("coupling-side-by-side-to-the-wrong-residual", COUPLING, "residual(laws, target), laws)",
+           "residual(target, laws), laws)", (JUDGED_TEST,)),
+    Mutant("coupling-stays-on-the-text-after-a-rejection", COUPLING, "        self._on_text = False\n        return",
+           "        return", (COUPLED,)),
+    Mutant("coupling-odds-upside-down", COUPLING, "* law[token].item() < probs[token].item()",
+           "* probs[token].item() < law[token].item()", (COUPLED,)),
+    Mutant("coupling-side-by-side-stays-on-the-text", COUPLING, "= on_text & within & (tokens == wanted).cpu()",
+           "= on_text & within", (JUDGED_TEST,)),
+    # -- costs
+    Mutant("costs-first-step-twice", COSTS, "cost.first + (step.draft_calls - 1) * cost.step",
+           "cost.first + step.draft_calls * cost.step", (COST_TEST,)),
+    Mutant("costs-no-root", COSTS, "costs.target_s(step.num_drafted + 1, ", "costs.target_s(step.num_drafted, ",
+           (COST_TEST,)),
+    # -- labels
+    Mutant("labels-one-position-late", LABELS, "torch.tensor(mask).nonzero()[:, 0] - 1 for",
+           "torch.tensor(mask).nonzero()[:, 0] for",
+           (LABEL_TEST,)),
+    Mutant("labels-p-at-temperature-1", LABELS, "probabilities(target.lm_head(target_hidden[piece]), params)",
+           "probabilities(target.lm_head(target_hidden[piece]), SamplingParams(1.0))", (LABEL_TEST,)),
+    Mutant("labels-odds-upside-down", LABELS, "(p / q).clamp(max=1.0)", "(q / p).clamp(max=1.0)", (LABEL_TEST,)),
+    Mutant("labels-overlap-of-the-union", LABELS, "torch.minimum(target_prob, draft_prob)",
+           "torch.maximum(target_prob, draft_prob)", (LABEL_TEST,)),
+    Mutant("mixing-upside-down", DATASETS, ".random(len(places)) >= self.mix", ".random(len(places)) < self.mix",
+           (DATASET_TEST,)),
+    Mutant("mixing-the-same-in-every-epoch", DATASETS, '_generator("mix", self.seed, epoch, row)',
+           '_generator("mix", self.seed, 0, row)', (DATASET_TEST,)),
+    Mutant("mixing-the-same-in-every-row", DATASETS, '_generator("mix", self.seed, epoch, row)',
+           '_generator("mix", self.seed, epoch, 0)', (DATASET_TEST,)),
+    Mutant("mixing-labels-of-the-targets-tokens", DATASETS, "values[drafted] = self._lists[name][row][own]",
+           "values[places] = self._lists[name][row]", (DATASET_TEST,)),
+    Mutant("mixing-counts-the-targets-tokens", DATASETS, '"loss_mask": torch.from_numpy(drafted)}',
+           '"loss_mask": torch.from_numpy(self.answers.mask(row))}', (DATASET_TEST,)),
+    Mutant("mixing-keeps-the-targets-tokens", DATASETS,
+           '        ids[drafted] = self._lists["draft_ids"][row][own]\n',
+           "", (DATASET_TEST,)),
+    Mutant("rollouts-reached-not-shifted", ROLLOUTS, "torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1]], -1)",
+           "passed", (ROLLOUT_TEST,)),
+    Mutant("rollouts-go-on-behind-an-end-token", ROLLOUTS, "(accept_prob * ~ends).cumprod(-1)",
+           "accept_prob.cumprod(-1)",
+           (ROLLOUT_TEST,)),
+    Mutant("rollouts-begin-before-the-decoder-may", ROLLOUTS, "range(max(first + 1, min_start), ",
+           "range(max(first, min_start), ", (ROLLOUT_TEST,)),
+    Mutant("rollouts-past-the-context", ROLLOUTS, "self.context - self.depth + 1", "self.context - self.depth + 2",
+           (ROLLOUT_TEST,)),
+    Mutant("rollouts-short-texts-all-at-one-temperature", ROLLOUTS, "(number + i) % len(rollouts.sampling)",
+           "i % len(rollouts.sampling)", (ROLLOUT_TEST,)),
+    Mutant("rollouts-agreement-in-place-of-the-probability", ROLLOUTS, "own if rollouts.prob else overlap", "overlap",
+           (ROLLOUT_TEST,)),
+    Mutant("rollouts-unreached-tokens-count", "data/rollout_dataset.py", '"loss_mask": weight > 0}',
+           '"loss_mask": weight >= 0}', (ROLLOUT_TEST,)),
+    Mutant("rollouts-all-tokens-weigh-the-same", "train/drafted_tokens.py", "weight=chosen(of_children(data.weight))",
+           "weight=torch.ones_like(accept_prob)", ("tests/train/rollouts_test.py",)),
+    Mutant("rollouts-states-after-for-heads-of-before", "train/drafted_tokens.py",
+           "states[:, 1:] if late else states[:, :depth]", "states[:, -depth:]", ("tests/train/rollouts_test.py",)),
+    # -- losses and metrics
+    Mutant("loss-weights-swapped", LOSSES, "w_acc * prob * accept + w_rej * (1 - prob) * reject",
+           "w_rej * prob * accept + w_acc * (1 - prob) * reject", (LOSS_TEST,)),
+    Mutant("loss-tokens-all-weigh-the-same", LOSSES,
+           "torch.ones_like(prob) if batch.weight is None else batch.weight[batch.loss_mask].float()",
+           "torch.ones_like(prob)", ("tests/train/rollouts_test.py",)),
+    Mutant("loss-kl-plus-the-entropy", LOSSES, "(1 - prob) * reject) - entropy)", "(1 - prob) * reject) + entropy)",
+           (LOSS_TEST,)),
+    Mutant("loss-token-weight", LOSSES, "token_weight: float = 0.1,\n    decay",
+           "token_weight: float = 1.0,\n    decay",
+           (LOSS_TEST, "tests/train/eagle_test.py")),
+    Mutant("loss-gradient-without-the-target", LOSSES, "logits.sub_(log_norm).exp_().sub_(target_prob)",
+           "logits.sub_(log_norm).exp_()", (LOSS_TEST,)),
+    Mutant("loss-gradient-of-masked-tokens", LOSSES, "pull(logits) * keep[part, None].to(states.dtype)", "pull(logits)",
+           (LOSS_TEST, "tests/train/eagle_test.py")),
+    Mutant("loss-top3-of-two", LOSSES, "logits.topk(min(3, logits.shape[-1]), dim=-1)",
+           "logits.topk(min(2, logits.shape[-1]), dim=-1)", (LOSS_TEST,)),
+    Mutant("loss-mean-over-the-last-steps-tokens", LOSSES, "torch.tensor(len(wanted), device=wanted.device)",
+           "kept[-1].sum()", ("tests/train/eagle_test.py",)),
+    Mutant("loss-all-steps-weigh-the-same", LOSSES, "[decay**i for i in range(len(passes))]",
+           "[1.0 for i in range(len(passes))]", ("tests/train/eagle_test.py",)),
+    Mutant("auc-ties-count-whole", METRICS, "(below + negatives / 2)", "(below + negatives)", (METRIC_TEST,)),
+    Mutant("ece-of-unsorted-tokens", METRICS, "order = prob.argsort(stable=True)",
+           "order = torch.arange(len(prob))", (METRIC_TEST,)),
+]  # fmt: skip

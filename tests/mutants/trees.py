@@ -1,0 +1,66 @@
+"""Mutants of trees and EAGLE heads."""
+
+from __future__ import annotations
+
+from mutants.mutant import REPLAYS, TREE, Mutant
+
+TREE_PY, GROWN = "modules/decoding/tree.py", "modules/heads/eagle_tree.py"
+EAGLE, LEAN = "modules/heads/eagle.py", "modules/lean.py"
+EAGLE_TREES, EAGLE_TEST = "tests/modules/heads/eagle_tree_test.py", "tests/modules/heads/eagle_test.py"
+CACHE_TEST = "tests/modules/kv_cache_test.py"
+
+MUTANTS = [
+    Mutant("reranking-worst-first", TREE_PY, "(-values[child], child))", "(values[child], child))", (TREE,)),
+    Mutant("reranking-one-node-too-few", TREE_PY, "while open_nodes and len(taken) < count:",
+           "while open_nodes and len(taken) < count - 1:", (TREE,)),
+    Mutant("candidates-of-one-level-more", TREE_PY, "topk * (1 + (levels - 1) * topk)", "topk * (1 + levels * topk)",
+           REPLAYS),
+    Mutant("paths-in-another-order", TREE_PY, "key=lambda path: (len(path), path)", "key=lambda path: path", (TREE,)),
+    Mutant("paths-twice-are-let-in", TREE_PY, "if not ordered or len(numbers) != len(ordered):", "if not ordered:",
+           (TREE,)),
+    Mutant("tree-value-is-a-nodes-own", GROWN, "grown = log_prob + values[:, None] if shape.value else log_prob",
+           "grown = log_prob", (EAGLE_TREES,)),
+    Mutant("tree-nodes-of-equal-value-in-any-order", GROWN,
+           "values.sort(descending=True, stable=True).indices[:count]",
+           "values.flip(0).sort(descending=True, stable=True).indices[:count].neg() + len(values) - 1",
+           (EAGLE_TREES,)),
+    Mutant("tree-siblings-see-each-other", GROWN, "self._own_bias[:count, :count]], 1)",
+           "torch.zeros_like(self._own_bias[:count, :count])], 1)", (EAGLE_TREES,)),
+    Mutant("tree-positions-one-too-far", GROWN, "committed + depth - 1", "committed + depth", (EAGLE_TREES,)),
+    Mutant("tree-one-level-too-deep", GROWN, "min(shape.depth, max_depth - 1) + 1", "shape.depth + 1", (EAGLE_TREES,)),
+    Mutant("tree-leaves-its-rows-in-the-cache", GROWN, "        cache.keep(committed)\n", "", (EAGLE_TREES,)),
+    Mutant("tree-frontier-with-another-parents-state", GROWN,
+           "above, frontier = chosen // tokens.shape[1], chosen + count",
+           "above, frontier = chosen % tokens.shape[1], chosen + count", (EAGLE_TREES,)),
+    Mutant("tree-parents-by-their-old-numbers", GROWN,
+           "torch.where(parents < 0, parents, torch.searchsorted(taken, parents))",
+           "parents.clamp(max=len(taken) - 1)", (EAGLE_TREES,)),
+    Mutant("tree-context-one-too-short", GROWN, "self._positions - cache.length - len(self._ids) + 1)",
+           "self._positions - cache.length - len(self._ids))", (EAGLE_TREES,)),
+    Mutant("tree-rule-hears-of-rounds-without-a-draft", GROWN, "if self.rule is not None and self._num_drafted:",
+           "if self.rule is not None:", (EAGLE_TREES,)),
+    Mutant("static-tree-takes-the-next-rank", GROWN, "[shape.ranks[node]] for node in nodes]",
+           "[shape.ranks[node] - 1] for node in nodes]", (EAGLE_TREES,)),
+    Mutant("static-tree-all-from-the-first-parent", GROWN, "ranked[places[shape.parents[node]]]", "ranked[0]",
+           (EAGLE_TREES,)),
+    Mutant("tree-mask-hides-grandparents", LEAN, "for _ in range(max(depths).bit_length()):", "for _ in range(1):",
+           (CACHE_TEST,)),
+    Mutant("tree-mask-depths-from-1", LEAN, "depths.append(depths[parent] + 1 if parent >= 0 else 0)",
+           "depths.append(depths[parent] + 1 if parent >= 0 else 1)", ("tests/modules/targets/parity_test.py",)),
+    Mutant("eagle-features-of-its-own-token", EAGLE, "features=batch.features[:, :-2],",
+           "features=batch.features[:, 1:-1],",
+           (EAGLE_TEST,)),
+    Mutant("eagle-mask-one-row-early", EAGLE, "loss_mask=batch.loss_mask[:, 2:],",
+           "loss_mask=batch.loss_mask[:, 1:-1],",
+           (EAGLE_TEST,)),
+    Mutant("eagle-flat-mask-one-row-early", EAGLE, "batch.loss_mask[:, rows + 2]", "batch.loss_mask[:, rows + 1]",
+           (EAGLE_TEST,)),
+    Mutant("eagle-steps-lose-a-row", EAGLE, "self.position_ids >= step", "self.position_ids > step",
+           ("tests/train/eagle_test.py",)),
+    Mutant("eagle-rows-see-the-newer-pass-only", EAGLE, "ahead == i - j for i in range(1, j + 1)",
+           "ahead == 0 for i in range(1, j + 1)", (EAGLE_TEST,)),
+    Mutant("eagle-passes-see-one-true-row-too-many", EAGLE, "[ahead <= -j, ", "[ahead <= 1 - j, ", (EAGLE_TEST,)),
+    Mutant("eagle-keeps-drafted-rows", EAGLE, "        cache.keep(committed)\n", "", (EAGLE_TEST,)),
+    Mutant("eagle-context-one-too-long", EAGLE, "self._positions - cache.length - len(self._ids) + 1)",
+           "self._positions - cache.length - len(self._ids) + 2)", (EAGLE_TEST,)),
+]  # fmt: skip
