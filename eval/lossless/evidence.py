@@ -21,8 +21,8 @@ from torch import Tensor
 from draftsmith.eval.lossless.defects import DEFECTS, defective
 
 # l of the bets on a score and on single tokens, with both signs; and on a defect: the share of tokens that have it.
-STRENGTHS = (0.06, 0.12, 0.25, 0.5, 0.95)
-TOKEN_STRENGTHS = (0.1, 0.3, 0.95)
+STRENGTHS = (0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 0.95)
+TOKEN_STRENGTHS = (0.03, 0.1, 0.3, 0.95)
 SHARES = (0.3, 0.9)
 # What a bet lays on a repetition of the prompt's answer before this one.
 COPIED_STAKES = (0.05, 0.5)

@@ -23,6 +23,7 @@ from draftsmith.modules.types import InputError
 
 DRAWS = 48  # of each alternative at each token
 CLOSE = 0.02  # a bias is this near to the one asked for, relatively
+WEAKEST = 0.6  # tilt, by the strength of a family's weakest bet, below which that bet hardly grows or shrinks
 TRIES, STEEPEST = 30, 50.0  # steps, and the tilt beyond which a direction has nothing more to give
 
 
@@ -84,7 +85,7 @@ def power_of(found: Decided, bias: float, generator: torch.Generator) -> Power:
     for family in directions:
         for sign, word in ((1.0, "towards"), (-1.0, "away from")):
             law, tilt = tilted(p, sign * family.x, bias)
-            if tilt < family.strengths[0]:
+            if tilt < WEAKEST * family.strengths[0]:
                 expected = "one that the weakest bets grow on with these prompts"
                 raise InputError("bias", bias, expected, "Raise --bias, or choose other prompts.")
             if law is not None:

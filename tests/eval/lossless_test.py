@@ -47,6 +47,7 @@ def rows(output: Path) -> dict[str, dict]:
 
 def test_lossless_methods_pass_in_both_loops_and_the_power_is_stated(models, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("draftsmith.eval.lossless.sampling.FIRST_TOKENS", 400)
+    monkeypatch.setattr("draftsmith.eval.lossless.sampling.POWER_TOKENS", 128)
     methods = "spec:k=3,eagle2:nodes=6:depth=2:topk=3,pearl:k=2,online:c=0.1:max=4"
     assert run(config(models, tmp_path, methods=methods)) == 0
     found = rows(tmp_path)
@@ -80,6 +81,7 @@ def planted_row(loaded, planted: Planted, tmp_path: Path, monkeypatch, **changes
     lms, prompts = loaded
     monkeypatch.setattr("draftsmith.eval.lossless.command.LOOPS", (planted.loop,))
     monkeypatch.setattr("draftsmith.eval.lossless.command.in_batches", lambda *_: False)
+    monkeypatch.setattr("draftsmith.eval.lossless.sampling.POWER_TOKENS", 128)
     planted.plant(monkeypatch)
     settings = {**FLAGS, "bias": 0.04, "max_new_tokens": 4, "ignore_eos": True, **changes}
     settings = LosslessConfig("", "", tmp_path, **settings)
