@@ -27,7 +27,7 @@ MUTANTS = [
            "np.roll(stop, -1, 1)[:, minimum - 1 : maximum].copy()", (RULES,)),
     Mutant("replay-maximum-is-no-end", REPLAY, "    may[:, -1] = True\n", "", (RULES,)),
     Mutant("replay-oracle-drafts-the-last-token", REPLAY, "lengths - 1 - rollouts.start", "lengths - rollouts.start",
-           (f"{REPLAYED}::test_the_oracle_discards_nothing_and_calls_the_target_once_a_disagreement",)),
+           (RULES,)),
     Mutant("replay-drafts-past-the-last-token", REPLAY, "answer.room - emitted - 1", "answer.room - emitted",
            REPLAYS),
     Mutant("replay-emits-past-the-end", REPLAY, "min(accepted + 1, length - emitted)", "accepted + 1", REPLAYS),

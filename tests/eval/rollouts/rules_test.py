@@ -65,3 +65,12 @@ def test_self_verification_goes_on_at_an_entropy_that_equals_the_mean():
     policy.entropies = [0.5]
     policy.observe(1, 0)
     assert policy.threshold == 0.5
+
+
+def test_the_oracle_leaves_an_answers_last_token_to_the_target():
+    """Also of answers that an end token ends, far from their room: what it would draft there is discarded."""
+    rollouts = hand_rollouts([[True] * 5, [True, False, True, True], [True, True, True, False]], DEPTH)
+    traces = replay.replay(rollouts, replay.oracle(rollouts))
+    rounds = [[(step.num_drafted, step.num_accepted) for step in trace.steps] for trace in traces]
+    assert rounds == [[(3, 3)], [(0, 0), (1, 1)], [(2, 2)]]
+    assert [trace.num_discarded for trace in traces] == [0, 0, 0]
