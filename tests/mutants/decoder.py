@@ -92,8 +92,7 @@ MUTANTS = [
            (f"{BATCH}::test_tokens_are_transformers_and_counts_the_single_loops[1-spec:k=5]",)),
     Mutant("batch-drafts-past-the-context", BATCH_PY, "self._limit - row.num_read - 1", "self._limit - row.num_read",
            (f"{BATCH}::test_a_row_whose_context_is_full_ends_beside_others[spec:k=5]",),
-           reason="An answer's room ends with the context (`room_for`), so that this bound is never the smallest: it is a "
-           "guard for callers to come."),
+           reason="An answer's room ends with the context (`room_for`), so that this bound is never the smallest."),
     Mutant("batch-more-nodes-than-allowed", BATCH_PY, "min(drafter.max_drafted, max_nodes)", "drafter.max_drafted",
            (f"{BATCH}::test_no_more_nodes_than_allowed_are_scored_in_a_call",)),
     Mutant("batch-idle-rows-go-on", BATCH_PY, "            if not row.done:\n                row.take",
@@ -156,8 +155,7 @@ MUTANTS = [
     Mutant("loop-drafts-past-the-last-token", LOOP, "min(state.room - len(state.tokens) - 1, ",
            "min(state.room - len(state.tokens), ", (LIMITS,)),
     Mutant("loop-drafts-past-the-context", LOOP, "limit - kept - 1, max_nodes)", "limit - kept, max_nodes)", (LIMITS,),
-           reason="An answer's room ends with the context (`room_for`), so that this bound is never the smallest: it is a "
-           "guard for callers to come."),
+           reason="An answer's room ends with the context (`room_for`), so that this bound is never the smallest."),
     Mutant("loop-more-nodes-than-allowed", LOOP, "limit - kept - 1, max_nodes)", "limit - kept - 1)", (LIMITS,)),
     Mutant("loop-a-prompt-that-fills-the-context", LOOP, "if not 0 < len(prompt) < limit:",
            "if not 0 < len(prompt) <= limit:", (f"{BATCH}::test_what_the_single_loop_refuses_is_refused",)),

@@ -37,7 +37,7 @@ MUTANTS = [
     Mutant("replay-nothing-behind-an-end-token", REPLAY,
            "rollouts.num_accepted if rollouts.past_end is None else rollouts.num_accepted + rollouts.past_end",
            "rollouts.num_accepted", REPLAYS),
-    Mutant("replay-tree-one-node-more", REPLAY, "(rank >= taken)", "(rank > taken)", REPLAYS),
+    Mutant("replay-tree-one-node-more", REPLAY, "(rank >= taken)", "(rank > taken)", (RULES,)),
     Mutant("replay-tree-rule-hears-of-the-last-round", REPLAY, "rollouts.start[row] + accepted + 1 < len(text)",
            "rollouts.start[row] + accepted + 1 <= len(text)",
            (f"{REPLAYED}::test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace",)),
