@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftsmith.data import reading
 from draftsmith.modules.types import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -41,14 +41,9 @@ def read_object(file: Path) -> dict[str, Any]:
         InputError: absent, damaged, or JSON of another kind.
     """
     try:
-        found = json.loads(file.read_text("utf-8"))
+        return reading.read_object(file, {}, AGAIN)
     except OSError as error:
         raise InputError(str(file), error.strerror or "unreadable", "a file with JSON", AGAIN) from error
-    except (ValueError, RecursionError) as error:  # no JSON or no text; nested without end
-        raise InputError(str(file), f"damaged ({error})", "JSON", AGAIN) from error
-    if not isinstance(found, dict):
-        raise InputError(str(file), f"a JSON {type(found).__name__}", "a JSON object", AGAIN)
-    return found
 
 
 def read_settings(directory: Path) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def recognise(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mappin
     layout = _fitting(columns, sample, mapping)
     if layout is None:
         remedy = "Map them: --columns prompt=NAME[,answer=NAME]."
-        raise InputError("columns", ", ".join(columns) or "none", KNOWN_COLUMNS, remedy)
+        raise InputError("columns", listed(columns), KNOWN_COLUMNS, remedy)
     return layout
 
 
@@ -125,7 +125,7 @@ def check_mapping(columns: Sequence[str], mapping: Mapping[str, str]) -> None:
     """Raises InputError for a mapping to a column that no row has."""
     absent = sorted(set(mapping.values()) - set(columns))
     if absent:
-        raise InputError("columns", absent[0], f"a column of the data: {', '.join(columns)}", "Correct --columns.")
+        raise InputError("columns", absent[0], f"a column of the data: {listed(columns)}", "Correct --columns.")
 
 
 def layout_of(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout:
@@ -139,7 +139,7 @@ def layout_of(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout:
     filled = [name for name, value in row.items() if value is not None or name in mapped]
     layout = _fitting(filled, row, mapping) or _fitting(list(row), row, mapping)
     if layout is None:
-        raise RowError(f"columns {', '.join(row) or 'none'}, none of {KNOWN_COLUMNS}")
+        raise RowError(f"columns {listed(list(row))}, none of {KNOWN_COLUMNS}")
     return layout
 
 
@@ -278,7 +278,7 @@ def _role(turn: Any) -> str:
     said = turn.get("role", turn.get("from"))
     role = ROLES.get(str(said).lower())
     if role is None:
-        raise RowError(f"unknown role {said!r}, expected one of {', '.join(ROLES)}")
+        raise RowError(f"unknown role {repr(said)[:60]}, expected one of {', '.join(ROLES)}")
     return role
 
 
@@ -327,6 +327,12 @@ def well_formed(text: str, what: str) -> str:
         found = ascii(text[error.start])
         raise RowError(f"{what} holds half of a surrogate pair ({found}), expected Unicode text") from error
     return text
+
+
+def listed(columns: Sequence[str], shown: int = 12) -> str:
+    """The first so many names, shortened; what a file holds need not be short."""
+    more = f" and {len(columns) - shown} more" if len(columns) > shown else ""
+    return ", ".join(name if len(name) <= 40 else f"{name[:40]}..." for name in columns[:shown]) + more or "none"
 
 
 def kind_name(value: Any) -> str:

@@ -280,11 +280,10 @@ class Lists:
     """A list column as one flat numpy array and offsets: a row is a slice, not Python numbers."""
 
     def __init__(self, column: pa.ChunkedArray):
-        array = column.combine_chunks()
-        if isinstance(array, pa.ChunkedArray):  # older pyarrow keeps the wrapper
-            array = array.chunk(0)
-        self._offsets = array.offsets.to_numpy()
-        self._values = array.values.to_numpy(zero_copy_only=False)
+        # Chunk by chunk: Arrow's own lists count in 32 bits, and as one chunk would end at 2^31 tokens.
+        self._offsets = offsets_of(column)
+        parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
+        self._values = parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -343,6 +342,12 @@ def answer_columns(manifest: Manifest) -> list[str]:
     """Of this artefact's columns, those that say where the answers are."""
     names = {spec.name for spec in manifest.fields}
     return [*(["loss_mask"] if "loss_mask" in names else ["prompt_length"]), *(["turn"] if "turn" in names else [])]
+
+
+def offsets_of(column: pa.ChunkedArray) -> np.ndarray:
+    """Where each row of a list column begins and the last one ends, in 64 bits [N+1]."""
+    lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
+    return np.concatenate([[0], *lengths]).cumsum(dtype=np.int64)
 
 
 def _generator(*key: object) -> np.random.Generator:

@@ -14,7 +14,6 @@ import math
 import os
 import sys
 import time
-import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.files import CannotWrite, make_directory, write_json
 from draftsmith.modules.types import InputError
 
 VERSION = 1  # of what a remembered file means
@@ -183,11 +183,6 @@ def _remember(file: Path, stamp: dict[str, int], digests: dict[str, TensorDigest
     tensors = {name: [list(digest.shape), digest.kind, digest.sha256] for name, digest in digests.items()}
     sha256 = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
     content = {"file": str(file.resolve()), "stamp": stamp, "tensors": tensors, "sha256": sha256}
-    temporary = entry.with_name(f"{entry.name}.tmp-{uuid.uuid4().hex}")
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content), "utf-8")
-        os.replace(temporary, entry)
-    except OSError:  # a read-only or full disk: hashed again the next time
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    with contextlib.suppress(CannotWrite):  # a read-only or full disk: hashed again the next time
+        make_directory(entry.parent)
+        write_json(entry, content)

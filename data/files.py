@@ -49,7 +49,8 @@ def whole(path: Path, needed: int | None = None, remedy: str | None = None) -> I
         CannotWrite: it does not fit or may not be written; the temporary file is gone then.
     """
     path = Path(path)
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    # Other processes, of this machine or another, may write the same file.
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{os.urandom(3).hex()}")
     try:
         with writing(path, needed, remedy):
             yield temporary

@@ -123,6 +123,8 @@ class Manifest:
             found = f"schema version {raw['schema_version']}"
             raise InputError(str(path), found, f"version {SCHEMA_VERSION}", f"Make it again: {raw.get('command')}")
         check_shape(path, raw, SHAPE, remedy)
+        if unknown := sorted(raw.keys() - {spec.name for spec in dataclasses.fields(Manifest)}):
+            raise InputError(str(path), f"damaged (unknown: {unknown[0]})", "a manifest of this program", remedy)
         raw["fields"] = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in raw["fields"])
         raw["files"] = tuple(FileEntry(**{name: entry[name] for name in FILE}) for entry in raw["files"])
         return Manifest(**{spec.name: raw[spec.name] for spec in dataclasses.fields(Manifest) if spec.name in raw})

@@ -17,6 +17,7 @@ from draftsmith.data.conversations import (
     label_columns,
     label_of,
     layout_of,
+    listed,
     parse_columns,
     recognise,
     up_to_last_assistant,
@@ -255,7 +256,7 @@ def select(source: Source, mapping: Mapping[str, str], config: PromptsConfig) ->
             own_id = label_of(row, columns, "id", default_id(index))
             if first.setdefault(own_id, index) != index:
                 earlier = source.where(first[own_id])
-                raise Repeated(f"the id {own_id!r}, which {earlier} has too")
+                raise Repeated(f"the id {own_id[:80]!r}, which {earlier} has too")
         except RowError as error:
             drop(source.where(index), error, config, Counter())
             repeated += [index] if isinstance(error, Repeated) else []
@@ -263,7 +264,7 @@ def select(source: Source, mapping: Mapping[str, str], config: PromptsConfig) ->
         if len(rows) == config.limit:
             break
     for name in allowed.keys() - labelled:
-        found = f"rows without it: {', '.join(source.columns)}"
+        found = f"rows without it: {listed(source.columns)}"
         raise InputError(name, found, f"a column {name}", f"Map it (--columns {name}=NAME) or drop the filter.")
     if not rows:
         found = f"no rows with {', '.join(f'{name} {filters[name]}' for name in allowed)}"

@@ -24,7 +24,7 @@ from draftsmith.data.shards import Rows, Shard, ShardContent
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.decoding.repeats import repeat_scores
-from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.sampling import row_probabilities, top_values
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -130,7 +130,12 @@ def label_response(
     text.open(ids[: starts[-1]])
     drafter.open(ids[: starts[-1]], text.features)
     own = uniforms[1 : 1 + count * depth].view(count, depth)
-    drafted = drafter.draft(starts, depth, params, None if rollouts.greedy else own)
+    try:
+        drafted = drafter.draft(starts, depth, params, None if rollouts.greedy else own)
+    except NonFinite as error:
+        if error.model == "eagle" and first_broken(text.features) is not None:  # which the head has read
+            error.model = "target"
+        raise
     states = target_states(text, starts, drafted.tokens).flatten(0, 1)
     hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()
     every = [params[i // depth] for i in range(count * depth)]

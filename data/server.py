@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 RETRIED_STATUS = {408, 409, 425, 429}  # and all of 500 and above: busy, restarting, overloaded
 ABOUT_ONE_PROMPT = {400, 413, 422}  # others of 400 and above are about the address, the key or the model
 LONGEST_WAIT_S = 60.0
+ROW = {"id": str, "input_ids": [int], "prompt_length": int, "loss_mask": [bool], "turn": int, "ended": bool}
 MOST_BYTES = 16 * 2**20  # of one answer, unpacked
 
 
@@ -350,13 +351,15 @@ def _answers_before(path: Path, rows: dict[int, dict[str, Any]]) -> dict[int, di
     """What an earlier start was answered in a shard that it did not finish."""
     if not path.exists():
         return {}
-    found = {int(number): row for number, row in read_object(path, {}).items()}
-    return {number: row for number, row in found.items() if number in rows}
+    held = read_object(path, {"*": {"rows": [ROW], "counts": {"*": int}}})
+    return {number: held[str(number)] for number in rows if str(number) in held}
 
 
 def _failed_before(directory: Path) -> int:
     """Prompts that finished shards lack."""
-    records = (read_object(path, {}) for path in directory.glob("shard-*.done.json"))
+    from draftsmith.data.shards import DONE
+
+    records = (read_object(path, DONE) for path in directory.glob("shard-*.done.json"))
     return sum(record["counts"].get("failed_dropped", 0) for record in records)
 
 

@@ -306,8 +306,8 @@ class Rows:
             row += count
 
     def table(self) -> pa.Table:
-        """All rows at once."""
-        return pa.concat_tables([self._read(index) for index in range(len(self._files))]).combine_chunks()
+        """All rows at once, a chunk a shard: in one, lists would end at 2^31 items."""
+        return pa.concat_tables([self._read(index) for index in range(len(self._files))])
 
     def _table(self, index: int) -> pa.Table:
         if self._cached[0] != index:

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
-from draftsmith.data.manifest import file_sha256
+from draftsmith.data.manifest import MANIFEST, file_sha256
 from draftsmith.data.models import EMBEDDED, resolve_model
 from draftsmith.data.template import RowError
 from draftsmith.modules.types import InputError
@@ -67,6 +67,9 @@ def open_source(path: str, split: str | None = None, subset: str | None = None, 
     if kind_of(file) in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
         found = f"{path}, which does not exist"
         raise InputError("source", found, "a file, a directory or a hub id", "Check the path.")
+    if (file / MANIFEST).exists():
+        remedy = "Pass the data that it was made from."
+        raise InputError("source", f"{path}, an artefact of this program", "chats as they were written", remedy)
     return _open_datasets(path, file, named_split(split), subset, revision)
 
 
@@ -289,6 +292,10 @@ class DatasetRows:
         return f"{self._title}, row {index}"
 
 
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+
+
 def _open_datasets(name: str, path: Path, split: str | None, subset: str | None, revision: str | None) -> Source:
     import datasets
 
@@ -298,7 +305,8 @@ def _open_datasets(name: str, path: Path, split: str | None, subset: str | None,
         else:
             loaded = datasets.load_dataset(str(path), subset, revision=revision)
     except Exception as error:  # datasets and the hub client raise many kinds: no such id, no network, no access
-        found = f"{name} ({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})"
+        why = "; ".join(_first_line(cause) for cause in (error, error.__cause__) if cause is not None)
+        found = f"{name} ({why})"
         expected = "a file, a directory or a hub id of `datasets`"
         raise InputError("source", found, expected, "Check it, or log in.") from error
     if isinstance(loaded, datasets.DatasetDict):

@@ -30,12 +30,18 @@ def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervis
     if chat_template is not None:
         if not Path(chat_template).is_file():
             raise InputError("chat_template", chat_template, "a file with a Jinja template", "Check the path.")
-        tokenizer.chat_template = Path(chat_template).read_text("utf-8")
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                "chat_template", f"{chat_template}, not UTF-8", "a text file", "Check the path."
+            ) from error
     if not tokenizer.chat_template:
         remedy = "Pass --chat-template FILE, or choose an instruction-tuned model."
         raise InputError("chat_template", f"none in {target}", "a chat template", remedy)
     try:
-        prompt_ids(tokenizer, PROBE[:1])
+        if prompt_ids(tokenizer, PROBE[:1]) == prompt_ids(tokenizer, [{**PROBE[0], "content": "Goodbye."}]):
+            raise RowError("what the user says is not in it")
         if supervised:
             supervised_ids(tokenizer, PROBE)
     except RowError as error:
@@ -84,3 +90,6 @@ def _apply(tokenizer: Any, messages: Messages, **kwargs: Any) -> Any:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kwargs)
     except TemplateError as error:
         raise RowError(f"the chat template refuses it: {error}") from error
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        # What the template's own expressions raise.
+        raise RowError(f"the chat template fails on it ({type(error).__name__}: {error})") from error

@@ -159,19 +159,21 @@ def has_later_turns(manifest: Manifest) -> bool:
 
 
 def turns_tokenizer(target: str, manifest: Manifest, chat_template: Path | None) -> Any:
-    """The tokenizer with the template that these prompts were made with: the tokenizer's own, or one in a file.
+    """The tokenizer with the template that these prompts were made with.
 
-    chat_template: the file; None looks where the prompts had it from.
+    chat_template: a file that has it; None looks where the prompts had it from, and else takes the tokenizer's own.
 
     Raises:
-        InputError: none of these is that template.
+        InputError: it is another one.
     """
     wanted, recorded = manifest.identity.get("chat_template"), manifest.config.get("chat_template")
-    path = chat_template or (Path(recorded) if recorded else None)
-    remedy = "Pass --chat-template FILE: later turns are asked as the first one was."
-    if path is not None and not path.is_file():
-        raise InputError("chat_template", f"nothing at {path}", f"the prompts' template, {wanted}", remedy)
+    lost = chat_template is None and recorded is not None and not Path(recorded).is_file()
+    path = chat_template or (Path(recorded) if recorded and not lost else None)
     tokenizer = load_chat_tokenizer(target, path)
     if (found := template_hash(tokenizer)) != wanted:
-        raise InputError("chat_template", found, f"the prompts' template, {wanted}", remedy)
+        remedy = "Pass --chat-template FILE: later turns are asked as the first one was."
+        said = f"nothing at {recorded}, and {found} in {target}" if lost else found
+        raise InputError("chat_template", said, f"the prompts' template, {wanted}", remedy)
+    # Later turns that are too long are left out and counted.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer

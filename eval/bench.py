@@ -200,6 +200,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
             warn_about_sampling(str(config.acceptance), params)
     go_by(models, unfinished_auto(config.output) or (auto_of_run(config.costs) if config.costs else {}))
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
+    models = dataclasses.replace(models, ends=eos_ids)
     runners = make_runners(config, named, models, config.modes, eos_ids)
     asking = Asking(runners, chat, target.info.max_position, room, config.max_new_tokens, config.repeats, config.seed)
     meta = meta_of(config, named, questions, models, eos_ids)  # after the runners, which may measure costs

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -141,6 +141,7 @@ def measure_costs(
 ) -> Costs:
     """probes: family -> settings of it that differ in the length of their drafts, two or more; `ar` among them. Some
     answers are decoded with each, for what a round takes beyond its forwards."""
+    models = replace(models, ends=())  # what is timed goes on
     typical = typical_prompts(prompts)
     how = Recording(SamplingParams(), STEPS, 2 * PROPOSALS, seed, ())
     answers = Answers(models.target, how)

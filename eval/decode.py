@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +13,11 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.data.conversations import well_formed
 from draftsmith.data.device import check_device
 from draftsmith.data.models import load_lm
 from draftsmith.data.naming import naming
-from draftsmith.data.template import load_chat_tokenizer, prompt_ids
+from draftsmith.data.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import longest_sequence, model_paths
 from draftsmith.eval.load import LOADING, load_models, reads
 from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner
@@ -102,8 +103,8 @@ def run(config: DecodeConfig) -> Generation:
     bench_prompt = BenchPrompt("on the command line", prompt)
     longest = longest_sequence([bench_prompt], config.max_new_tokens, target.info.max_position)
     models = load_models([named], model_paths(config), longest, params, target, **how)
-    drafter = named.method.build(models)
-    eos_ids = () if config.ignore_eos else target.info.eos_ids
+    eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
+    drafter = named.method.build(replace(models, ends=eos_ids))
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(legend(named.label))
@@ -169,9 +170,16 @@ def chain_method(config: DecodeConfig) -> str:
 
 def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
     """Tokenizer, and the prompt's token ids."""
+    try:
+        return _encoded(config)
+    except (RowError, UnicodeDecodeError) as error:
+        raise InputError("prompt", error, "text that the chat template takes, in UTF-8", "Correct it.") from error
+
+
+def _encoded(config: DecodeConfig) -> tuple[Any, list[int]]:
     from draftsmith.data.models import load_tokenizer
 
-    text = sys.stdin.read() if config.prompt == "-" else config.prompt
+    text = well_formed(sys.stdin.read() if config.prompt == "-" else config.prompt, "prompt")
     if not text.strip():
         raise InputError("prompt", "no text", "a prompt", 'Write it after the command: draftsmith decode "..."')
     if config.raw:
@@ -180,7 +188,7 @@ def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
     tokenizer = load_chat_tokenizer(config.target)
     messages = [{"role": "user", "content": text}]
     if config.system:
-        messages.insert(0, {"role": "system", "content": config.system})
+        messages.insert(0, {"role": "system", "content": well_formed(config.system, "system")})
     return tokenizer, list(prompt_ids(tokenizer, messages))
 
 

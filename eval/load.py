@@ -32,6 +32,8 @@ def load_models(
 ) -> Models:
     """The models that the methods need, on top of the loaded target; others are not read.
 
+    Drafts end where the target's answers do; who ignores end tokens takes `Models.ends` away.
+
     paths: flag -> what the user passed. sequence_length: longest prompt and answer together, in tokens.
     how: LOADING.
 
@@ -53,7 +55,8 @@ def load_models(
     if "acceptance" in needed:
         acceptance = load_acceptance(named, paths, target, draft)
         warn_about_sampling(str(paths["acceptance"]), params)
-    return Models(target, draft, mid, eagle, acceptance, dict(paths), longest + DRAFT_ROOM)
+    ends = tuple(target.info.eos_ids)
+    return Models(target, draft, mid, eagle, acceptance, dict(paths), longest + DRAFT_ROOM, ends=ends)
 
 
 def eagle_owner(named: Iterable[Named]) -> str:

@@ -73,14 +73,16 @@ def kept_rows(
         if (split and row.split != split) or (wanted is not None and row.task not in wanted):
             continue
         if row.where and places.setdefault(row.id, row.where) != row.where:  # results are told apart by ids
-            again = f"the id {row.id!r}, which {places[row.id]} has too"
+            again = f"the id {row.id[:80]!r}, which {places[row.id]} has too"
             raise InputError(row.where, again, "an id of its own", "Correct the row.")
         found = True
         yield row
     if not found:
         there = f"tasks {listed(seen_tasks)}; splits {listed(seen_splits)}"
         remedy = "Check --split and --keep-tasks; --split none takes all splits."
-        raise InputError("prompts", f"no matching row in {source} ({there})", "at least one", remedy)
+        asked = " and ".join(f"{name} {value}" for name, value in (("split", split), ("tasks", keep_tasks)) if value)
+        found_none = f"no matching row{f' of {asked}' if asked else ''} in {source} ({there})"
+        raise InputError("prompts", found_none, "at least one", remedy)
 
 
 def is_artefact(source: str) -> bool:

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ def measure_step_cost(models: Models, drafter: str, batch: int | None, clock: Cl
 
 def fixed_runner(models: Models, drafter: str, batch: int | None, k: int) -> GroupRunner:
     """Greedy answers, never ended, with k drafted tokens a round."""
+    models = replace(models, ends=())
     greedy = SamplingParams()
     if batch is None:
         return OneByOne(EngineRunner(models.target, build_chain(models, drafter, FixedLength(k)), greedy, ()))

@@ -81,6 +81,8 @@ def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]
     sources = list(_task_files(str(tasks)))
     names = [name for name, _ in sources]
     for name in names:
+        if not name.isprintable():  # bytes that are no UTF-8, among others: no table and no file can name it
+            raise InputError("tasks", f"a file named {name!r}", "a name of printable letters", "Rename it.")
         if names.count(name) > 1:
             raise InputError("tasks", f"two files named {name}", "one file a task", "Rename one of them.")
     return sources

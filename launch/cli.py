@@ -56,7 +56,9 @@ COMMANDS: dict[str, Command] = {
     "eval compare": Command("eval.compare", "CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)),
     "eval tune": Command("eval.tuning.tune", "TuneConfig", "The fastest method and settings here, as decode.yaml"),
     "eval report": Command("eval.report.command", "ReportConfig", "Finished runs as one HTML page", ("runs",)),
-    "eval lossless": Command("eval.lossless", "LosslessConfig", "Certify that methods leave the output as it is"),
+    "eval lossless": Command(
+        "eval.lossless.command", "LosslessConfig", "Certify that methods leave the output as it is"
+    ),
     "eval specdecpp": Command("launch.specdecpp", "SpecDecPPConfig", "SpecDec++'s experiments, heads trained for them"),
     "eval eagle2": Command("eval.studies.eagle2", "Eagle2Config", "EAGLE-2's experiments: what a draft tree is worth"),
     "eval hsddw": Command("eval.studies.hsddw", "HsddwConfig", "HSDDW's experiments: three models, windows by entropy"),

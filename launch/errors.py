@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import sys
 from collections.abc import Iterable
 
@@ -16,6 +17,8 @@ PATH_ERRORS = {
     FileExistsError: ("is a file, expected a directory", "Choose another path."),
     PermissionError: ("permission denied", "Choose a path that you may read and write."),
 }
+# And of a disk, wherever a library below meets it (what this program writes itself is in data/files.py).
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 class UsageError(Exception):
@@ -35,6 +38,10 @@ def user_message(error: BaseException) -> str | None:
         for kind, (what, remedy) in PATH_ERRORS.items():
             if isinstance(error, kind):
                 return one_line(f"{error.filename}: {what}. {remedy}")
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        remedy = "Free some space or choose another place, then give the command again."
+        return one_line(f"{where}found {error.strerror or error}, expected a disk that can be written. {remedy}")
     if isinstance(error, yaml.YAMLError):
         return yaml_message(error)
     return None

@@ -77,8 +77,12 @@ class KVCache:
         return keys, values
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
-        """Keep the first `length` slots, then those at `slots` (ascending, >= length), moved to follow them."""
+        """Keep the first `length` slots, then those at `slots` (ascending, >= length), moved to follow them. Where none
+        is kept, what another sequence left is wiped: it may hold NaN."""
         end = length + len(slots)
+        if end == 0:
+            with torch.inference_mode():
+                self.data.zero_()
         if list(slots) != list(range(length, end)):  # a contiguous path lies in its place already
             with torch.inference_mode():
                 index = torch.tensor(slots, device=self.data.device)
@@ -118,7 +122,7 @@ class RowsCache(KVCache):
         return keys, values
 
     def row(self, index: int) -> KVCache:
-        """One row as an empty cache of its own, over the same memory."""
+        """One row as a cache of its own with no kept tokens, over the same memory."""
         return KVCache.over(self.data[:, :, index : index + 1])
 
     def select_rows(self, rows: Tensor) -> None:

@@ -58,8 +58,14 @@ class RowsStack:
         return min(fixed_span(end) if static else end, len(self._slots))
 
     def row(self, index: int) -> KVCache:
-        """An empty cache of this row's slots, for a prompt that is read without padding."""
+        """This row's slots as a cache with no kept tokens, for inputs that are read without padding."""
         return self._cache.row(index)
+
+    def fresh(self, index: int) -> KVCache:
+        """The same, wiped: for a new sequence."""
+        cache = self.row(index)
+        cache.keep(0)
+        return cache
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows only (ascending indices [B'])."""

@@ -23,13 +23,14 @@ from draftsmith.data.exchange.check import (
     print_report,
     report_of_assistant,
 )
+from draftsmith.data.exchange.directory import SAFEAI
 from draftsmith.data.exchange.record import RECORD, make_record
-from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text
+from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text, write_torch
 from draftsmith.data.heads import build_head, head_config, head_fields
 from draftsmith.data.hub import loadable
 from draftsmith.data.manifest import git_commit, package_versions
 from draftsmith.data.measured import measured_of
-from draftsmith.data.models import DTYPES, load_lm, read_config, tokenizer_identity
+from draftsmith.data.models import DTYPES, load_lm, model_directory, read_config, tokenizer_identity
 from draftsmith.data.reading import read_object
 from draftsmith.data.writer import occupied, sole_writer
 from draftsmith.modules.interop import FORMATS, hf_assisted
@@ -41,6 +42,10 @@ RESULTS = {
     "meta": {"methods": {"*": dict}, "models?": dict, "prompts?": (dict, None)},
     "methods": [{"method": str, "tokens_per_s": float}],
 }
+INDEX, TARGET_INDEX = "model.safetensors.index.json", "target-index.json"
+SAFEAILAB_NOTES = (
+    "Its tree of total_token 60, depth 5 and top_k 10 counts the root: here it is eagle2:nodes=59:depth=5:topk=10.",
+)
 CHAIN = re.compile(r"eagle:k=(\d+)")
 # Drafted tokens a round in the printed command where nothing was measured: of a chain, and at most with a stop rule.
 NUM_DRAFTED = {"eagle": 5, "acceptance": 20}
@@ -54,7 +59,7 @@ class ExportConfig:
         format: eagle (SafeAILab/EAGLE), vllm and sglang take EAGLE heads; specdec_pp an acceptance head with tied
             blocks; acceptance any acceptance head, with a statement of what a server must feed it; hf-assisted a draft
             model, for transformers' assisted generation.
-        output: The directory to write; it must not exist.
+        output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
         draft: The draft model to be exported as hf-assisted, or whose hidden states an acceptance head reads (default:
@@ -139,6 +144,9 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
         known = {name: manifest.get(name) for name in ("drafter", "sampling")}
         package = dataclasses.replace(package, config={**package.config, **known})
     write_package(directory, package)
+    if config.format == "specdec_pp":
+        # What huggingface_hub before 0.18 reads, which their environment pins; later ones read the safetensors.
+        write_torch(directory / SAFEAI, {**package.tensors, **aliases_of(package)})
     origin = {
         "path": str(config.head),
         "sha256": manifest["sha256"]["model.safetensors"],
@@ -159,10 +167,12 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
         "head": origin,
         "weights": str(next(iter(state.values())).dtype).removeprefix("torch."),
     }
+    notes = [*SAFEAILAB_NOTES, index_for_target(drafter.path, directory)] if config.format == "eagle" else []
+    export["notes"] = notes = [note for note in notes if note]
     facts = {**manifest, "head": head_fields(head), "license": config.license}
     card = model_card(kind, facts, measured=measured_of(config.head), export=export)
     write_text(directory / "README.md", card)
-    return report, command
+    return report, "\n\n".join([command, *notes])
 
 
 def served_dtype(target: str) -> dict[str, str]:
@@ -188,6 +198,27 @@ def write_package(directory: Path, package: Package) -> None:
     write_tensors(directory / "model.safetensors", tensors, {"format": "pt", **package.metadata})
     # safetensors keeps others from reading it; a server often runs as somebody else.
     (directory / "model.safetensors").chmod((directory / "config.json").stat().st_mode)
+
+
+def aliases_of(package: Package) -> dict[str, Tensor]:
+    """The further names of tensors that are stored once."""
+    return {name: package.tensors[own] for name, own in package.metadata.items() if own in package.tensors}
+
+
+def index_for_target(target: str, directory: Path) -> str:
+    """SafeAILab's code finds a target's embedding through an index of shards, also where there is one file. Where the
+    target has none it is written into the export, never beside the target; returns what to do with it.
+    """
+    from safetensors import safe_open
+
+    source = model_directory(target)
+    if (source / INDEX).exists() or not (source / "model.safetensors").exists():
+        return ""
+    with safe_open(source / "model.safetensors", framework="pt") as file:
+        names = list(file.keys())
+    size = {"total_size": (source / "model.safetensors").stat().st_size}
+    write_json(directory / TARGET_INDEX, {"metadata": size, "weight_map": dict.fromkeys(names, "model.safetensors")})
+    return f"{source} has no {INDEX}, which this code needs beside the target: copy {TARGET_INDEX} there by that name."
 
 
 def num_drafted(config: ExportConfig, kind: str) -> int:

@@ -14,8 +14,15 @@ import torch
 from draftsmith.data.card import model_card
 from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
 from draftsmith.data.exchange.facts import facts_of
+from draftsmith.data.exchange.record import read_record
 from draftsmith.data.heads import build_head, check_sizes, head_fields, save_head
-from draftsmith.data.manifest import file_sha256, git_commit, package_versions
+from draftsmith.data.manifest import (
+    compare_identity,
+    file_sha256,
+    git_commit,
+    package_versions,
+    warn_not_compared,
+)
 from draftsmith.data.models import load_lm, tokenizer_identity
 from draftsmith.data.progress import say
 from draftsmith.data.writer import occupied, sole_writer
@@ -40,7 +47,7 @@ class ImportConfig:
 
     Attributes:
         directory: The head: a local directory or a hub id, with config.json and model.safetensors or pytorch_model.bin.
-        output: The head directory to write; it must not exist.
+        output: The head directory to write; new or empty.
         target: The model that an EAGLE head drafts for. It is recorded, and the head is refused on other models.
         draft: The draft model that an acceptance head was trained for; recorded in the same way.
         format: Whose head it is: eagle (SafeAILab), vllm, sglang, specdec_pp, or acceptance, which export writes; auto
@@ -95,6 +102,7 @@ def run(config: ImportConfig) -> Path:
     if model.info is not None:
         settings = dataclasses.asdict(parsed.config)
         check_sizes("head", config.directory, settings, model.info.hidden_size, model.info.vocab_size)
+        _check_record(config, READS[kind], model)
     head = build(kind, parsed, package)
     manifest = _manifest(config, kind, producer, parsed, model)
     save_head(config.output, head, manifest, model_card(kind, {**manifest, "head": head_fields(head)}))
@@ -116,6 +124,26 @@ def _check_flags(config: ImportConfig, kind: str, producer: str) -> None:
             raise InputError(flag, getattr(config, flag), expected, f"Pass --{READS[kind]} in its place.")
     if producer != "specdec_pp" and config.w_rej != 1.0:
         raise InputError("w_rej", config.w_rej, f"a head of specdec_pp: this is one of {producer}", "Leave it out.")
+
+
+def _check_record(config: ImportConfig, flag: str, model: ReadModel) -> None:
+    """A head that this project exported says what it was trained for, which another model's name would cover up.
+
+    Raises:
+        InputError: the model is another one.
+    """
+    record = read_record(package_directory(config.directory))
+    recorded = (record or {}).get("head", {}).get("target") or {}
+    of_model = {key: value for key, value in recorded.items() if key != "eagle"}
+    if not of_model:
+        return
+    differing, unrecorded = compare_identity({flag: model.info.identity}, {flag: of_model})
+    if differing:
+        names = ", ".join(key.removeprefix(f"{flag}.") for key, _, _ in differing)
+        found = f"{model.path}, which is another model than the head was trained for ({names} differ)"
+        remedy = f"Pass that one; or leave --{flag} out, and train the head on with --init."
+        raise InputError(flag, found, "the model it was trained for", remedy)
+    warn_not_compared(str(config.directory), unrecorded)
 
 
 def _read_model(config: ImportConfig, flag: str) -> ReadModel:

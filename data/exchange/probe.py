@@ -12,14 +12,14 @@ from torch import Tensor
 
 from draftsmith.data.batched import answer
 from draftsmith.data.models import load_tokenizer
-from draftsmith.data.template import prompt_ids
+from draftsmith.data.template import RowError, prompt_ids
 from draftsmith.modules.decoding.confidence import Confidences, confidences_of
 from draftsmith.modules.heads.acceptance import Feature, feature_value
 from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.hf import HFLM
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams
 
 # Editing tasks, which any model can do and answers at some length: a head shows what it is worth on its target's text.
 PROMPTS = (
@@ -125,7 +125,11 @@ def make_probes(path: str, lm: CausalLM, longest: int) -> list[Probe]:
 def encoded(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
     """By the chat template where there is one: that is the text the model is served on."""
     if tokenizer.chat_template:
-        return [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in prompts]
+        try:
+            return [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in prompts]
+        except RowError as error:
+            found = f"an error on a plain question ({error})"
+            raise InputError("chat_template", found, "a working template", "Save one that works.") from error
     return [list(tokenizer(text)["input_ids"]) for text in prompts]
 
 

@@ -26,6 +26,7 @@ class Models:
         (`eval.tree_times`).
     step_costs: c by what drafts (`eval.step_cost`). Both are JSON values, and kept with the run's results
         (`eval.auto`).
+    ends: tokens that end an answer: drafts of chains end there too.
     """
 
     target: CausalLM
@@ -37,6 +38,7 @@ class Models:
     capacity: int = 0
     measured: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     step_costs: dict[str, float] = dataclasses.field(default_factory=dict)
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

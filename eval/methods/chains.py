@@ -28,7 +28,10 @@ class Autoregressive(Method):
 
 
 def build_chain(models: Models, drafter: str, stop: StopPolicy) -> Drafter:
-    """A chain drafter (`draft` or `eagle`) that stops when the policy says so."""
+    """A chain drafter (`draft` or `eagle`) that stops when the policy says so, and at an end token."""
+    from draftsmith.modules.decoding.stop import UntilEnd
+
+    stop = UntilEnd(stop, models.ends) if models.ends else stop
     if drafter == "eagle":
         from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
 
@@ -43,9 +46,16 @@ def build_chain(models: Models, drafter: str, stop: StopPolicy) -> Drafter:
 def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> BatchDrafter:
     """The same for as many rows as there are policies.
 
+    On a GPU chains of a fixed length go on behind an end token: there the host would have to wait for each token to see
+    it, and rows draft beside each other in any case.
+
     Raises:
         InputError: a draft model that only transformers can run.
     """
+    from draftsmith.modules.decoding.stop import FixedLength, UntilEnd
+
+    if models.ends and (models.target.device.type == "cpu" or not all(isinstance(s, FixedLength) for s in stops)):
+        stops = [UntilEnd(stop, models.ends) for stop in stops]
     if drafter == "eagle":
         from draftsmith.modules.heads.eagle import EagleHead
         from draftsmith.modules.heads.eagle_batch import BatchEagle

@@ -36,7 +36,7 @@ def read_tree(name: str) -> StaticTree:
         raise InputError("eagle-tree, tree", repr(name), f"a YAML file, or one of: {names}", "Correct the path.")
     try:
         tree = StaticTree.from_paths([[int(rank) for rank in path] for path in yaml.safe_load(source.read_text())])
-    except (yaml.YAMLError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         raise InputError(
             "eagle-tree, tree", f"{name}: {error}", "a list of paths such as [0, 1]", "Correct it."
         ) from error

@@ -70,11 +70,16 @@ class ChainRows:
             self._put(row, "accept_prob", (at_token / own[:judged]).clamp_max(1))
             self._put(row, "overlap", torch.minimum(p, laws[:judged]).sum(-1))
 
-    def add_all(self, drafted: Drafted, known: Mapping[str, Tensor], keep_states: bool) -> None:
+    def add_all(
+        self, drafted: Drafted, known: Mapping[str, Tensor], keep_states: bool, ends: Sequence[int] = ()
+    ) -> None:
         """Every round at once. drafted: of one token more than is kept. known: `log_q` and so on, [S, K] float64,
-        `accept_prob` and `overlap` wherever the text says something of the token."""
+        `accept_prob` and `overlap` wherever the text says something of the token. ends: tokens that drafts end with."""
         tokens, text = drafted.tokens[:, : self._depth].cpu().numpy(), self._reading.text
-        self._token[:], self._was_read[:] = tokens, True
+        is_end = np.isin(tokens, list(ends))
+        behind = (is_end.cumsum(1) - is_end) > 0
+        tokens = np.where(behind, -1, tokens)
+        self._token[:], self._was_read[:] = tokens, ~behind & ~is_end
         for row, own in enumerate(tokens.tolist()):
             start = row + 1
             accepted = num_equal(own, text.tokens[start:])
@@ -86,9 +91,10 @@ class ChainRows:
             self._floats[name][:] = values.cpu().numpy()
             if name in ("accept_prob", "overlap"):
                 self._floats[name][unknown] = np.nan
+            self._floats[name][behind] = np.nan
         if keep_states:
-            self._before = list(drafted.hidden[:, :-1].flatten(0, 1))
-            self._after = list(drafted.hidden[:, 1:].flatten(0, 1))
+            self._before = list(drafted.hidden[:, :-1][torch.from_numpy(~behind)])
+            self._after = list(drafted.hidden[:, 1:][torch.from_numpy(self._was_read)])
 
     def _put(self, row: int, name: str, values: Tensor) -> None:
         self._floats[name][row, : len(values)] = values.double().cpu().numpy()

@@ -202,13 +202,14 @@ class ChainRecorder:
     def _draft_together(self, prompt: BenchPrompt, number: int, reading: Reading, rows: ChainRows) -> None:
         depth, first = self._how.depth + 1, len(prompt.prompt_ids)
         answer = reading.answer.tokens
-        branches = branch_drafter(self._models, self._name, depth)
+        models = self._models
+        branches = branch_drafter(models, self._name, depth)
         # The last token is not needed: no round begins behind it.
         branches.open([*prompt.prompt_ids, *answer[:-1]], reading.features[: first + len(answer) - 1])
         draws = CoupledDraws(reading, depth, self._how.params, seed_of(self._how.seed, number, depth))
         drafted = branches.grow([first + start for start in range(1, len(answer))], depth, draws)
         known = {name: values[:, :-1] for name, values in draws.known.items()}
-        rows.add_all(drafted, known, keep_states=bool(self._heads))
+        rows.add_all(drafted, known, keep_states=bool(self._heads), ends=models.ends)
 
 
 def branch_drafter(models: Models, drafter: DrafterName, depth: int) -> SideBySide:

@@ -43,6 +43,8 @@ def recorded_chains(
         "models": {flag: lm.info.identity for flag, lm in (("target", models.target), ("draft", models.draft)) if lm},
         "heads": {name: digest(head) for name, head in heads.items()},
     }
+    if models.ends:
+        settings["ends"] = list(models.ends)
     if together:
         settings["together"] = True
     elif along:

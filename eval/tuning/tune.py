@@ -180,7 +180,7 @@ def prepare(config: TuneConfig) -> Setup:
     longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
     models = load_models(parse_methods(",".join(labels)), model_paths(config), longest, config.sampling, target, **how)
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
-    return Setup(models, prompts, eos_ids, labels)
+    return Setup(replace(models, ends=eos_ids), prompts, eos_ids, labels)
 
 
 def check(config: TuneConfig) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 from torch import Tensor
 
 from draftsmith.modules.decoding.confidence import draft_law, entropies
-from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
 
 
 class FixedLength:
@@ -49,6 +52,33 @@ class Confidence:
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Nothing is learned."""
+
+
+class UntilEnd:
+    """Another policy, and the draft's end at a token that ends the answer: what is drafted behind it is thrown away,
+    whether it is accepted or not (SpecDec++, footnote 1). The end token itself stays in the draft.
+    """
+
+    def __init__(self, policy: StopPolicy, ends: Collection[int]):
+        self.policy, self._ends = policy, frozenset(ends)
+        self.max_drafted = policy.max_drafted
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the policy has, for those who watch it."""
+        return getattr(vars(self)["policy"], name)
+
+    def reset(self) -> None:
+        self.policy.reset()
+
+    def start_round(self) -> None:
+        self.policy.start_round()
+
+    def should_stop(self, view: DraftView) -> bool:
+        # The policy is asked in any case: what learns has to see every token.
+        return self.policy.should_stop(view) or view.token in self._ends
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self.policy.observe(num_drafted, num_accepted)
 
 
 class RunningEntropy:

@@ -55,7 +55,7 @@ class BatchEagle:
         for row, prompt in enumerate(prompts):
             if 1 < len(prompt) <= self._positions:  # a longer one leaves no room for drafts
                 ids = to_device(prompt[1:], self._target.device)
-                self._stack.chain(self._fuse(ids, features[row][:-1]), self._rows.row(row))
+                self._stack.chain(self._fuse(ids, features[row][:-1]), self._rows.fresh(row))
         self._tokens = [[*prompt, token] for prompt, token in zip(prompts, first_tokens, strict=True)]
         self._read_rows = [len(prompt) - 1 for prompt in prompts]
         # The inputs of the next round: ids [B, n], features [B, n, H], of which each row's first `_num_new` are valid.

@@ -54,7 +54,7 @@ def choose_tuning(results: Mapping[str, Any], draft: Mapping[str, str]) -> Tunin
     meta, rows = results.get("meta"), results.get("methods")
     if not isinstance(meta, Mapping) or not isinstance(rows, Sequence) or "methods" not in meta:
         raise InputError("results", "no meta or methods", "results.json of eval bench", "Check the path.")
-    measured = meta.get("models", {}).get("draft") or {}
+    measured = meta.get("models", {}).get("draft")
     # Results of earlier versions lack some hashes.
     if not measured or any(draft.get(key) != value for key, value in measured.items()):
         found = f"measurements with the draft {measured}"

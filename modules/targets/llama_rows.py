@@ -30,7 +30,7 @@ class LlamaRows:
     def prefill(self, row: int, prompt: Sequence[int]) -> Scores:
         lm = self._lm
         x = lm.embed(torch.tensor(prompt, device=lm.device))
-        hidden = lm.norm(lm.stack.chain(x, self._rows.row(row)))
+        hidden = lm.norm(lm.stack.chain(x, self._rows.fresh(row)))
         return Scores(lm.lm_head(hidden[-1:]), hidden)
 
     @torch.inference_mode()

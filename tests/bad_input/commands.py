@@ -106,7 +106,7 @@ ROWS = [
         "--acceptance {eagle}",
         ("eagle",)),
     Row("policies: nobody drafts", f"eval policies {STUDY}", ("draft",)),
-    Row("specdecpp: no such heads", f"eval specdecpp {STUDY}--dev-split test --draft {{draft}} "
+    Row("specdecpp: no such heads", f"eval specdecpp {STUDY}--train-split dev --dev-split train --draft {{draft}} "
         "--heads ./nosuch", ("nosuch",)),
     Row("generation: no batch", f"eval generation {TARGET}--prompts {{chats}} {OUT}--batch-size 0",
         ("batch_size", "0")),

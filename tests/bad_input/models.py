@@ -18,7 +18,7 @@ DEVICES = {
     "eval bench": "eval bench " + PAIR + "--prompts {chats} --output {out} ",
     "eval lossless": "eval lossless " + PAIR + "--prompts {chats} --output {out} ",
     "eval tune": "eval tune " + PAIR + "--prompts {chats} --output {out} ",
-    "eval latency": "eval latency ",
+    "eval latency": "eval latency --output {out} ",
     "eval specdecpp": "eval specdecpp " + PAIR + "--prompts {chats} --output {out} ",
     "eval eagle2": "eval eagle2 --target {target} --eagle {eagle} --prompts {chats} --output {out} ",
     "eval hsddw": "eval hsddw " + PAIR + "--mid {draft} --prompts {chats} --output {out} ",
@@ -33,6 +33,12 @@ ROWS = [
     for name, words in DEVICES.items()
     for device in ("cuda", "toaster")
 ]
+ROWS += [
+    Row("train on no GPU", "train eagle --data {features} --target {target} --output {out} --accelerator gpu",
+        ("CUDA",)),
+    Row("train on a toaster", "train eagle --data {features} --target {target} --output {out} --accelerator toaster",
+        ("accelerator", "toaster")),
+]  # fmt: skip
 ROWS += [
     Row(f"a device like {device}", DEVICES["decode"] + f"--device {device}", ("device", device))
     for device in ("meta", "cpu:3", "auto:1", "cuda:x")
@@ -84,7 +90,7 @@ MODELS: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
     ("no tokenizer", without("tokenizer*"), ("tokenizer", "without tokenizer files")),
     ("a damaged tokenizer", text("tokenizer.json", '{"model": {'), ("tokenizer.json", "damaged")),
     ("a tokenizer of another kind", text("tokenizer.json", "{}"), ("tokenizer", "damaged")),
-    ("damaged tokenizer settings", text("tokenizer_config.json", "[]"), ("tokenizer_config.json", "list")),
+    ("damaged tokenizer settings", text("tokenizer_config.json", "[]"), ("tokenizer_config.json", "an object")),
     ("a damaged generation config", text("generation_config.json", "{"), ("generation_config.json", "damaged")),
     ("an unknown model type", setting(model_type="zebra"), ("model", "zebra")),
     ("no model type", setting(model_type=None), ("model",)),
@@ -106,7 +112,7 @@ MODELS: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
     ("a text eos id", setting("generation_config.json", eos_token_id="</s>"), ("eos_token_id", "</s>")),
     ("an eos id beyond", setting("generation_config.json", eos_token_id=10**6), ("eos_token_id", "1000000")),
     ("a negative eos id", setting("generation_config.json", eos_token_id=[-1]), ("eos_token_id", "-1")),
-    ("a config that is a list", text("config.json", "[]"), ("config.json", "list")),
+    ("a config that is a list", text("config.json", "[]"), ("config.json", "an object")),
     ("a config that is no text", lambda model: (model / "config.json").write_bytes(b"\xff\xfe"), ("config.json",)),
     ("no config", without("config.json"), ("without config.json",)),
     ("no weights", without("*.safetensors"), ("without safetensors",)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -11,9 +13,11 @@ from torch.utils.data import DataLoader
 from draftsmith.data.datasets import (
     AcceptanceDataset,
     FeatureDataset,
+    Lists,
     collate_acceptance,
     collate_features,
     in_pieces,
+    offsets_of,
 )
 from draftsmith.data.manifest import Manifest
 from draftsmith.data.shards import Rows
@@ -153,3 +157,24 @@ def test_pieces_count_every_token_once_and_begin_at_position_0(overlap):
 def test_samples_that_fit_are_left_alone():
     whole = Counting()
     assert in_pieces(whole, 40, 2) is whole
+
+
+def test_more_than_two_billion_tokens_in_one_set():
+    """Arrow's lists count in 32 bits: in one chunk this column would overflow. Its items are nulls, which take no
+    memory."""
+    chunk = pa.ListArray.from_arrays(pa.array([0, 2**30, 2**30 + 5], pa.int32()), pa.nulls(2**30 + 5))
+    column = pa.chunked_array([chunk, chunk, chunk])
+    with pytest.raises(pa.ArrowInvalid, match="overflow"):
+        column.combine_chunks()
+    offsets = offsets_of(column)
+    assert offsets.dtype == np.int64 and offsets[-1] == 3 * (2**30 + 5) > 2**31
+    assert np.diff(offsets).tolist() == [2**30, 5] * 3
+
+
+def test_rows_of_several_shards_are_where_they_were():
+    """Chunks, one of them a slice of another array, as Parquet files and `take` leave them."""
+    rows = [[1, 2], [], [3], [4, 5, 6], [7]]
+    sliced = pa.array([[9], *rows[3:], [8]], pa.list_(pa.int32())).slice(1, 2)
+    lists = Lists(pa.chunked_array([pa.array(rows[:3], pa.list_(pa.int32())), sliced]))
+    assert [lists[i].tolist() for i in range(5)] == rows
+    assert lists.lengths.tolist() == [2, 0, 1, 3, 1]

@@ -176,7 +176,7 @@ def test_a_web_page_saved_as_weights_is_refused(head, name):
     [
         (None, "without config.json"),
         (b"{", "damaged"),
-        (b"[1]", "a JSON list"),
+        (b"[1]", "expected an object"),
         (b"\xff\xfe\x00", "damaged"),
         (b"[" * 100_000, "damaged"),
     ],

@@ -273,8 +273,9 @@ def test_an_acceptance_head_of_another_width_is_refused(tmp_path, target):
 def test_nothing_is_overwritten(tmp_path, target):
     theirs = write(tmp_path / "theirs", eagle_fields(target), dict(original(target).named_parameters()), "head.bin")
     (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "notes").touch()
     assert "which exists" in refusal(theirs, tmp_path / "ours")
-    assert list((tmp_path / "ours").iterdir()) == []
+    assert [path.name for path in (tmp_path / "ours").iterdir()] == ["notes"]
 
 
 def test_a_flag_of_the_other_kind_of_head_is_refused(tmp_path, target):

@@ -22,7 +22,7 @@ from draftsmith.data.inspect import run as inspect
 from draftsmith.data.manifest import Manifest, file_sha256
 from draftsmith.data.models import load_lm, model_directory
 from draftsmith.data.rollout_dataset import RolloutDataset
-from draftsmith.data.server import ServerEngine
+from draftsmith.data.server import ServerConfig, ServerEngine
 from draftsmith.data.shards import Rows, account
 from draftsmith.data.template import RowError
 from draftsmith.eval.prompts import read_prompts
@@ -316,6 +316,11 @@ def test_the_template_of_the_prompts_is_needed_for_later_turns(rewritten, source
     path = tmp_path / "moved.jinja"
     path.write_text(REWRITES)
     asked = make_prompts(source, tmp_path / "prompts", chat_template=path)
+    own = tmp_path / "own.jinja"
+    own.write_text(AutoTokenizer.from_pretrained(model_directory(TARGET)).chat_template)
+    plain = make_prompts(source, tmp_path / "plain", chat_template=own)
+    own.unlink()
+    assert counts_of(make_responses(plain, tmp_path / "by-own", max_new_tokens=3))["answers"] == NUM_ROWS
     path.rename(tmp_path / "elsewhere.jinja")
     with pytest.raises(InputError, match=r"chat_template: found nothing at .*moved.jinja.*Pass --chat-template FILE"):
         make_responses(asked, tmp_path / "out")
@@ -368,6 +373,34 @@ def test_a_server_is_asked_turn_by_turn(answered, asked, tmp_path, monkeypatch):
             assert ours[name] == theirs[name]
     assert len(seen) == counts_of(answered)["answers"]
     assert len({body["seed"] for _, body in seen}) == len(seen)
+
+
+def test_a_chat_endpoint_is_told_the_answers_so_far(asked, tmp_path, monkeypatch, tokenizer):
+    lm, seen = load_lm(TARGET), []
+
+    async def reply(self, client, request):
+        await asyncio.sleep(0)
+        body = request[1]
+        seen.append(body["messages"])
+        shown = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)
+        limit = json.loads(body["generation_config"])["max_new_tokens"]
+        ids = answer(lm, [shown["input_ids"]], self.params, limit, None)[0]
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        usage = {"prompt_tokens": len(shown["input_ids"]), "completion_tokens": len(ids)}
+        reason = "stop" if ids[-1] in lm.info.eos_ids else "length"
+        return {"choices": [{"message": {"content": text}, "finish_reason": reason}], "usage": usage}
+
+    monkeypatch.setattr(ServerEngine, "_ask", reply)
+    server = ServerConfig(dialect="transformers")
+    rows = rows_of(make_responses(asked, tmp_path / "out", engine="openai", server=server))
+    assert all(row["retokenised"] for row in rows) and len(seen) > NUM_ROWS
+    users = [message["content"] for message in conversation(2) if message["role"] == USER]
+    longest = max((said for said in seen if said[0]["content"] == users[0]), key=len)
+    assert [message["content"] for message in longest if message["role"] == USER] == users
+    (row,) = [row for row in rows if row["id"] == "row-2"]
+    said = [tokenizer.decode(row["input_ids"][a:b], skip_special_tokens=True) for a, b in spans(row["loss_mask"])]
+    assert [message["content"] for message in longest if message["role"] == ASSISTANT] == said[:-1]
+    assert row["text"] == "".join(said)
 
 
 def training_data(source: Path, root: Path) -> list:

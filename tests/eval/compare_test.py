@@ -123,6 +123,16 @@ def test_runs_of_different_work_are_refused_in_one_line_that_lists_all(tmp_path,
         assert part in err
 
 
+def test_a_run_of_an_earlier_version_is_compared_with_a_note(tmp_path, capsys):
+    first = write(tmp_path / "a", {"ar": AR})
+    second = write(tmp_path / "b", {"ar": AR}, target={**META["target"], "weights": "1111", "encoding": "2222"})
+    third = write(tmp_path / "c", {"ar": AR}, target={**META["target"], "weights": "3333", "encoding": "2222"})
+    assert main(["eval", "compare", first, second]) == 0
+    assert "target.encoding, target.weights" in " ".join(capsys.readouterr().out.split())
+    assert main(["eval", "compare", second, third]) == 2
+    assert "target.weights 1111 and 3333" in capsys.readouterr().err
+
+
 def test_what_is_no_finished_run_is_told(tmp_path, capsys):
     run = write(tmp_path / "a", {"ar": AR})
     (tmp_path / "unfinished").mkdir()

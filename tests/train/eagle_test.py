@@ -28,6 +28,7 @@ from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead, shift
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.train import fit
 from draftsmith.train.data_module import Key, Part, Samples, held_out
 from draftsmith.train.eagle import TrainEagleConfig, feature_std, held_out_prompts, make_head, prepare, run, tau_prompts
 from draftsmith.train.lit_eagle import LitEagle, TauProbe, num_loss_tokens
@@ -54,6 +55,22 @@ def trained(artefacts, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("eagle") / "run"
     run(config(artefacts, output, tau_every=12))
     return output
+
+
+def test_a_run_goes_on_with_its_own_target_only(artefacts, tmp_path, capsys):
+    """Supervised prompts are of a tokenizer, not of a target: the run itself remembers what it read."""
+    settings = config(artefacts, tmp_path, resume=True)
+    identity = load_lm(str(artefacts.target)).info.identity
+    texts = {"tokenizer": identity["tokenizer"]}
+    begun = fit._state(settings, fit.Provenance("eagle", {}, identity, texts))
+    (tmp_path / fit.STARTED).write_text(json.dumps(begun))
+    tuned = fit.Provenance("eagle", {}, {**identity, "weights": "other"}, texts)
+    with pytest.raises(InputError, match=r"resume: found another read_model\.weights: other"):
+        fit._checkpoint(settings, tuned)
+    earlier = {key: value for key, value in begun.items() if not key.startswith("read_model")}
+    (tmp_path / fit.STARTED).write_text(json.dumps(earlier))
+    assert fit._checkpoint(settings, tuned) is None
+    assert "read_model" in capsys.readouterr().err
 
 
 class FakeTrainer:

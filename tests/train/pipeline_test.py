@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, run
 from draftsmith.train.checkpoints import FOLDER, all_in, step_of
 
@@ -77,11 +78,24 @@ def unbroken(artefacts, tmp_path_factory) -> Path:
 def test_a_killed_training_goes_on_as_if_nothing_had_happened(artefacts, tmp_path, unbroken):
     options = settings(artefacts, tmp_path / "run")
     process = start_and_wait_for_a_checkpoint(options)
+    process.send_signal(signal.SIGSTOP)  # it is there, and does not end before a second one has come
+    with pytest.raises(InputError, match=f"where process {process.pid} on .*train acceptance.* writes"):
+        in_process(options)
     process.kill()
     process.communicate()
     assert not (tmp_path / "run" / "training.json").exists()
     in_process(options)
     assert_same_run(tmp_path / "run", unbroken)
+
+
+def test_a_finished_training_says_so_and_nothing_changes(artefacts, unbroken, capsys):
+    before = (unbroken / "training.json").stat().st_mtime_ns
+    options = settings(artefacts, unbroken)
+    assert in_process(options) == unbroken / "best"
+    assert "holds a finished training" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"config.lr: 0.1, trained with .* is finished"):
+        in_process({**options, "lr": "0.1"})
+    assert (unbroken / "training.json").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)

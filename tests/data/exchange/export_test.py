@@ -103,6 +103,19 @@ def test_an_export_has_a_card_with_the_command_that_serves_it(exported):
     assert "at most 0.0001" in card  # the check that was run
 
 
+def test_what_safeailabs_code_needs_is_said_and_written(exported, tiny_target, eagle_dir, tmp_path, capsys):
+    """Its tree counts the root, and a target in one file needs an index, which the export holds; the target's directory
+    stays as it was."""
+    before = sorted(path.name for path in Path(tiny_target).iterdir())
+    assert export(ExportConfig(format="eagle", head=eagle_dir, output=tmp_path / "out")) == 0
+    said = capsys.readouterr().out
+    assert "eagle2:nodes=59:depth=5:topk=10" in said and "copy target-index.json" in said
+    index = json.loads((tmp_path / "out" / "target-index.json").read_text())
+    assert index["weight_map"]["model.embed_tokens.weight"] == "model.safetensors"
+    assert sorted(path.name for path in Path(tiny_target).iterdir()) == before
+    assert not (exported("vllm") / "target-index.json").exists()
+
+
 def test_an_existing_output_is_refused(exported, eagle_dir):
     with pytest.raises(InputError, match=r"output: found .* which exists"):
         export(ExportConfig(format="vllm", head=eagle_dir, output=exported("vllm")))

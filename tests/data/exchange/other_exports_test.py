@@ -50,6 +50,25 @@ def test_a_tied_acceptance_head_comes_back_from_specdec_pp_as_it_was(tied, draft
     assert torch.equal(head(states), again(states))
 
 
+def test_an_acceptance_head_loads_in_specdec_pps_own_environment(tied, draft, tmp_path):
+    """By the rule of PyTorchModelHubMixin before huggingface_hub 0.18: `pytorch_model.bin` alone is read, into a class
+    whose blocks are one object."""
+    there = tmp_path / "there"
+    assert export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=there)) == 0
+    state = torch.load(there / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    size, count = (json.loads((there / "config.json").read_text())[name] for name in ("hidden_size", "num_layers"))
+    block = torch.nn.ModuleDict({"linear": torch.nn.Linear(size, size)})
+    theirs = torch.nn.ModuleDict({"model": torch.nn.Sequential(*[block] * count, torch.nn.Linear(size, 2))})
+    theirs.load_state_dict(state, strict=True)
+    states = torch.randn(50, size)
+    hidden = states
+    for _ in range(count):
+        hidden = hidden + torch.nn.functional.silu(theirs["model"][0]["linear"](hidden))
+    prob = theirs["model"][count](hidden).softmax(-1)[:, 1]
+    assert torch.allclose(prob, load_head(tied)(states).sigmoid(), atol=1e-6)  # float32 sums in another order
+    assert {path.name for path in there.iterdir()} >= {"model.safetensors", "pytorch_model.bin"}
+
+
 @pytest.mark.parametrize("name", ["model.0.linear.bias", "model.3.weight"])
 def test_a_changed_tensor_of_an_acceptance_head_is_found(tied, draft, tmp_path, capsys, monkeypatch, name):
     from head_directory import Directory
@@ -57,6 +76,7 @@ def test_a_changed_tensor_of_an_acceptance_head_is_found(tied, draft, tmp_path, 
     monkeypatch.setenv("COLUMNS", "400")
     there = tmp_path / "there"
     assert export(ExportConfig(format="specdec_pp", head=tied, draft=draft, output=there)) == 0
+    (there / "pytorch_model.bin").unlink()  # two files that differ are told apart before anything is compared
     Directory(there).change(name, lambda tensor: tensor + 0.1)
     capsys.readouterr()
     assert check(CheckConfig(directory=there, format="specdec_pp", draft=draft)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from draftsmith.eval.methods.chains import build_chain
 from draftsmith.eval.rollouts.coupling import CoupledDraws, CoupledSource, Reading, Text
 from draftsmith.eval.rollouts.judged import KnownJudge, OnlineRows, replay_judged
 from draftsmith.eval.rollouts.record import Answers, ChainRecorder, Recording
-from draftsmith.eval.rollouts.replay import head_probs
+from draftsmith.eval.rollouts.replay import fixed_k, head_probs, replay
 from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, joined, of_answer
 from draftsmith.eval.rollouts.store import read_answer, write_answer
 from draftsmith.eval.studies.policies_play import RAW, Player, Policy, judges_of
@@ -135,6 +136,38 @@ def test_studies_replay_heads_of_either_kind_as_the_decoder_asks_them(world, dra
         assert played.traces(policy, 0.1) == decoded
         lengths |= {step.num_drafted for trace in decoded for step in trace.steps}
     assert len(lengths) > 2  # the head had a say
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("drafter", ["draft", "eagle"])
+def test_drafts_end_at_end_tokens_in_replays_too(world, drafter, side_by_side):
+    known = world.recorded(drafter, GREEDY)
+    early = {token for answer in known.answers for token in answer.tokens[:8]}
+    drafted = Counter(token for token in known.token.flatten().tolist() if token not in early)
+    ends = tuple(token for token, _ in drafted.most_common(4))  # some are accepted, others not
+    models = dataclasses.replace(world.models, ends=ends)
+    recorder = ChainRecorder(
+        models, drafter, Recording(GREEDY, DEPTH, NEW_TOKENS, 0, ends), world.heads, side_by_side=side_by_side
+    )
+    rollouts = joined([recorder(prompt, number) for number, prompt in enumerate(world.prompts)])
+    assert (rollouts.available() < DEPTH).sum() > 2
+
+    def decoded(method: str, head: str | None = None) -> list:
+        chain = parse_method(method).build(dataclasses.replace(models, acceptance=world.heads.get(head)))
+        return [
+            generate(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ends).trace
+            for prompt in world.prompts
+        ]
+
+    grid, by = Grid((), (), [], 1, DEPTH), f":drafter={drafter}"
+    fixed = replay(rollouts, fixed_k(rollouts, DEPTH))
+    assert fixed == decoded(f"{'spec' if drafter == 'draft' else 'eagle'}:k={DEPTH}")
+    assert replayed(rollouts, Rule(t=0.2), grid, {}) == decoded(f"confidence:t=0.2:min=1:max={DEPTH}{by}")
+    for label in world.heads:
+        rule = Rule(head=label, h=0.4, calibrated=True)
+        assert replayed(rollouts, rule, grid, world.heads) == decoded(rule.method(1, DEPTH) + by, label)
+    online = replay_judged(rollouts, OnlineRows(rollouts), CostRule(0.1), 1, DEPTH)
+    assert online == decoded(f"online:c=0.1:max={DEPTH}{by}")
 
 
 @pytest.mark.parametrize("drafter", ["draft", "eagle"])

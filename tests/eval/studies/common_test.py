@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from draftsmith.eval.figures import plain
 from draftsmith.eval.studies import common
-from draftsmith.eval.studies.common import StudyConfig, ci, mean_interval, measured, numbers, reduced, slug
+from draftsmith.eval.studies.common import (
+    StudyConfig,
+    ci,
+    decode,
+    mean_interval,
+    measured,
+    numbers,
+    prepare,
+    reduced,
+    slug,
+)
 from draftsmith.modules.types import InputError, SamplingParams
 
 
@@ -48,6 +59,23 @@ def test_names_of_summary_keys_and_intervals():
     assert slug("pre+self-verify", "T=1") == "pre_self_verify_t1"
     assert slug("SD, M2 drafts", "T=0.7") == "sd_m2_drafts_t0.7"
     assert (ci([1.234, 5.678]), ci(None)) == ("1.23-5.68", "")
+
+
+def test_end_tokens_are_ignored_where_lengths_matter(models, tmp_path):
+    def answers(target: str, ignore_eos: bool) -> list[list[int]]:
+        config = StudyConfig(
+            target=target, prompts=models["prompts"], draft=models["draft"], split="test", limit=2, output=tmp_path,
+            max_new_tokens=40, ignore_eos=ignore_eos,
+        )  # fmt: skip
+        made = decode(config, prepare(config, ["spec:k=2"]), "ar", SamplingParams(), lambda *_: None)
+        return [list(one.tokens) for one in made]
+
+    plain = answers(models["target"], ignore_eos=True)
+    directory = shutil.copytree(models["target"], tmp_path / "target")
+    end = plain[0][5]  # as if this one ended an answer
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    assert answers(str(directory), ignore_eos=True) == plain and {len(tokens) for tokens in plain} == {40}
+    assert answers(str(directory), ignore_eos=False)[0] == plain[0][: plain[0].index(end) + 1]
 
 
 def test_an_interrupted_study_does_not_measure_twice_and_a_complete_one_does(models, tmp_path, monkeypatch):

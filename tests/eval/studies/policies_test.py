@@ -247,7 +247,7 @@ def some_prompts(path, count: int, **more: str) -> str:
 @pytest.mark.parametrize("given", [{}, {"split": "none", "dev_split": "none"}, {"split": "none"}])
 def test_a_file_without_splits_is_parted_by_a_rule(models, tmp_path, given):
     prompts = some_prompts(tmp_path / "plain.jsonl", 9)
-    config = PoliciesConfig(target=models["target"], prompts=prompts, draft="d", limit=5, **given)
+    config = PoliciesConfig(target=models["target"], prompts=prompts, draft="d", limit=5, output=tmp_path, **given)
     dev, reported = parted(config)
     assert [prompt.id for prompt in dev] == ["p6", "p7", "p8"]  # the last quarter, rounded up
     assert (reported.split, reported.limit, reported.bench_limit) == (None, 5, 5)
@@ -258,7 +258,9 @@ def test_a_file_without_splits_is_parted_by_a_rule(models, tmp_path, given):
 
 def test_other_prompts_may_be_for_choosing(models, tmp_path):
     prompts, dev_prompts = some_prompts(tmp_path / "a.jsonl", 3), some_prompts(tmp_path / "b.jsonl", 2)
-    config = PoliciesConfig(target=models["target"], prompts=prompts, draft="d", dev_prompts=dev_prompts)
+    config = PoliciesConfig(
+        target=models["target"], prompts=prompts, draft="d", dev_prompts=dev_prompts, output=tmp_path
+    )
     dev, reported = parted(config)
     assert [prompt.id for prompt in dev] == ["p0", "p1"] and (reported.split, reported.limit) == (None, 120)
     tagged = some_prompts(tmp_path / "c.jsonl", 4, split="dev")
@@ -268,7 +270,9 @@ def test_other_prompts_may_be_for_choosing(models, tmp_path):
 
 def test_none_is_no_split_and_prompts_are_never_in_both_parts(models, tmp_path):
     tagged = some_prompts(tmp_path / "c.jsonl", 8, split="dev")
-    config = PoliciesConfig(target=models["target"], prompts=tagged, draft="d", split="none", dev_split="none")
+    config = PoliciesConfig(
+        target=models["target"], prompts=tagged, draft="d", split="none", dev_split="none", output=tmp_path
+    )
     dev, reported = parted(config)
     assert [prompt.id for prompt in dev] == ["p6", "p7"] and (reported.split, reported.limit) == (None, 6)
     with pytest.raises(InputError, match="dev_split: found dev, with split none"):

@@ -18,6 +18,7 @@ from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.drafters.draft_model_batch import BatchDraftModel
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.heads.eagle_batch import BatchEagle
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
@@ -96,6 +97,23 @@ def test_end_tokens_let_rows_leave_at_different_rounds(world, method):
     assert len({len(one.tokens) for one in made}) > 4 and any(one.ended for one in made)
     for prompt, one in zip(prompts, made, strict=True):
         assert one == world.run(method, prompt, NEW_TOKENS, ends)
+
+
+@pytest.mark.parametrize("method", ["spec:k=5", "eagle:k=4", "online:c=0.02:max=6"])
+def test_drafts_end_with_the_answer_in_every_row(world, method):
+    prompts = world.prompts[:9]
+    ends = tuple(dict.fromkeys(answer[4 + 3 * i] for i, answer in enumerate(world.answers[:9])))
+    made = in_groups(world, batch_drafter(world, method, 3, ends=ends), 3, prompts, ends=ends)
+    models = Models(world.target, world.draft, eagle=world.eagle, capacity=CONTEXT, ends=ends)
+    singles = [parse_method(method).build(models) for _ in range(3)]
+    behind = 0
+    for place, (prompt, one) in enumerate(zip(prompts, made, strict=True)):
+        single, full = singles[place % 3], world.drafter(method)
+        assert one == generate(world.target, single, prompt, GREEDY, NEW_TOKENS, TorchSource(0), ends)
+        going_on = world.run(method, prompt, NEW_TOKENS, ends, drafter=full)
+        assert going_on.tokens == one.tokens
+        behind += pool([going_on.trace]).num_discarded - pool([one.trace]).num_discarded
+    assert behind > 0
 
 
 @pytest.mark.parametrize("method", SOME)

@@ -11,8 +11,9 @@ from table_models import PROMPT, Branches, TableLM, V, decoded_law, enumerate_br
 
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.policies import CostRule, JudgedStop, OnlineJudge
 from draftsmith.modules.decoding.protocols import DraftTree
-from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.stop import FixedLength, UntilEnd
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -48,6 +49,21 @@ def test_other_tables_too(name, seed):
     target, params = TableLM(seed), SETTINGS["T=1"]
     law = decoded_law(target, method(name, target, seed), params, length=3, max_new_tokens=8)
     assert total_variation(law, target_law(target, params, 3)) < EXACT
+
+
+@pytest.mark.parametrize("eos_ids", [(1, 3), ()])
+@pytest.mark.parametrize("policy", [lambda: FixedLength(3), lambda: JudgedStop(OnlineJudge("q"), CostRule(0.1), 1, 3)])
+def test_a_draft_that_ends_with_an_end_token_leaves_the_law(policy, eos_ids):
+    """Whether the answer ends there or not: the token stays in the draft."""
+    target, draft, params = TableLM(4), TableLM(104), SETTINGS["T=1"]
+
+    def drafter():
+        return DraftModelDrafter(draft, UntilEnd(policy(), (1, 3)), CAPACITY)
+
+    law = decoded_law(target, drafter, params, length=3, max_new_tokens=8, eos_ids=eos_ids)
+    assert total_variation(law, target_law(target, params, 3, eos_ids=eos_ids)) < EXACT
+    trace = generate(target, drafter(), PROMPT, params, 20, TorchSource(0), ()).trace
+    assert {step.num_drafted for step in trace.steps[:-3]} >= {1, 3}
 
 
 @pytest.mark.parametrize("name", ["spec:k=2", "eagle:k=2", "tree"])

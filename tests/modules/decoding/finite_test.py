@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from broken_models import CONTEXT, H, V, models, small_lm
 
 from draftsmith.eval.methods import METHODS, parse_method
 from draftsmith.eval.methods.base import Models
@@ -19,19 +20,11 @@ from draftsmith.modules.decoding.protocols import DraftTree, DraftView
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, HeadJudge
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
-from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_table
+from draftsmith.modules.heads.acceptance import HeadJudge
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
 
-V, H, CONTEXT = 24, 8, 64
-CONFIG = LlamaConfig(
-    vocab_size=V, hidden_size=H, intermediate_size=12, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4,
-    max_position=CONTEXT,
-)  # fmt: skip
 PROMPT = [1, 5, 3, 1, 5]  # repeats itself, so that lookups draft
 GREEDY, DRAWN = SamplingParams(), SamplingParams(1.0)
 MODES = [GREEDY, DRAWN, SamplingParams(0.7, top_k=6, top_p=0.9), SamplingParams(1e-39)]
@@ -60,41 +53,6 @@ BROKEN = {
     "pearl:k=2": ("draft",),
 }
 BATCHED = {label: broken for label, broken in BROKEN.items() if parse_method(label).batchable}
-
-
-def spoil(module: Any, name: str, place: tuple[int, ...]) -> None:
-    """One NaN in one weight."""
-    module.get_parameter(name).data[place] = math.nan
-
-
-def small_lm(seed: int, nan_in: tuple[str, tuple[int, ...]] | None = None) -> LlamaLM:
-    rng = torch.Generator().manual_seed(seed)
-    model = LlamaModel(CONFIG)
-    for weight in model.parameters():
-        noise = torch.randn(weight.shape, generator=rng)
-        weight.data = 0.6 * noise if weight.ndim == 2 else 1 + 0.2 * noise
-    model.cos, model.sin = rope_table(CONFIG, CONTEXT)
-    if nan_in is not None:
-        spoil(model, *nan_in)
-    return LlamaLM(model.eval().requires_grad_(False), ModelInfo(H, V, 1, CONTEXT, (), {}))
-
-
-def models(broken: str | None = None, tree: bool = False) -> Models:
-    """All models that methods use, one of them with a NaN. tree: the acceptance head judges trees."""
-    inner = ("layers.0.mlp.down_proj.weight", (0, 0))
-    lms = {
-        name: small_lm(seed, inner if name == broken else None)
-        for name, seed in (("target", 1), ("draft", 2), ("mid", 3))
-    }
-    torch.manual_seed(4)
-    eagle = EagleHead(EagleConfig(CONFIG)).requires_grad_(False)
-    settings: dict[str, Any] = {"state": "before", "judges": "tree", "features": ("log_q",)} if tree else {}
-    acceptance = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=1, **settings)).requires_grad_(False)
-    if broken == "eagle":
-        spoil(eagle, *inner)
-    if broken == "acceptance":
-        spoil(acceptance, "out.weight", (0, 0))
-    return Models(**lms, eagle=eagle, acceptance=acceptance, capacity=CONTEXT)
 
 
 def run(label: str, params: SamplingParams, found: Models) -> Any:
@@ -179,6 +137,37 @@ def test_the_place_of_a_drafts_nan_counts_the_tokens_drafted_before_it():
     with pytest.raises(NonFinite) as caught:
         broken.propose(4, GREEDY, TorchSource(0))
     assert (caught.value.model, caught.value.position) == ("draft", place + 1)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("label", ["ar", "spec:k=3", "eagle:k=3"])
+def test_a_prompt_that_fails_leaves_nothing_to_the_next_ones(label, static):
+    """Sessions and drafters serve prompt after prompt, and a mask multiplies what it hides by zero, NaN too."""
+    rare = 20  # neither the answers nor their drafts come to it
+    target, draft = (small_lm(seed, ("embed_tokens.weight", (rare, 0))) for seed in (1, 2))
+    found = Models(target, draft, eagle=models().eagle, capacity=CONTEXT)
+    long, short = [1, 2, rare, 4, 5, 6, 7, 8, rare, 2, 3, 4, 5], [[1, 2], [3, 4, 5]]
+
+    def batched(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
+        made = generate_batch(target, drafter, prompts, GREEDY, 3, [0, 0], (), session)
+        return [one.tokens for one in made]
+
+    def one(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
+        return [
+            generate(target, drafter, prompt, GREEDY, 3, TorchSource(0), (), session=session).tokens
+            for prompt in prompts
+        ]
+
+    method = parse_method(label)
+    for decode, session, build in [
+        (batched, lambda: target.rows_session(2, CONTEXT, static), lambda: method.build_batch(found, 2)),
+        (one, lambda: target.session(CONTEXT, static), lambda: method.build(found)),
+    ]:
+        expected = decode(session(), build(), short)
+        kept, drafter = session(), build()
+        with pytest.raises(NonFinite):
+            decode(kept, drafter, [long, [3, 4]])
+        assert decode(kept, drafter, short) == expected
 
 
 @pytest.mark.parametrize("logits", [[math.nan, 1, 2], [1, math.inf, 2], [-math.inf] * 3, [1, 2, math.nan]], ids=str)

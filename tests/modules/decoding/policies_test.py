@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.modules.decoding.policies import CostRule, JudgedStop, OnlineJudge, RecentRatio, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
-from draftsmith.modules.decoding.stop import Confidence, FixedLength, RunningEntropy, SelfVerify
+from draftsmith.modules.decoding.stop import Confidence, FixedLength, RunningEntropy, SelfVerify, UntilEnd
 
 NOTHING = torch.zeros(1, 2)
 
@@ -211,3 +211,14 @@ def test_what_was_learned_outlives_a_prompt():
     policy.reset()
     assert (rule.pace, rule.acceptance, judge.model.weights) == known
     assert known[0] < CostRule(0.1).pace
+
+
+def test_a_draft_ends_with_an_end_token_and_the_policy_is_asked_all_the_same():
+    judge = Says([0.9] * 4, learns=True)
+    policy = UntilEnd(JudgedStop(judge, ThresholdRule(0.99), 1, 4), ends=(7,))
+    policy.reset()
+    policy.start_round()
+    assert [policy.should_stop(view(n, token)) for n, token in ((1, 3), (2, 7))] == [False, True]
+    policy.observe(2, 1)
+    assert judge.asked == [1, 2] and judge.verdicts == [(2, 1)]
+    assert policy.max_drafted == 4 and policy.rule.h == 0.99 and not hasattr(policy, "nothing")

@@ -1,0 +1,56 @@
+"""Small real models, one of them with a NaN among its weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from draftsmith.eval.methods.base import Models
+from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_table
+from draftsmith.modules.targets.base import ModelInfo
+from draftsmith.modules.targets.llama import LlamaLM
+
+V, H, CONTEXT = 24, 8, 64
+CONFIG = LlamaConfig(
+    vocab_size=V, hidden_size=H, intermediate_size=12, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4,
+    max_position=CONTEXT,
+)  # fmt: skip
+
+
+def spoil(module: Any, name: str, place: tuple[int, ...]) -> None:
+    """One NaN in one weight."""
+    module.get_parameter(name).data[place] = math.nan
+
+
+def small_lm(seed: int, nan_in: tuple[str, tuple[int, ...]] | None = None) -> LlamaLM:
+    rng = torch.Generator().manual_seed(seed)
+    model = LlamaModel(CONFIG)
+    for weight in model.parameters():
+        noise = torch.randn(weight.shape, generator=rng)
+        weight.data = 0.6 * noise if weight.ndim == 2 else 1 + 0.2 * noise
+    model.cos, model.sin = rope_table(CONFIG, CONTEXT)
+    if nan_in is not None:
+        spoil(model, *nan_in)
+    return LlamaLM(model.eval().requires_grad_(False), ModelInfo(H, V, 1, CONTEXT, (), {}))
+
+
+def models(broken: str | None = None, tree: bool = False) -> Models:
+    """All models that methods use, one of them with a NaN. tree: the acceptance head judges trees."""
+    inner = ("layers.0.mlp.down_proj.weight", (0, 0))
+    lms = {
+        name: small_lm(seed, inner if name == broken else None)
+        for name, seed in (("target", 1), ("draft", 2), ("mid", 3))
+    }
+    torch.manual_seed(4)
+    eagle = EagleHead(EagleConfig(CONFIG)).requires_grad_(False)
+    settings: dict[str, Any] = {"state": "before", "judges": "tree", "features": ("log_q",)} if tree else {}
+    acceptance = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=1, **settings)).requires_grad_(False)
+    if broken == "eagle":
+        spoil(eagle, *inner)
+    if broken == "acceptance":
+        spoil(acceptance, "out.weight", (0, 0))
+    return Models(**lms, eagle=eagle, acceptance=acceptance, capacity=CONTEXT)

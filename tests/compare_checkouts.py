@@ -1,0 +1,96 @@
+"""What a change costs: decoding by two checkouts, in turn, in processes that live side by side.
+
+    python tests/compare_checkouts.py OLD NEW [REPEATS]
+
+OLD and NEW are checkouts named `draftsmith` (git worktree add /tmp/old/draftsmith COMMIT). Each answers the same
+shipped prompts with the embedded pair on one thread, now one and now the other, and tells its own CPU time. Printed are the
+medians of the pairs' ratios, new by old, and their quartiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CASES = ["ar, greedy", "spec:k=5, greedy", "spec:k=5, T=1", "eagle:k=5, greedy", "eagle:k=5, T=1", "eagle2, greedy",
+         "spec:k=5, greedy, 4 rows", "spec:k=5, T=1, 4 rows"]  # fmt: skip
+PROMPTS, NEW_TOKENS = 4, 64
+
+
+def serve() -> None:
+    """The child: a line with a case's number in, its CPU seconds out."""
+    import torch
+
+    from draftsmith.data.models import load_lm
+    from draftsmith.eval.measure import BatchRunner, EngineRunner
+    from draftsmith.eval.methods import parse_method
+    from draftsmith.eval.methods.base import Models
+    from draftsmith.eval.prompts import read_prompts
+    from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+    from draftsmith.modules.types import SamplingParams
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    target, draft = (load_lm(f"embedded:{name}", packed=True) for name in ("target", "draft"))
+    eagle = EagleHead(EagleConfig.for_target(target.config)).requires_grad_(False)
+    models = Models(target, draft, eagle=eagle, capacity=1024)
+    prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "dev", None, PROMPTS)]
+    session = target.rows_session(PROMPTS, 1024)
+
+    def work(case: str) -> None:
+        method, mode, *rows = case.split(", ")
+        params = SamplingParams(0.0 if mode == "greedy" else 1.0)
+        if rows:
+            drafter = parse_method(method).build_batch(models, PROMPTS)
+            BatchRunner(target, session, drafter, params, ())(prompts, NEW_TOKENS, range(PROMPTS))
+            return
+        runner = EngineRunner(target, parse_method(method).build(models), params, ())
+        for seed, prompt in enumerate(prompts):
+            runner(prompt, NEW_TOKENS, seed)
+
+    for line in sys.stdin:
+        started = time.process_time()
+        work(CASES[int(line)])
+        print(json.dumps(time.process_time() - started), flush=True)
+
+
+def main(old: str, new: str, repeats: int = 15) -> None:
+    children = []
+    for checkout in (old, new):
+        path = Path(checkout).resolve()
+        environment = {**os.environ, "PYTHONPATH": str(path.parent), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(Path(__file__).resolve()), "serve"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": path.parent}
+        children.append(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]
+
+    def ask(child: subprocess.Popen, case: int) -> float:
+        assert child.stdin is not None and child.stdout is not None
+        print(case, file=child.stdin, flush=True)
+        return json.loads(child.stdout.readline())
+
+    for number, case in enumerate(CASES):
+        pairs = []
+        for repeat in range(repeats + 1):
+            order = children if repeat % 2 else children[::-1]
+            times = {id(child): ask(child, number) for child in order}
+            pairs.append([times[id(child)] for child in children])
+        ratios = [after / before for before, after in pairs[1:]]  # the first one warms up
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        seconds = statistics.median(before for before, _ in pairs[1:])
+        print(f"{case:26s} {seconds:7.3f} s   ratio {middle:.4f}   quartiles {low:.4f} {high:.4f}", flush=True)
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.close()
+        child.wait()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        main(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -1,0 +1,113 @@
+"""The data stages' own loops, with a NaN in one model: labels at every position, drafts from every place, answers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from broken_models import CONTEXT, V, models, small_lm
+
+from draftsmith.data.acceptance import label
+from draftsmith.data.batched import answer_all
+from draftsmith.data.naming import naming
+from draftsmith.data.rollouts import Rollouts, label_response
+from draftsmith.eval.measure import BenchPrompt
+from draftsmith.eval.rollouts.along import accept_along
+from draftsmith.eval.rollouts.coupling import CoupledDraws
+from draftsmith.eval.rollouts.record import ChainRecorder, Recording
+from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches
+from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.heads.eagle_branches import EagleBranches
+from draftsmith.modules.types import SamplingParams
+
+TEXTS = [[1, 5, 3, 1, 5, 2, 9], [7, 8, 3, 4], [2, 2, 6, 11, 13, 17]]
+STARTS = [3, 1, 2]
+MASKS = [[place >= start for place in range(len(text))] for text, start in zip(TEXTS, STARTS, strict=True)]
+MODES = [SamplingParams(), SamplingParams(1.0), SamplingParams(0.5, 4, 0.9)]
+LATE = ("embed_tokens.weight", (13, 0))  # of a token that only the last text holds, at position 4
+
+
+def uniforms(count: int) -> torch.Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("params", MODES, ids=str)
+@pytest.mark.parametrize("broken", ["target", "draft"])
+def test_labels_of_every_position(broken, params):
+    lms = {name: small_lm(seed, LATE if name == broken else None) for name, seed in (("target", 1), ("draft", 2))}
+    count = sum(map(sum, MASKS))
+    with pytest.raises(NonFinite) as caught:
+        label(lms["target"], lms["draft"], TEXTS, MASKS, params, uniforms(count), 4)
+    error = caught.value
+    # A text is read at once, and what attention masks it multiplies by zero: its first label is none already.
+    assert (error.model, error.row, error.position) == (broken, 2, STARTS[2])
+    labels = label(small_lm(1), small_lm(2), TEXTS, MASKS, params, uniforms(count), 4)
+    assert labels.overlap.isfinite().all() and len(labels.draft_ids) == count
+
+
+@pytest.mark.parametrize("params", MODES, ids=str)
+@pytest.mark.parametrize(
+    ("broken", "drafting"), [("target", "draft"), ("target", "eagle"), ("draft", "draft"), ("eagle", "eagle")]
+)
+def test_labels_of_rounds(broken, drafting, params):
+    text, start = TEXTS[2] * 2, 2
+    found = models(broken)
+    target = found.target
+    drafter = EagleBranches(found.eagle, target, 3) if drafting == "eagle" else DraftModelBranches(found.draft, 3)
+    row = {"id": "x", "input_ids": text, "prompt_length": start, "task": ""}
+    how = Rollouts(3, 1, (params,), 0, False, 4, 0, CONTEXT)
+    with pytest.raises(NonFinite) as caught, naming(["row-0"]):
+        label_response(target, BranchedText(target, 3), drafter, row, 0, how)
+    assert caught.value.model == broken and caught.value.prompt == "row-0"
+    assert caught.value.position == start + 1  # where drafts begin
+
+
+@pytest.mark.parametrize("params", MODES, ids=str)
+def test_answers(params):
+    def drawn(number: int):
+        return uniforms(8).numpy()
+
+    assert all(len(answer) == 8 for answer in answer_all(small_lm(1), TEXTS, params, 8, 2, drawn))
+    target = small_lm(1, ("embed_tokens.weight", (8, 0)))  # which only the second prompt holds
+    with pytest.raises(NonFinite) as caught:
+        answer_all(target, TEXTS, params, 1, 2, drawn)
+    assert (caught.value.model, caught.value.row, caught.value.position) == ("target", 1, 4)
+
+
+@pytest.mark.parametrize("params", MODES[:2], ids=str)
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("broken", ["target", "draft", "acceptance"])
+def test_recorded_rounds(broken, together, params):
+    found = models(broken)
+    how, prompt = Recording(params, 3, 8, 0, ()), BenchPrompt("row-7", TEXTS[0])
+    heads = {"head": found.acceptance}
+    with pytest.raises(NonFinite) as caught:
+        ChainRecorder(found, "draft", how, heads, along=together, side_by_side=together)(prompt, 0)
+    assert caught.value.model == broken and caught.value.prompt == "row-7"
+
+
+def test_what_the_target_says_along_a_draft():
+    whole, how = models(), Recording(SamplingParams(1.0), 3, 8, 0, ())
+    recorder = ChainRecorder(whole, "draft", how, {}, along=True, side_by_side=True)
+    prompt = BenchPrompt("row-7", TEXTS[0])
+    reading = recorder._answers.read(prompt, 0, 3)
+    recorded = recorder(prompt, 0)
+    unseen = set(recorded.token.flatten().tolist()) - {*TEXTS[0], *reading.text.tokens}
+    wanted = next(token for token in unseen if token in recorded.token[:, :2])  # followed by a token of its draft
+    target = small_lm(1, ("embed_tokens.weight", (wanted, 0)))
+    with pytest.raises(NonFinite) as caught:
+        accept_along(target, TEXTS[0], reading, how.params, recorded)
+    assert caught.value.model == "target" and caught.value.position > len(TEXTS[0])
+
+
+def test_coupled_draws_of_numbers_that_are_none():
+    for params in MODES:
+        recorder = ChainRecorder(models(), "draft", Recording(params, 3, 8, 0, ()), {})
+        reading = recorder._answers.read(BenchPrompt("row-7", TEXTS[0]), 0, 3)
+        draws = CoupledDraws(reading, 3, params, 0)
+        logits = torch.zeros(4, V)
+        logits[2, 5] = math.nan
+        with pytest.raises(NonFinite) as caught:
+            draws(slice(0, 4), 0, logits)
+        assert caught.value.row == 2

@@ -1,0 +1,196 @@
+"""The statistics of the certificate: bets are fair under the target, defects have the laws that the real samplers have
+with them, false alarms are as rare and finds as frequent as stated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from draftsmith.eval.lossless.defects import DEFECTS, OF_DRAFTS, defective, emitted
+from draftsmith.eval.lossless.evidence import Decided, Evidence
+from draftsmith.eval.lossless.power import power_of, tilted, variation
+from draftsmith.eval.lossless.sampling import rows_of
+from draftsmith.modules.decoding.chains import verify_chains
+from draftsmith.modules.sampling import draw_rows
+from draftsmith.modules.types import SamplingParams
+
+V = 6
+
+
+def laws(count: int, generator: torch.Generator, size: int = V, spread: float = 1.5) -> torch.Tensor:
+    return (spread * torch.randn(count, size, generator=generator, dtype=torch.float64)).softmax(-1)
+
+
+def places(count: int, seed: int) -> Decided:
+    """Tokens without values: drawn drafts, chosen children and the target's own, with a law that excludes a token."""
+    generator = torch.Generator().manual_seed(seed)
+    p, q = laws(count, generator), laws(count, generator)
+    p[1::5, 2] = 0
+    p /= p.sum(-1, keepdim=True)
+    kind = torch.arange(count) % 4
+    children = torch.rand(count, V, generator=generator) < 0.4
+    return Decided(
+        torch.zeros(count, dtype=torch.int64),
+        p,
+        q * (kind < 2)[:, None],
+        children & (kind == 2)[:, None],
+        torch.arange(count) % 3 == 0,
+        torch.arange(count) % (V + 1) - 1,
+    )
+
+
+def with_tokens(found: Decided, token: torch.Tensor) -> Decided:
+    return Decided(token, found.target, found.draft, found.children, found.first, found.copied)
+
+
+def draw(law: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return draw_rows(law, torch.rand(len(law), generator=generator, dtype=torch.float64))
+
+
+def test_every_bet_is_fair_whatever_was_drafted():
+    everywhere = places(40, seed=1)
+    for row in range(40):
+        mean: dict[str, torch.Tensor] = {}
+        for token in range(V):
+            weight = float(everywhere.target[row, token])
+            if weight > 0:
+                evidence = Evidence()
+                evidence.add(rows_of(with_tokens(everywhere, torch.full((40,), token)), slice(row, row + 1)))
+                for name, stakes in evidence.stakes.items():
+                    mean[name] = mean.get(name, 0) + weight * stakes.exp()
+        for stakes in mean.values():
+            assert torch.allclose(stakes, torch.ones_like(stakes), atol=1e-12)
+    assert len(mean) == 5 + len(DEFECTS) + 2  # what `NUM_FAMILIES` divides by
+
+
+def test_defects_have_the_law_of_the_real_verification_with_them():
+    """The batched verification over a grid of its uniform numbers, which sums over all that it can draw."""
+    generator = torch.Generator().manual_seed(3)
+    p, q = laws(4, generator), laws(4, generator)
+    steps = 400
+    grid = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
+    first, second = (each.flatten() for each in torch.meshgrid(grid, grid, indexing="ij"))
+
+    def real(row: int, drafted, accept, own) -> torch.Tensor:
+        count = len(drafted)
+        logits = p[row].log().expand(count, 2, V)
+        tokens = draw_rows(q[row].expand(count, V), drafted)[:, None]
+        uniforms = torch.stack([accept, own], 1)
+        one = torch.ones(count, dtype=torch.int64)
+        accepted, token = verify_chains(tokens, one, q[row].expand(count, 1, V), logits, SamplingParams(1.0), uniforms)
+        return torch.where(accepted > 0, tokens[:, 0], token).bincount(minlength=V) / count
+
+    for row in range(4):
+        one, other = p[row : row + 1], q[row : row + 1]
+        # a draft, an acceptance and a replacement from two numbers: whichever two are the same
+        reused = OF_DRAFTS["a draft's own draw decides on it"](one, other)[0]
+        assert torch.allclose(real(row, first, first, second), reused.float(), atol=6e-3)
+        own = OF_DRAFTS["the draw that rejects a token replaces it"](one, other)[0]
+        assert torch.allclose(real(row, first, second, second), own.float(), atol=6e-3)
+    assert torch.allclose(
+        emitted(q, (p / q).clamp_max(1), (p - q).clamp_min(0) / (p - q).clamp_min(0).sum(-1, True)), p
+    )
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_a_law_that_differs_where_it_can_act_only(name):
+    found = places(60, seed=2)
+    law = defective(name, found.target, found.draft, found.children, found.first)
+    assert torch.allclose(law.sum(-1), torch.ones(60, dtype=torch.float64)) and bool((law >= 0).all())
+    assert not bool(law[found.target == 0].any())
+    own = ~found.drawn & ~found.chosen
+    assert torch.equal(law[own], found.target[own]) == (name != DEFECTS[-1])
+    assert variation(law, found.target) > 0.001
+
+
+def p_value(found: Decided, law: torch.Tensor, generator: torch.Generator) -> float:
+    evidence = Evidence()
+    evidence.add(with_tokens(found, draw(law, generator)))
+    return evidence.p_value
+
+
+def test_false_alarms_are_as_rare_as_stated():
+    """Answers of a lossless method: at most a share `a` of runs has a p-value of `a` or less."""
+    found, generator, runs = places(150, seed=4), torch.Generator().manual_seed(5), 300
+    values = [p_value(found, found.target, generator) for _ in range(runs)]
+    for a in (0.5, 0.2, 0.05, 0.01):
+        # four standard deviations of a binomial count
+        assert sum(value <= a for value in values) <= runs * a + 4 * math.sqrt(runs * a * (1 - a)) + 1
+    assert min(values) < 1  # the bets do move
+
+
+def test_looking_after_every_answer_gives_no_more_false_alarms():
+    found, generator, runs, level = places(25, seed=6), torch.Generator().manual_seed(7), 100, 0.1
+    alarms = 0
+    for _ in range(runs):
+        evidence = Evidence()
+        for _ in range(6):
+            evidence.add(with_tokens(found, draw(found.target, generator)))
+            if evidence.p_value <= level:
+                alarms += 1
+                break
+    assert alarms <= runs * level + 4 * math.sqrt(runs * level * (1 - level))
+
+
+@pytest.mark.parametrize("name", ["drafts drawn at 0.8 of their temperature", "towards what was drafted"])
+def test_a_bias_is_found_as_often_as_stated(name):
+    """What is stated is of the best single bet; all together find a little more, and never less."""
+    found, generator, level, runs = places(600, seed=8), torch.Generator().manual_seed(9), 0.01, 60
+    power = power_of(found, 0.04, torch.Generator().manual_seed(0))
+    growth = (power.defects | power.biases)[name]
+    law = (
+        defective(name, found.target, found.draft, found.children, found.first)
+        if name in power.defects
+        else tilted(found.target, scores_of(found), 0.04)[0]
+    )
+    tokens = growth.needed(0.6, level)
+    assert growth.chance(tokens, level) == pytest.approx(0.6, abs=0.02)
+    assert growth.chance(4 * tokens, level) > 0.95 and growth.chance(tokens / 4, level) < 0.1
+    times, rest = divmod(round(tokens), len(found.token))
+    index = torch.cat([torch.arange(len(found.token)).repeat(times), torch.randperm(600, generator=generator)[:rest]])
+    hits = sum(p_value(rows_of(found, index), law[index], generator) <= level for _ in range(runs))
+    deviation = math.sqrt(runs * 0.6 * 0.4)
+    assert 0.6 * runs - 3 * deviation <= hits <= 0.85 * runs + 3 * deviation
+
+
+def scores_of(found: Decided) -> torch.Tensor:
+    from draftsmith.eval.lossless.evidence import scores
+
+    return next(iter(scores(found))).x
+
+
+def test_a_copied_answer_and_a_token_that_never_comes_are_named():
+    found, generator = places(400, seed=10), torch.Generator().manual_seed(11)
+    copied = draw(found.target, generator)
+    evidence = Evidence()
+    evidence.add(Decided(copied, found.target, found.draft, found.children, found.first, copied))
+    assert evidence.p_value < 1e-9 and evidence.strongest == "repeats the answer before"
+    law = found.target.clone()
+    law[:, 4] = 0
+    evidence = Evidence()
+    evidence.add(with_tokens(found, draw(law / law.sum(-1, keepdim=True), generator)))
+    assert evidence.p_value < 1e-9 and evidence.strongest == "token 4 comes too seldom"
+
+
+def test_a_bias_that_the_prompts_do_not_allow_is_left_out():
+    """Nothing to draw from but one token: there is no power to state, and nothing to sample for."""
+    sure = torch.zeros(20, V, dtype=torch.float64)
+    sure[:, 1] = 1
+    found = places(20, seed=12)
+    found = Decided(torch.ones_like(found.token), sure, found.draft, found.children, found.first, found.copied)
+    power = power_of(found, 0.02, torch.Generator().manual_seed(0))
+    assert power.biases == {} and power.needed(0.9, 1e-3) == 0
+    assert all(growth.chance(10**6, 1e-3) < 0.5 for growth in power.defects.values())
+
+
+def test_evidence_does_not_depend_on_how_tokens_are_grouped():
+    found, generator = places(60, seed=13), torch.Generator().manual_seed(14)
+    tokens = with_tokens(found, draw(found.target, generator))
+    whole, parts = Evidence(), Evidence()
+    whole.add(tokens)
+    for start, end in itertools.pairwise((0, 7, 30, 60)):
+        parts.add(rows_of(tokens, slice(start, end)))
+    assert parts.log_mean == pytest.approx(whole.log_mean, abs=1e-9)

@@ -1,0 +1,86 @@
+"""How often `eval lossless` finds biases planted in the real loops, on the embedded pair: docs/evaluation.md's table.
+
+    python tests/eval/lossless_rates.py --runs 20
+
+Every run has a seed of its own and the command's defaults, as one of the six tests of three methods. It ends where the
+bias is found. A line a run goes to stderr, the table to stdout. `nothing` plants nothing: runs that fail are false
+alarms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from planted_biases import PLANTED, Planted
+
+from draftsmith.data.models import load_lm
+from draftsmith.eval.lossless.command import LosslessConfig, asked_of, loop_of, make_session
+from draftsmith.eval.lossless.power import Power
+from draftsmith.eval.lossless.sampling import SamplingTest
+from draftsmith.eval.methods import parse_methods
+from draftsmith.eval.methods.base import Models
+from draftsmith.eval.prompts import read_prompts
+
+CAPACITY = 512
+TESTS = 6
+ROWS = {"nothing": Planted(None), "nothing, batched": Planted(None, loop="batched"), **PLANTED}
+
+
+class Known(SamplingTest):
+    """With the power of the first run of its method and loop, whose prompts, p and q are the same."""
+
+    powers: dict[tuple[str, str], Power] = {}
+
+    def _power(self) -> Power:
+        key = (self.label, self.loop.name)
+        if key not in self.powers:
+            self.powers[key] = super()._power()
+        self._kept = []
+        return self.powers[key]
+
+
+def found_in(planted: Planted, seed: int, config: LosslessConfig, models: Models, prompts) -> tuple[bool, int]:
+    """Whether one run finds it, and the tokens that it took."""
+    method = parse_methods(planted.method)[0].method
+    with pytest.MonkeyPatch.context() as patch:
+        if planted.plant is not None:
+            planted.plant(patch)
+        asked = asked_of(config, models.target, TESTS, seed)
+        loop = loop_of(method, planted.loop, models, config, make_session([planted.loop], models, config))
+        row = Known(planted.method, loop, models.target, prompts, asked, lambda text: None).run()
+    return not row["passed"], row["tokens"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", default=list(ROWS))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    config = LosslessConfig("embedded:target", "embedded:prompts", Path("."))
+    models = Models(load_lm(config.target), load_lm("embedded:draft"), capacity=CAPACITY)
+    prompts = read_prompts(config.prompts, config.target, "test", None, config.sampled_prompts)
+    results: dict[str, list[tuple[bool, int]]] = {name: [] for name in given.only}
+    for seed in range(given.first_seed, given.first_seed + given.runs):
+        for name in given.only:
+            began = time.process_time()
+            results[name].append(found_in(ROWS[name], seed, config, models, prompts))
+            print(name, seed, *results[name][-1], f"{time.process_time() - began:.1f}", file=sys.stderr, flush=True)
+    print("| planted | method | loop | runs | found | median tokens of a run |\n|---|---|---|---|---|---|")
+    for name, runs in results.items():
+        planted, found = ROWS[name], sum(each[0] for each in runs)
+        median = sorted(each[1] for each in runs)[len(runs) // 2]
+        print(f"| {name} | `{planted.method}` | {planted.loop} | {len(runs)} | {found} | {median:,} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What frozen models give a training is finite, or the run ends and says whose numbers are none, and in what."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pyarrow as pa
+import pytest
+import torch
+from online_cases import config, texts
+
+from draftsmith.data.datasets import AcceptanceDataset, Lists, check_labels, collate_acceptance, collate_features
+from draftsmith.data.models import load_lm
+from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.types import InputError
+from draftsmith.train import acceptance, eagle
+from draftsmith.train.bad_steps import BadSteps
+from draftsmith.train.data_module import Key, Part
+from draftsmith.train.drafted_tokens import MixedText
+from draftsmith.train.feature_cache import FeatureCache
+from draftsmith.train.lit_acceptance import LitAcceptance
+from draftsmith.train.lit_eagle import LitEagle
+
+
+def a_module(artefacts, tmp_path) -> LitEagle:
+    settings, target = config(artefacts, tmp_path), load_lm(str(artefacts.target))
+    head = eagle.make_head(settings, target)
+    return LitEagle(head, target, settings, 10, feature_weight=1.0, token_weight=1.0, noise=0.0, feature_std=1.0)
+
+
+def acceptance_module(artefacts, tmp_path) -> LitAcceptance:
+    settings = acceptance.filled(
+        acceptance.TrainAcceptanceConfig(data=artefacts.acceptance, draft=str(artefacts.draft), output=tmp_path)
+    )
+    reader = MixedText(load_lm(str(artefacts.draft)), False)
+    return LitAcceptance(acceptance.make_head(settings, 32), reader, settings, 12)
+
+
+def part_of(batch) -> Part:
+    tokens = int(batch.loss_mask.sum())
+    return Part(batch, tuple(Key(0, i) for i in range(len(batch.loss_mask))), tokens, tokens, True, True)
+
+
+def acceptance_part(artefacts, count: int) -> Part:
+    data = AcceptanceDataset(artefacts.acceptance)
+    return part_of(collate_acceptance([data.item(i, 0) for i in range(count)]))
+
+
+class Spoiled:
+    """A model with NaN in its states, in the second row."""
+
+    def __init__(self, lm):
+        self._lm = lm
+
+    def __getattr__(self, name):
+        return getattr(self._lm, name)
+
+    def features(self, input_ids, position_ids=None):
+        states = self._lm.features(input_ids, position_ids).clone()
+        states[1, :, 0] = math.nan
+        return states
+
+
+def end_of_step(module) -> tuple[bool, float]:
+    return module.bad_steps.agree(None, lambda index: f"sample {index}")
+
+
+def named(module, part):
+    """A training step's error, or that of a validation."""
+    module.bad_steps.begin()
+    module.training_step(part, 0)
+    with pytest.raises(NonFinite) as caught:
+        end_of_step(module)
+    return caught.value
+
+
+def test_a_target_that_reads_nan_ends_the_training_and_the_validation(artefacts, tmp_path):
+    data, module = texts(artefacts), a_module(artefacts, tmp_path)
+    part = part_of(collate_features([data[i] for i in range(3)]))
+    module.bad_steps.begin()
+    module.training_step(part, 0)
+    assert end_of_step(module) == (False, 0.0)
+    module.source._target = Spoiled(module.target.model)
+    error = named(module, part)
+    assert error.model == "target" and error.prompt == "sample 0, sample 1, sample 2"
+    module._trainer = type("Trainer", (), {"datamodule": type("Data", (), {"val": Names()})()})()
+    with pytest.raises(NonFinite, match="hidden states of prompt row 0, row 1, row 2"):
+        module.validate([part])
+
+
+class Names:
+    def name(self, index):
+        return f"row {index}"
+
+
+def test_a_draft_that_reads_nan_ends_the_training_of_its_acceptance_head(artefacts, tmp_path):
+    module, part = acceptance_module(artefacts, tmp_path), acceptance_part(artefacts, 3)
+    module.reader.lm = Spoiled(module.reader.lm)
+    error = named(module, part)
+    assert error.model == "draft" and error.prompt == "sample 0, sample 1, sample 2"
+
+
+def test_only_a_loss_that_nothing_given_explains_is_a_bad_step():
+    steps, finite, broken = BadSteps(limit=5), torch.ones(4, 3), torch.full((4, 3), math.inf)
+    steps.begin()
+    steps.given("target", finite)
+    steps.add(torch.tensor(math.nan), [0, 1])
+    assert steps.agree(None, str)[0] and steps.count == 1 and steps.samples == ["0", "1"]
+    # What was not finite and did not reach the loss is no error.
+    steps.begin()
+    steps.given("target", broken)
+    steps.add(torch.tensor(1.0), [2])
+    assert not steps.agree(None, str)[0]
+    # Of several parts those count whose own loss is none; samples are named up to a few.
+    steps.begin()
+    for number, states in enumerate([finite, broken]):
+        steps.given("draft", states)
+        steps.add(torch.tensor(math.nan), list(range(10 * number, 10 * number + 9)))
+    with pytest.raises(NonFinite, match="10, 11, 12, 13, 14 and 4 more") as caught:
+        steps.agree(None, str)
+    assert caught.value.model == "draft" and steps.count == 1
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_cache_keeps_no_nan_and_gives_none(tmp_path, dtype, monkeypatch):
+    cache = FeatureCache(tmp_path / "cache", {"config": "a"}, dtype, "float32")
+    ids, states = torch.arange(5), torch.randn(5, 8)
+    states[2, 1] = math.nan
+    assert cache.put(ids, states)[2].isnan().any()
+    cache.flush()
+    assert cache.num_rows == 0
+    monkeypatch.setattr("draftsmith.train.feature_cache.first_broken", lambda states: None)
+    cache.put(ids, states)
+    cache.flush()
+    monkeypatch.undo()
+    with pytest.raises(InputError, match=r"\.safetensors: found NaN or infinity in row .*, position 2"):
+        cache.get(ids)
+
+
+def test_labels_that_are_none_are_named_by_their_row(tmp_path):
+    class Ids:
+        def read(self, start, stop):
+            return [{"id": f"row-{start}"}]
+
+    labels = [[0.5, 1.0], [], [0.25], [1.0, math.nan], [math.inf]]
+    column = Lists(pa.chunked_array([pa.array(labels, pa.list_(pa.float32()))]))
+    with pytest.raises(InputError, match=r"labels of row row-3"):
+        check_labels(tmp_path, Ids(), column)  # type: ignore[arg-type]
+    check_labels(tmp_path, Ids(), Lists(pa.chunked_array([pa.array(labels[:3], pa.list_(pa.float32()))])))  # type: ignore[arg-type]
+
+
+def test_stored_features_are_not_looked_at_twice(artefacts, tmp_path):
+    """A batch that brings its features leaves no mark: they were looked at when they were read."""
+    data, module = texts(artefacts), a_module(artefacts, tmp_path)
+    batch = collate_features([data[i] for i in range(2)])
+    features = module.target.model.features(batch.input_ids)
+    module.bad_steps.begin()
+    module.training_step(part_of(dataclasses.replace(batch, features=features)), 0)
+    assert module.bad_steps._parts[0].inputs == {}
