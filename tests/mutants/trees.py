@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from mutants.mutant import REPLAYS, TREE, Mutant
+from mutants.mutant import LIMITS, REPLAYS, TREE, Mutant
 
 TREE_PY, GROWN = "modules/decoding/tree.py", "modules/heads/eagle_tree.py"
 EAGLE, LEAN = "modules/heads/eagle.py", "modules/lean.py"
 EAGLE_TREES, EAGLE_TEST = "tests/modules/heads/eagle_tree_test.py", "tests/modules/heads/eagle_test.py"
+CONTEXTS = f"{LIMITS}::test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is"
 CACHE_TEST = "tests/modules/kv_cache_test.py"
 
 MUTANTS = [
@@ -36,7 +37,7 @@ MUTANTS = [
            "torch.where(parents < 0, parents, torch.searchsorted(taken, parents))",
            "parents.clamp(max=len(taken) - 1)", (EAGLE_TREES,)),
     Mutant("tree-context-one-too-short", GROWN, "self._positions - cache.length - len(self._ids) + 1)",
-           "self._positions - cache.length - len(self._ids))", (EAGLE_TREES,)),
+           "self._positions - cache.length - len(self._ids))", (CONTEXTS,)),
     Mutant("tree-rule-hears-of-rounds-without-a-draft", GROWN, "if self.rule is not None and self._num_drafted:",
            "if self.rule is not None:", (EAGLE_TREES,)),
     Mutant("static-tree-takes-the-next-rank", GROWN, "[shape.ranks[node]] for node in nodes]",
@@ -62,5 +63,5 @@ MUTANTS = [
     Mutant("eagle-passes-see-one-true-row-too-many", EAGLE, "[ahead <= -j, ", "[ahead <= 1 - j, ", (EAGLE_TEST,)),
     Mutant("eagle-keeps-drafted-rows", EAGLE, "        cache.keep(committed)\n", "", (EAGLE_TEST,)),
     Mutant("eagle-context-one-too-long", EAGLE, "self._positions - cache.length - len(self._ids) + 1)",
-           "self._positions - cache.length - len(self._ids) + 2)", (EAGLE_TEST,)),
+           "self._positions - cache.length - len(self._ids) + 2)", (CONTEXTS,)),
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from hand_rollouts import hand_rollouts
 
 from draftsmith.eval.rollouts import replay
-from draftsmith.eval.rollouts.rollouts import ChainRollouts
+from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, TreeRollouts
 from draftsmith.modules.decoding.stop import SelfVerify
 
 DEPTH = 5
@@ -65,3 +65,23 @@ def test_self_verification_goes_on_at_an_entropy_that_equals_the_mean():
     policy.entropies = [0.5]
     policy.observe(1, 0)
     assert policy.threshold == 0.5
+
+
+def test_the_oracle_leaves_an_answers_last_token_to_the_target():
+    """Also of answers that an end token ends, far from their room: what it would draft there is discarded."""
+    rollouts = hand_rollouts([[True] * 5, [True, False, True, True], [True, True, True, False]], DEPTH)
+    traces = replay.replay(rollouts, replay.oracle(rollouts))
+    rounds = [[(step.num_drafted, step.num_accepted) for step in trace.steps] for trace in traces]
+    assert rounds == [[(3, 3)], [(0, 0), (1, 1)], [(2, 2)]]
+    assert [trace.num_discarded for trace in traces] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("nodes", "rounds"), [(1, [(1, 0), (1, 1)]), (2, [(2, 1)]), (3, [(3, 2)])])
+def test_a_tree_of_n_nodes_holds_the_candidates_of_rank_below_n(nodes, rounds):
+    # On the text: the second and the third best at the first place, the best at the second.
+    rank = np.array([[[1, -1], [1, 2]], [[0, -1], [0, -1]]])
+    nothing = np.zeros((2, 2))
+    answer = Answer("row", "task", 5, [0, 1, 2], True, 50)
+    rollouts = TreeRollouts([answer], np.zeros(2, np.int64), np.array([1, 2]), 2, rank, nothing, nothing)
+    (trace,) = replay.replay_tree(rollouts, nodes, 1)
+    assert [(step.num_drafted, step.num_accepted) for step in trace.steps] == rounds

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from table_methods import CAPACITY, method
+from table_methods import CAPACITY, method, random_eagle_head
 from table_models import PROMPT, TableLM, V
 
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
@@ -17,6 +17,8 @@ from draftsmith.modules.decoding.loop import Answer, Generation, Round, generate
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.heads.eagle import EagleDrafter
+from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -168,3 +170,18 @@ def test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mea
         assert any(len(rounds) > 1 for rounds, *_ in drafts)
     else:
         assert mixed > 0
+
+
+@pytest.mark.parametrize("capacity", [6, 7, 8, 9])
+def test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is(capacity):
+    """A tree of one child a level is the chain of the same tokens."""
+    target, head = TableLM(1), random_eagle_head(7)
+    chain = EagleDrafter(head, target, FixedLength(3), capacity)
+    tree = EagleTreeDrafter(head, target, DynamicTree(nodes=3, depth=2, topk=1), capacity)
+    steps = [generate(target, drafter, PROMPT, GREEDY, 14, TorchSource(0)).trace.steps for drafter in (chain, tree)]
+    drafted = [[step.num_drafted for step in own] for own in steps]
+    assert drafted[0] == drafted[1]
+    # What is read ends with the context; a drafted token needs no room until it is read.
+    ends = [len(PROMPT) + sum(step.num_emitted for step in steps[0][:n]) for n in range(len(steps[0]))]
+    assert drafted[0] == [max(0, min(3, capacity - end + 1, 12 - (end - len(PROMPT)))) for end in ends]
+    assert {3, 0} <= set(drafted[0])
