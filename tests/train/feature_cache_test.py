@@ -98,7 +98,7 @@ def test_a_killed_run_leaves_whole_shards_only(tmp_path, monkeypatch):
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert len(list(tmp_path.glob("*.tmp"))) == 1  # it was killed in the middle of it
+    assert len(list(tmp_path.glob("*.tmp*"))) == 1  # it was killed in the middle of it
     cache = a_cache(tmp_path)
     assert cache.get(a_row(1)[0]) is not None and cache.get(a_row(2)[0]) is None
     cache.put(*a_row(2))
@@ -106,7 +106,7 @@ def test_a_killed_run_leaves_whole_shards_only(tmp_path, monkeypatch):
     assert a_cache(tmp_path).get(a_row(2)[0]) is not None
     monkeypatch.setattr(feature_cache, "LEFTOVER_S", -1.0)
     a_cache(tmp_path)
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob("*.tmp*"))
 
 
 def test_a_cache_of_another_target_or_dtype_is_refused_and_so_is_another_directory(tmp_path):
@@ -137,7 +137,7 @@ def test_a_damaged_shard_is_named(tmp_path):
 def test_a_disk_that_fills_up_ends_the_caching_and_not_the_training(tmp_path, monkeypatch, capsys):
     import safetensors.torch
 
-    def full(tensors, path):
+    def full(tensors, path, metadata):
         raise OSError(28, "No space left on device")
 
     cache, (ids, features) = a_cache(tmp_path), a_row(1)
