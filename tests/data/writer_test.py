@@ -94,7 +94,8 @@ def test_every_command_with_an_output_directory_is_alone_in_it():
     root = Path(writer.__file__).parents[1]
     files = "data/prompts data/responses data/acceptance data/features data/exchange/export data/exchange/import_head"
     files += " train/eagle train/acceptance train/throughput eval/bench eval/generation eval/latency"
-    files += " eval/lossless/command eval/tuning/tune eval/tuning/check eval/studies/calibration eval/studies/eagle2 eval/studies/hsddw"
+    files += " eval/lossless/command eval/tuning/tune eval/tuning/check"
+    files += " eval/studies/calibration eval/studies/eagle2 eval/studies/hsddw"
     files += " eval/studies/policies launch/specdecpp launch/demo launch/embedded"
     for name in files.split():
         source = (root / f"{name}.py").read_text("utf-8")
