@@ -42,7 +42,7 @@ def auto_of_run(directory: Path) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         raise InputError("costs", f"no {RESULTS} in {directory}", "the directory of a finished run", remedy)
     meta = read_object(path, {}).get("meta")
-    found = {kind: meta.get(kind, {}) if isinstance(meta, dict) else None for kind in KINDS}
+    found: dict[str, Any] = {kind: meta.get(kind, {}) if isinstance(meta, dict) else None for kind in KINDS}
     costs = found["step_costs"]
     numbers = isinstance(costs, dict) and all(isinstance(c, int | float) and c > 0 for c in costs.values())
     if not numbers or not isinstance(found["tree_times"], dict) or not any(found.values()):

@@ -93,10 +93,10 @@ class BadSteps:
         """Count the running step as bad. everything: no single part was bad, but their sum is."""
         bad = [part for part in self._parts if everything or bool(part.mark.isnan())]
         broken = [(model, part) for part in bad for model, mark in part.inputs.items() if bool(mark.isnan())]
-        found = _gathered([f"{model}\n{name(i)}" for model, part in broken for i in part.samples])
-        if found:
-            model = found[0].split("\n")[0]
-            raise NonFinite("hidden states", model, None).of([line.split("\n", 1)[1] for line in found])
+        frozen = _gathered([f"{model}\n{name(i)}" for model, part in broken for i in part.samples])
+        if frozen:
+            model = frozen[0].split("\n")[0]
+            raise NonFinite("hidden states", model, None).of([line.split("\n", 1)[1] for line in frozen])
         own = [name(i) for part in bad for i in part.samples]
         self.samples += [sample for sample in dict.fromkeys(_gathered(own)) if sample not in self.samples]
         self.count += 1

@@ -129,7 +129,7 @@ class Watched:
     """
 
     def __init__(self, drafter: BatchDrafter):
-        self._drafter, self.max_drafted = drafter, drafter.max_drafted
+        self._drafter, self.max_drafted, self.model = drafter, drafter.max_drafted, drafter.model
         self._chains: Chains | None = None
         self.places: list[list[Place]] = []
         self._rows: list[list[Place]] = []  # of the rows that are decoded on

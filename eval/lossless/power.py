@@ -68,7 +68,7 @@ class Power:
     def large(self) -> dict[str, Growth]:
         """All of them that are as large as what was asked for."""
         at_least = self.bias * (1 - 2 * CLOSE)
-        return {name: each for name, each in (self.biases | self.defects).items() if each.tv >= at_least}
+        return {name: each for name, each in {**self.biases, **self.defects}.items() if each.tv >= at_least}
 
     def needed(self, power: float, level: float) -> float:
         """Tokens that find each of the large ones with at least this probability."""

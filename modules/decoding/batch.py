@@ -186,9 +186,9 @@ class _Batch:
             yield
         except NonFinite as error:
             row = self._rows[error.row or 0]
-            drafting = self._drafter is not None and bool(row.tokens)
+            model = self._drafter.model if self._drafter is not None and row.tokens else "target"
             error.row = row.number
-            raise error.passed(self._drafter.model if drafting else "target", row.num_read + 1) from None
+            raise error.passed(model, row.num_read + 1) from None
 
     def _draft(self, root: Tensor, uniforms: Tensor) -> Chains:
         """The round's chains, as long as `loop.generate` allows each row's to be; a row that is done has none."""

@@ -203,10 +203,10 @@ class EagleTreeDrafter(EagleDrafter):
             if self.rule is not None:
                 best = best[: self.rule.choose(candidates.values[best].tolist())]
             return candidates.tree(best.sort().values)
-        values = candidates.values.tolist()
-        if any(value != value for value in values):
+        confidences = candidates.values.tolist()
+        if any(value != value for value in confidences):
             raise NonFinite
-        taken = best_connected(candidates.parents.tolist(), values, shape.nodes)
+        taken = best_connected(candidates.parents.tolist(), confidences, shape.nodes)
         return candidates.tree(torch.tensor(taken, device=tokens.device))
 
 
