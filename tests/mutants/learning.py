@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import REPLAYS, Mutant
+from mutants.mutant import Mutant, replayed
 
 REPLAY, JUDGED, COUPLING = (f"eval/rollouts/{name}.py" for name in ("replay", "judged", "coupling"))
 RULES, REPLAYED, JUDGED_TEST, COUPLED = (
@@ -29,14 +29,15 @@ MUTANTS = [
     Mutant("replay-oracle-drafts-the-last-token", REPLAY, "lengths - 1 - rollouts.start", "lengths - rollouts.start",
            (RULES,)),
     Mutant("replay-drafts-past-the-last-token", REPLAY, "answer.room - emitted - 1", "answer.room - emitted",
-           REPLAYS),
-    Mutant("replay-emits-past-the-end", REPLAY, "min(accepted + 1, length - emitted)", "accepted + 1", REPLAYS),
+           (replayed("spec:k=4"),)),
+    Mutant("replay-emits-past-the-end", REPLAY, "min(accepted + 1, length - emitted)", "accepted + 1",
+           (replayed("spec:k=4"),)),
     Mutant("replay-self-verify-stops-at-its-threshold", REPLAY, "entropies > policy.threshold",
            "entropies >= policy.threshold", (RULES,)),
-    Mutant("replay-self-verify-never-forgets", REPLAY, "        policy.reset()\n", "", REPLAYS),
+    Mutant("replay-self-verify-never-forgets", REPLAY, "        policy.reset()\n", "", (replayed("self-verify:k=9"),)),
     Mutant("replay-nothing-behind-an-end-token", REPLAY,
            "rollouts.num_accepted if rollouts.past_end is None else rollouts.num_accepted + rollouts.past_end",
-           "rollouts.num_accepted", REPLAYS),
+           "rollouts.num_accepted", (replayed("spec:k=4"),)),
     Mutant("replay-tree-one-node-more", REPLAY, "(rank >= taken)", "(rank > taken)", (RULES,)),
     Mutant("replay-tree-rule-hears-of-the-last-round", REPLAY, "rollouts.start[row] + accepted + 1 < len(text)",
            "rollouts.start[row] + accepted + 1 <= len(text)",
