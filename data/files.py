@@ -98,9 +98,9 @@ def cannot_write(path: Path, error: BaseException, needed: int | None = None, re
         free = f"{shutil.disk_usage(_existing(Path(path))).free / 1e6:,.1f} MB free"
     except OSError:
         free = ""
-    about = [said, free, f"{needed / 1e6:,.1f} MB needed" if needed else ""]
     if number in REMEDIES:
-        about, remedy = [said], REMEDIES[number]
+        return CannotWrite(str(path), said, "a place that can be written", REMEDIES[number])
+    about = [said, free, f"{needed / 1e6:,.1f} MB needed" if needed else ""]
     return CannotWrite(str(path), "; ".join(filter(None, about)), "room to write it", remedy or AGAIN)
 
 

@@ -58,8 +58,11 @@ def measured_of(directory: str | Path) -> dict[str, Any] | None:
     directory = Path(directory)
     if not (directory / MEASURED).exists():
         return None
-    measured = read_object(directory / MEASURED, SHAPE, "Delete it, or measure again: eval bench --card.")
-    return measured if measured.get("head_sha256") == file_sha256(directory / WEIGHTS) else None
+    remedy = "Delete it, or measure again: eval bench --card."
+    whose = read_object(directory / MEASURED, {"head_sha256": str}, remedy)["head_sha256"]
+    if whose != file_sha256(directory / WEIGHTS):
+        return None
+    return read_object(directory / MEASURED, SHAPE, remedy)
 
 
 def write_card(directory: str | Path) -> None:

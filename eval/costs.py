@@ -84,11 +84,11 @@ class Costs:
 
 
 def straight(curve: Mapping[int, float], rows: int) -> float:
-    """Between the measured numbers of rows a straight line; beyond them the last one goes on. A single number holds for
-    all."""
+    """Between the measured numbers of rows a straight line; beyond them the last one goes on, and never down: noise may
+    have timed more rows as faster. A single number holds for all."""
     x, y = list(curve), list(curve.values())
     if len(x) > 1 and rows > x[-1]:
-        return y[-1] + (rows - x[-1]) * (y[-1] - y[-2]) / (x[-1] - x[-2])
+        return y[-1] + (rows - x[-1]) * max(0.0, y[-1] - y[-2]) / (x[-1] - x[-2])
     return float(np.interp(rows, x, y))
 
 

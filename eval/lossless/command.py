@@ -172,7 +172,7 @@ def certify(
             together = config.batch_size if name == "batched" else 1
             loop = loop_of(item.method, name, models, config, session)
             answers = greedy_answers(loop, prompts, config.max_new_tokens, together, config.seed)
-            limits = (config.max_new_tokens, reference, target.info.max_position, config.max_gap)
+            limits = (config.max_new_tokens, reference, target.info, config.max_gap)
             row: dict[str, Any] = {"loop": name, "greedy": greedy_test(answers, expected, prompts, ends, *limits)}
             row["sampling"] = None
             if config.sampled_prompts:

@@ -14,7 +14,7 @@ import torch
 from draftsmith.eval.lossless.answers import Loop, ends_as_asked
 from draftsmith.eval.measure import BenchPrompt
 from draftsmith.modules.decoding.loop import room_for
-from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.types import SamplingParams
 
 GREEDY = SamplingParams()
@@ -38,14 +38,14 @@ def greedy_test(
     ends: Sequence[int],
     max_new_tokens: int,
     reference: CausalLM | None,
-    limit: int,
+    info: ModelInfo,
     max_gap: float,
 ) -> dict[str, Any]:
     """Equality with `expected`, or, with a float32 `reference`, the largest gap to its best token; and that every
-    answer ends with an end token or is as long as it may be. limit: of the target's context."""
+    answer ends with an end token or is as long as it may be. info: of the target."""
     first, gaps, ended = None, [0.0], True
     for prompt, answer, wanted in zip(prompts, answers, expected, strict=True):
-        most = room_for(prompt.prompt_ids, max_new_tokens, limit)
+        most = room_for(prompt.prompt_ids, max_new_tokens, info)
         right_end = ends_as_asked(answer, ends, most)
         ended &= right_end
         wrong = not right_end or (reference is None and answer != wanted)

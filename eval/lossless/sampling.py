@@ -110,7 +110,7 @@ class SamplingTest:
         made = self.loop(ids, asked.params, asked.max_new_tokens, seeds)
         self.answers += len(made)
         for prompt, answer in zip(ids, made, strict=True):
-            most = room_for(prompt, asked.max_new_tokens, self.target.info.max_position)
+            most = room_for(prompt, asked.max_new_tokens, self.target.info)
             self.wrong_ends += not ends_as_asked(answer.tokens, asked.ends, most)
         for row, (place, answer) in enumerate(zip(which, made, strict=True)):
             if not answer.tokens:

@@ -20,7 +20,7 @@ ROWS = [
     Row("no such config", "train eagle --config nosuch", ("nosuch", "eagle-small")),
     Row("a config that is a directory", "train eagle --config {target}", ("--config", "directory")),
     # The demo and the shipped models.
-    Row("demo: output is a file", "demo --output {chats}", ("prompts.jsonl", "directory")),
+    Row("demo: output is a file", "demo --output {chats}", ("prompts.jsonl", "File exists")),
     Row("demo: a flag that is none", "demo --full maybe", ("maybe",)),
     Row("embedded build: output is a file", "embedded build --output {chats}", ("prompts.jsonl",)),
     Row("embedded build: no threads", "embedded build --output {out} --num-threads many", ("num-threads", "many")),
@@ -67,7 +67,7 @@ ROWS = [
     Row("plan eagle: short samples", f"plan eagle {TARGET}--assume-length 0", ("assume_length", "0")),
     Row("plan acceptance: a head", "plan acceptance --draft {eagle}", ("eagle",)),
     Row("plan check: no such shape", "plan check --shapes nosuch", ("shapes", "nosuch")),
-    Row("throughput: no such shape", "train throughput --hidden 8", ("hidden", "8")),
+    Row("throughput: no such shape", "train throughput --output {out} --hidden 8", ("hidden", "8")),
     # Launchers check the command before anything starts.
     Row("torchrun: nothing to run", "launch torchrun", ("command",)),
     Row("torchrun: no such command", "launch torchrun -- nosuch", ("nosuch",)),

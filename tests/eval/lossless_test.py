@@ -185,7 +185,7 @@ def test_a_truncated_empty_or_overlong_answer_fails_outside_float32(cut, models,
     expected = greedy.greedy_answers(loop_without_ends(loaded[0]), prompts, 8, 1, 0)
 
     def tested(answers) -> dict:
-        return greedy_test(answers, expected, prompts, (), 8, target, 256, max_gap=1e9)
+        return greedy_test(answers, expected, prompts, (), 8, target, target.info, max_gap=1e9)
 
     assert tested(expected)["passed"]
     found = tested([cut(expected[0])])
@@ -195,7 +195,7 @@ def test_a_truncated_empty_or_overlong_answer_fails_outside_float32(cut, models,
 def test_a_gap_that_is_no_number_fails(models, loaded, monkeypatch):
     expected = greedy.greedy_answers(loop_without_ends(loaded[0]), loaded[1], 8, 1, 0)
     monkeypatch.setattr(greedy, "largest_gap", lambda *_: float("nan"))
-    found = greedy_test(expected, expected, loaded[1], (), 8, loaded[0].target, 256, max_gap=1e9)
+    found = greedy_test(expected, expected, loaded[1], (), 8, loaded[0].target, loaded[0].target.info, max_gap=1e9)
     assert not found["passed"] and found["largest_logit_gap"] != found["largest_logit_gap"]
 
 

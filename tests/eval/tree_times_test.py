@@ -61,3 +61,8 @@ def test_short_contexts_are_measured_as_far_as_they_go(tmp_path, context):
 
 def test_one_measured_number_of_rows_holds_for_all():
     assert straight({1: 2.0}, 1) == straight({1: 2.0}, 9) == 2.0
+
+
+def test_noise_in_the_last_two_numbers_of_rows_does_not_make_many_rows_free():
+    assert straight({1: 2.0, 3: 4.0, 4: 1.0}, 200) == 1.0
+    assert straight({1: 2.0, 2: 3.0}, 4) == 5.0
