@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import BATCH, CHAINS, CUBE, GREEDY, LIMITS, TRACE, TREE, Mutant, emitted, replayed
+from mutants.mutant import BATCH, CHAINS, CUBE, EXACT, LIMITS, TRACE, TREE, Mutant, emitted
 
 VERIFY, CHAINS_PY, BATCH_PY, LOOP, TRACE_PY, CHAIN = (
     f"modules/decoding/{name}.py" for name in ("verify", "chains", "batch", "loop", "trace", "chain")
@@ -11,6 +11,7 @@ LEARN = "test_policies_that_learn_answer_the_same_and_learn_from_their_own_rows"
 DRAFTERS = "modules/decoding/drafters"
 CACHE, CACHE_TEST = "modules/kv_cache.py", "tests/modules/kv_cache_test.py"
 PARITY, ROWS = "tests/modules/targets/parity_test.py", "tests/modules/targets/rows_test.py"
+LOOKUP_TEST = "tests/modules/decoding/prompt_lookup_test.py"
 CUTS = f"{LIMITS}::test_an_answer_is_cut_at_the_first_end_token_and_at_its_room"
 OUTRUNS = f"{LIMITS}::test_no_draft_outruns_what_is_wanted"
 
@@ -115,7 +116,7 @@ MUTANTS = [
     Mutant("batch-eagle-hears-of-the-last-round", "modules/heads/eagle_batch.py", "if not outcome.done[row]:",
            "if True:", (f"{BATCH}::{LEARN}[1-online:c=0.01:max=5:drafter=eagle]",)),
     Mutant("batch-eagles-context", "modules/heads/eagle_batch.py", "self._positions - end + 1", "self._positions - end",
-           (f"{BATCH}::test_a_row_whose_context_is_full_ends_beside_others[eagle:k=4]",)),
+           (f"{BATCH}::test_a_head_of_a_shorter_context_stops_drafting_row_by_row",)),
     # -- drafting one sequence
     Mutant("chain-drops-the-token-that-stopped-it", CHAIN,
            "if stop.should_stop(view) or len(tokens) == max_drafted:\n                break",
@@ -124,13 +125,13 @@ MUTANTS = [
            "                break",
            emitted("confidence", "self-verify", "specdec++")),
     Mutant("chain-drafts-without-warping", CHAIN, "law = probabilities(logits, params)", "law = logits.softmax(-1)",
-           emitted("spec:k=1", at="T=0.7,top_k=2")),
+           (f"{EXACT}::test_drafts_follow_the_draft_model_at_the_sampling_asked_for",)),
     Mutant("pearl-keeps-stale-laws", f"{DRAFTERS}/pearl.py", "self._waiting[accepted:], self._laws[accepted:]",
            "self._waiting[accepted:], self._laws[: len(self._laws) - accepted]", emitted("pearl:k=2")),
     Mutant("pearl-keeps-waiting-tokens-after-a-rejection", f"{DRAFTERS}/pearl.py",
            "            self._waiting, self._laws = [], []\n            self._read",
            "            self._waiting, self._laws = self._waiting[accepted + 1 :], self._laws[accepted + 1 :]\n"
-           "            self._read", emitted("pearl:k=2")),
+           "            self._read", (f"{TRACE}::test_pearl_offers_what_waits_and_begins_anew_after_a_rejection",)),
     Mutant("hierarchy-laws-at-temperature-1", f"{DRAFTERS}/hierarchical.py",
            "SamplingParams(1.0) if params.greedy else params", "SamplingParams(1.0)",
            emitted("pre-verify", "hsddw", at="T=0.7,top_k=2")),
@@ -144,10 +145,10 @@ MUTANTS = [
            "- len(self._tokens))", (f"{BATCH}::test_a_draft_of_a_shorter_context_stops_drafting_row_by_row",)),
     Mutant("lookup-forgets-the-latest-occurrence", f"{DRAFTERS}/prompt_lookup.py",
            "self._places[tuple(self._tokens[end - n :])] = end",
-           "self._places.setdefault(tuple(self._tokens[end - n :]), end)", (replayed("pld:k=8:ngram=2"),)),
+           "self._places.setdefault(tuple(self._tokens[end - n :]), end)", (LOOKUP_TEST,)),
     Mutant("lookup-shortest-n-gram-first", f"{DRAFTERS}/prompt_lookup.py",
            "for n in range(min(self.ngram, end), 0, -1)",
-           "for n in range(1, min(self.ngram, end) + 1)", (replayed("pld:k=8:ngram=2"),)),
+           "for n in range(1, min(self.ngram, end) + 1)", (LOOKUP_TEST,)),
     # -- limits, end tokens, and what drafters are told
     Mutant("loop-keeps-tokens-behind-an-end-token", LOOP, "tokens, self.ended = tokens[: i + 1], True",
            "tokens, self.ended = tokens[: i + 2], True", (CUTS,)),
@@ -170,7 +171,7 @@ MUTANTS = [
     Mutant("loop-keeps-the-wrong-slots", LOOP, "[kept + 1 + node for node in read_path]",
            "[kept + node for node in read_path]", emitted("tree")),
     Mutant("loop-features-of-a-tree-as-of-a-chain", LOOP, "if read_path == list(range(count - 1)):", "if True:",
-           ("tests/modules/heads/eagle_tree_test.py", GREEDY)),
+           (f"{LIMITS}::test_drafters_hear_of_every_token_and_of_the_features_of_those_read[tree]",)),
     Mutant("loop-watchers-hear-of-cut-tokens", LOOP, "min(len(verdict.path), len(appended))", "len(verdict.path)",
            (f"{LIMITS}::test_watchers_hear_of_what_was_emitted",)),
     Mutant("loop-draft-calls-of-no-draft", LOOP, "drafter.draft_calls if drafter is not None and count else 0",

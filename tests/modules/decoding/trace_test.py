@@ -156,6 +156,26 @@ def test_no_model_reads_the_same_text_twice(monkeypatch, name, temperature):
         assert len(set(read)) == len(read)
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_pearl_offers_what_waits_and_begins_anew_after_a_rejection(k):
+    """PEARL's pre- and post-verification: k tokens are drafted in a round; offered are those that waited and the first
+    new one, and what was not offered waits on where all that was is accepted."""
+    target, behind = TableLM(1), []
+    for seed in range(20):
+        rounds = []
+        drafter = method(f"pearl:k={k}", target, 7 if seed % 2 else -99)()  # every other draft model is the target
+        generate(target, drafter, PROMPT, SamplingParams(1.0), 24, TorchSource(seed), (), rounds.append)
+        waiting, left = 0, 23
+        for done in rounds[1:]:
+            if left > 3 * k + 1:  # else the end of the answer cuts drafts
+                assert (len(done.tree.tokens), done.step.num_drafted) == (waiting + 1, k)
+            rejected = done.step.num_accepted < len(done.tree.tokens)
+            behind.append(waiting if rejected else -1)
+            waiting = 0 if rejected else waiting + k - len(done.tree.tokens)
+            left -= len(done.tokens)
+    assert set(behind) >= ({0, -1} if k == 1 else {0, 1, -1})
+
+
 def test_autoregressive_decoding_calls_the_target_once_a_token():
     trace = generate(TableLM(0), None, PROMPT, SamplingParams(1.0), 9, TorchSource(0)).trace
     assert (trace.num_tokens, trace.num_target_calls, trace.num_discarded, trace.draft_calls) == (9, 9, 0, 0)
