@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant("judge-depth-from-zero", HEAD, "return math.log(view.num_drafted)", "return math.log(view.num_drafted + 1)",
            (JUDGE_TEST,)),
     Mutant("judge-straight-lines-go-on-past-the-knots", HEAD, "(x[right] - x[left])).clamp(0, 1)",
-           "(x[right] - x[left]))", (JUDGE_TEST, HEAD_TEST)),
+           "(x[right] - x[left]))", (HEAD_TEST,)),
     Mutant("tree-judge-always-told-of-temperature-1", TREE_HEAD,
            "if not (params.greedy or (params.temperature == 1 and params.top_k == 0 and params.top_p == 1)):",
            "if False:", (EAGLE_TREES,)),
