@@ -112,7 +112,7 @@ MUTANTS = [
            (LOSS_TEST,)),
     Mutant("loss-token-weight", LOSSES, "token_weight: float = 0.1,\n    decay",
            "token_weight: float = 1.0,\n    decay",
-           (LOSS_TEST, "tests/train/eagle_test.py")),
+           (LOSS_TEST,)),
     Mutant("loss-gradient-without-the-target", LOSSES, "logits.sub_(log_norm).exp_().sub_(target_prob)",
            "logits.sub_(log_norm).exp_()", (LOSS_TEST,)),
     Mutant("loss-gradient-of-masked-tokens", LOSSES, "pull(logits) * keep[part, None].to(states.dtype)", "pull(logits)",
