@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant("rollouts-all-tokens-weigh-the-same", "train/drafted_tokens.py", "weight=chosen(of_children(data.weight))",
            "weight=torch.ones_like(accept_prob)", ("tests/train/rollouts_test.py",)),
     Mutant("rollouts-states-after-for-heads-of-before", "train/drafted_tokens.py",
-           "states[:, 1:] if late else states[:, :depth]", "states[:, -depth:]", ("tests/train/rollouts_test.py",)),
+           "states[:, 1:] if late else states[:, :depth]", "states[:, -depth:]", ("tests/train/rollouts_test.py::test_a_draft_of_one_token_is_read_too",)),
     # -- losses and metrics
     Mutant("loss-weights-swapped", LOSSES, "w_acc * prob * accept + w_rej * (1 - prob) * reject",
            "w_rej * prob * accept + w_acc * (1 - prob) * reject", (LOSS_TEST,)),
@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant("loss-top3-of-two", LOSSES, "logits.topk(min(3, logits.shape[-1]), dim=-1)",
            "logits.topk(min(2, logits.shape[-1]), dim=-1)", (LOSS_TEST,)),
     Mutant("loss-mean-over-the-last-steps-tokens", LOSSES, "torch.tensor(len(wanted), device=wanted.device)",
-           "kept[-1].sum()", ("tests/train/eagle_test.py",)),
+           "kept[-1].sum()", (LOSS_TEST,)),
     Mutant("loss-all-steps-weigh-the-same", LOSSES, "[decay**i for i in range(len(passes))]",
            "[1.0 for i in range(len(passes))]", ("tests/train/eagle_test.py",)),
     Mutant("auc-ties-count-whole", METRICS, "(below + negatives / 2)", "(below + negatives)", (METRIC_TEST,)),
