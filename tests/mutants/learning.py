@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant("replay-oracle-drafts-the-last-token", REPLAY, "lengths - 1 - rollouts.start", "lengths - rollouts.start",
            (RULES,)),
     Mutant("replay-drafts-past-the-last-token", REPLAY, "answer.room - emitted - 1", "answer.room - emitted",
-           (replayed("spec:k=4"),)),
+           (replayed("eagle2:nodes=7:depth=2:topk=3"),)),
     Mutant("replay-emits-past-the-end", REPLAY, "min(accepted + 1, length - emitted)", "accepted + 1",
            (replayed("spec:k=4"),)),
     Mutant("replay-self-verify-stops-at-its-threshold", REPLAY, "entropies > policy.threshold",
@@ -101,7 +101,8 @@ MUTANTS = [
     Mutant("rollouts-all-tokens-weigh-the-same", "train/drafted_tokens.py", "weight=chosen(of_children(data.weight))",
            "weight=torch.ones_like(accept_prob)", ("tests/train/rollouts_test.py",)),
     Mutant("rollouts-states-after-for-heads-of-before", "train/drafted_tokens.py",
-           "states[:, 1:] if late else states[:, :depth]", "states[:, -depth:]", ("tests/train/rollouts_test.py::test_a_draft_of_one_token_is_read_too",)),
+           "states[:, 1:] if late else states[:, :depth]", "states[:, -depth:]",
+           ("tests/train/rollouts_test.py::test_a_draft_of_one_token_is_read_too",)),
     # -- losses and metrics
     Mutant("loss-weights-swapped", LOSSES, "w_acc * prob * accept + w_rej * (1 - prob) * reject",
            "w_rej * prob * accept + w_acc * (1 - prob) * reject", (LOSS_TEST,)),
