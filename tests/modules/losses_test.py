@@ -155,6 +155,16 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_all_logits_at_once(monke
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)  # float32, sums in another order
 
 
+def test_the_weights_are_the_papers_where_none_are_asked_for():
+    hidden, wanted, mask, weight = eagle_case()
+    oracle = plain_eagle_loss([hidden], wanted, [mask], weight, 1.0).item()
+    for made in (
+        eagle_loss(hidden, wanted, mask, lambda x: x @ weight.T),
+        unrolled_eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T),
+    ):
+        assert made.loss.item() == pytest.approx(oracle, rel=TOLERANCE)
+
+
 def test_a_huge_logit_makes_no_nan():
     hidden, wanted, mask, weight = eagle_case()
     hidden = (1e4 * hidden).requires_grad_()

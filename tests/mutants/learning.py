@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import REPLAYS, Mutant
+from mutants.mutant import Mutant, replayed
 
 REPLAY, JUDGED, COUPLING = (f"eval/rollouts/{name}.py" for name in ("replay", "judged", "coupling"))
 RULES, REPLAYED, JUDGED_TEST, COUPLED = (
@@ -29,14 +29,15 @@ MUTANTS = [
     Mutant("replay-oracle-drafts-the-last-token", REPLAY, "lengths - 1 - rollouts.start", "lengths - rollouts.start",
            (RULES,)),
     Mutant("replay-drafts-past-the-last-token", REPLAY, "answer.room - emitted - 1", "answer.room - emitted",
-           REPLAYS),
-    Mutant("replay-emits-past-the-end", REPLAY, "min(accepted + 1, length - emitted)", "accepted + 1", REPLAYS),
+           (replayed("eagle2:nodes=7:depth=2:topk=3"),)),
+    Mutant("replay-emits-past-the-end", REPLAY, "min(accepted + 1, length - emitted)", "accepted + 1",
+           (replayed("spec:k=4"),)),
     Mutant("replay-self-verify-stops-at-its-threshold", REPLAY, "entropies > policy.threshold",
            "entropies >= policy.threshold", (RULES,)),
-    Mutant("replay-self-verify-never-forgets", REPLAY, "        policy.reset()\n", "", REPLAYS),
+    Mutant("replay-self-verify-never-forgets", REPLAY, "        policy.reset()\n", "", (replayed("self-verify:k=9"),)),
     Mutant("replay-nothing-behind-an-end-token", REPLAY,
            "rollouts.num_accepted if rollouts.past_end is None else rollouts.num_accepted + rollouts.past_end",
-           "rollouts.num_accepted", REPLAYS),
+           "rollouts.num_accepted", (replayed("spec:k=4"),)),
     Mutant("replay-tree-one-node-more", REPLAY, "(rank >= taken)", "(rank > taken)", (RULES,)),
     Mutant("replay-tree-rule-hears-of-the-last-round", REPLAY, "rollouts.start[row] + accepted + 1 < len(text)",
            "rollouts.start[row] + accepted + 1 <= len(text)",
@@ -100,7 +101,8 @@ MUTANTS = [
     Mutant("rollouts-all-tokens-weigh-the-same", "train/drafted_tokens.py", "weight=chosen(of_children(data.weight))",
            "weight=torch.ones_like(accept_prob)", ("tests/train/rollouts_test.py",)),
     Mutant("rollouts-states-after-for-heads-of-before", "train/drafted_tokens.py",
-           "states[:, 1:] if late else states[:, :depth]", "states[:, -depth:]", ("tests/train/rollouts_test.py",)),
+           "states[:, 1:] if late else states[:, :depth]", "states[:, -depth:]",
+           ("tests/train/rollouts_test.py::test_a_draft_of_one_token_is_read_too",)),
     # -- losses and metrics
     Mutant("loss-weights-swapped", LOSSES, "w_acc * prob * accept + w_rej * (1 - prob) * reject",
            "w_rej * prob * accept + w_acc * (1 - prob) * reject", (LOSS_TEST,)),
@@ -111,7 +113,7 @@ MUTANTS = [
            (LOSS_TEST,)),
     Mutant("loss-token-weight", LOSSES, "token_weight: float = 0.1,\n    decay",
            "token_weight: float = 1.0,\n    decay",
-           (LOSS_TEST, "tests/train/eagle_test.py")),
+           (LOSS_TEST,)),
     Mutant("loss-gradient-without-the-target", LOSSES, "logits.sub_(log_norm).exp_().sub_(target_prob)",
            "logits.sub_(log_norm).exp_()", (LOSS_TEST,)),
     Mutant("loss-gradient-of-masked-tokens", LOSSES, "pull(logits) * keep[part, None].to(states.dtype)", "pull(logits)",
@@ -119,7 +121,7 @@ MUTANTS = [
     Mutant("loss-top3-of-two", LOSSES, "logits.topk(min(3, logits.shape[-1]), dim=-1)",
            "logits.topk(min(2, logits.shape[-1]), dim=-1)", (LOSS_TEST,)),
     Mutant("loss-mean-over-the-last-steps-tokens", LOSSES, "torch.tensor(len(wanted), device=wanted.device)",
-           "kept[-1].sum()", ("tests/train/eagle_test.py",)),
+           "kept[-1].sum()", (LOSS_TEST,)),
     Mutant("loss-all-steps-weigh-the-same", LOSSES, "[decay**i for i in range(len(passes))]",
            "[1.0 for i in range(len(passes))]", ("tests/train/eagle_test.py",)),
     Mutant("auc-ties-count-whole", METRICS, "(below + negatives / 2)", "(below + negatives)", (METRIC_TEST,)),

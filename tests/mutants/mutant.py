@@ -11,10 +11,17 @@ EXACT, BATCH, CUBE, CHAINS, GREEDY, TREE, TRACE, POLICIES, NODES, LIMITS = (
         "exactness", "batch", "batch_exact", "chains", "greedy", "tree", "trace", "policies", "nodes", "limits",
     )
 )  # fmt: skip
-REPLAYS = tuple(
-    f"tests/eval/rollouts/replay_test.py::test_a_replay_is_the_decoders_trace[tiny-{name}]"
-    for name in ("spec:k=4", "self-verify:k=9", "eagle2:nodes=7:depth=2:topk=3", "pld:k=8:ngram=2")
-)
+REPLAY_TEST = "tests/eval/rollouts/replay_test.py"
+
+
+def emitted(*methods: str, at: str = "T=1") -> tuple[str, ...]:
+    """The tests that these methods' outputs follow the target exactly."""
+    return tuple(f"{EXACT}::test_emitted_law_is_the_targets[{at}-{method}]" for method in methods)
+
+
+def replayed(method: str) -> str:
+    """The test that a replay of this method is the decoder's trace."""
+    return f"{REPLAY_TEST}::test_a_replay_is_the_decoders_trace[tiny-{method}]"
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ mutant survives without a reason, dies in spite of one, or runs out of time.
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import importlib
 import multiprocessing
 import os
+import py_compile
 import shutil
 import signal
 import subprocess
@@ -36,6 +38,8 @@ from mutants.table import MUTANTS  # noqa: E402
 # What takes a test's process longest to import is imported once, before the processes part: nothing of the package.
 PRELOADED = ("torch", "pytest", "hypothesis", "pyarrow.parquet", "lightning", "transformers.models.auto.modeling_auto",
              "transformers.models.llama.modeling_llama", "transformers.generation.utils", "rich.table")  # fmt: skip
+# No asserts are rewritten, and no plugins loaded that no test needs: that takes longer than most of the tests.
+OPTIONS = ("-x", "-q", "--no-header", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio")
 fork = multiprocessing.get_context("fork")
 KILLED, SURVIVED, TIMEOUT, BROKEN = "killed", "SURVIVED", "TIMEOUT", "BROKEN"
 
@@ -66,6 +70,8 @@ def copy_tree(to: Path) -> Path:
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name)
+    # By their contents: by its time, a file that is put back within a second would be taken for the mutant's.
+    compileall.compile_dir(tree, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
     return tree
 
 
@@ -91,7 +97,6 @@ def _run_tests(tree: Path, tests: Sequence[str], log: Path) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "mutants"]:
         del sys.modules[name]  # the copy's own
     os.environ.update(PYTHONPATH=str(tree.parent), PYTHONDONTWRITEBYTECODE="1")
-    # No bytecode: a file that is put back within a second would be taken for the mutant's.
     sys.dont_write_bytecode = True
     import pytest
 
@@ -99,7 +104,7 @@ def _run_tests(tree: Path, tests: Sequence[str], log: Path) -> None:
 
     if Path(draftsmith.__file__).parent != tree:
         sys.exit(f"the tests would import {draftsmith.__file__}, not the copy in {tree}")
-    code = int(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]))
+    code = int(pytest.main([*OPTIONS, *tests]))
     sys.stdout.flush()
     os._exit(code)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import LIMITS, REPLAYS, TREE, Mutant
+from mutants.mutant import LIMITS, TREE, Mutant, replayed
 
 TREE_PY, GROWN = "modules/decoding/tree.py", "modules/heads/eagle_tree.py"
 EAGLE, LEAN = "modules/heads/eagle.py", "modules/lean.py"
@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant("reranking-one-node-too-few", TREE_PY, "while open_nodes and len(taken) < count:",
            "while open_nodes and len(taken) < count - 1:", (TREE,)),
     Mutant("candidates-of-one-level-more", TREE_PY, "topk * (1 + (levels - 1) * topk)", "topk * (1 + levels * topk)",
-           REPLAYS),
+           (replayed("eagle2:nodes=7:depth=2:topk=3"),)),
     Mutant("paths-in-another-order", TREE_PY, "key=lambda path: (len(path), path)", "key=lambda path: path", (TREE,)),
     Mutant("paths-twice-are-let-in", TREE_PY, "if not ordered or len(numbers) != len(ordered):", "if not ordered:",
            (TREE,)),

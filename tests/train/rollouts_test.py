@@ -98,6 +98,18 @@ def test_a_token_is_read_as_if_its_draft_had_been_read_alone(artefacts, rollouts
     assert not found.batch.hidden.is_inference()
 
 
+@pytest.mark.parametrize("state", ["before", "after"])
+def test_a_draft_of_one_token_is_read_too(artefacts, rollouts, state):
+    draft, batch = load_lm(str(artefacts.draft)), a_batch(rollouts)
+    batch = dataclasses.replace(batch, draft_ids=batch.draft_ids[:, :1])
+    found = RolloutDrafts(draft, AcceptanceHeadConfig(32, state=state), 1).states(batch)
+    for number, text in drafts_of(batch):
+        read = [*text, int(batch.draft_ids[number, 0])]
+        hidden = draft.features(torch.tensor([read]))[0]
+        assert found[number].shape == (1, 32)
+        assert torch.allclose(found[number, 0], hidden[-2 if state == "before" else -1], atol=1e-5)
+
+
 def test_an_eagle_heads_states_are_those_over_the_targets_features(artefacts, rollouts, eagle):
     target = load_lm(str(artefacts.target))
     head = load_head(eagle, target)

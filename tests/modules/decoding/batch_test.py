@@ -19,6 +19,7 @@ from draftsmith.modules.decoding.drafters.draft_model_batch import BatchDraftMod
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool
+from draftsmith.modules.heads.eagle import EagleDrafter
 from draftsmith.modules.heads.eagle_batch import BatchEagle
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
@@ -154,6 +155,23 @@ def test_a_draft_of_a_shorter_context_stops_drafting_row_by_row(world):
     single = DraftModelDrafter(world.short_draft, FixedLength(5), CONTEXT)
     for prompt, one in zip(prompts, made, strict=True):
         assert one == world.run("spec", prompt, NEW_TOKENS, drafter=single)
+    assert made[-1].trace.num_draft_tokens == 0 < made[0].trace.num_draft_tokens
+
+
+def test_a_head_of_a_shorter_context_stops_drafting_row_by_row(world):
+    prompts = [*world.prompts[:3], (world.prompts[-1] * CONTEXT)[:45]]
+    most = 40
+    batched = BatchEagle(world.eagle, world.target, [FixedLength(4) for _ in prompts], most)
+    made = in_groups(world, batched, 4, prompts)
+    single = EagleDrafter(world.eagle, world.target, FixedLength(4), most)
+    for prompt, one in zip(prompts, made, strict=True):
+        assert one == world.run("eagle", prompt, NEW_TOKENS, drafter=single)
+        # By hand: what is read ends with the context; a drafted token needs no room until it is read.
+        end = len(prompt) + 1
+        for step in one.trace.steps:
+            room = NEW_TOKENS - (end - len(prompt)) - 1
+            assert step.num_drafted == max(0, min(4, most - end + 2, room))
+            end += step.num_emitted
     assert made[-1].trace.num_draft_tokens == 0 < made[0].trace.num_draft_tokens
 
 

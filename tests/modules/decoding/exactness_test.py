@@ -7,7 +7,17 @@ from __future__ import annotations
 
 import pytest
 from table_methods import CAPACITY, METHODS, TableTrees, method
-from table_models import PROMPT, Branches, TableLM, V, decoded_law, enumerate_branches, target_law, total_variation
+from table_models import (
+    PROMPT,
+    Branches,
+    TableLM,
+    V,
+    decoded_law,
+    enumerate_branches,
+    target_law,
+    total_variation,
+    warped,
+)
 
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
@@ -41,6 +51,23 @@ def test_emitted_law_is_the_targets(name, params):
     target, length = TableLM(1), 2 if name in FULL_SUPPORT and params == SETTINGS["T=1"] else 3
     law = decoded_law(target, method(name, target), params, length, max_new_tokens=8)
     assert total_variation(law, target_law(target, params, length)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["spec:k=3", "pearl:k=2"])
+def test_drafts_follow_the_draft_model_at_the_sampling_asked_for(name, params):
+    """Any law of the drafts leaves the output as it is, but one at other settings is accepted less often."""
+    target, draft, seen = TableLM(1), TableLM(107), 0
+    for seed in range(10):
+        rounds = []
+        generate(target, method(name, target)(), PROMPT, params, 12, TorchSource(seed), (), rounds.append)
+        text = [*PROMPT, *rounds[0].tokens]
+        for done in rounds[1:]:
+            for node, token in enumerate(done.tree.tokens):
+                law = warped(draft.row((*text, *done.tree.tokens[:node]))[0], params)
+                assert done.tree.draft_prob[node].tolist() == pytest.approx(law) and law[token] > 0
+                seen += 1
+            text += done.tokens
+    assert seen > 50
 
 
 @pytest.mark.parametrize("name", ["spec:k=2", "eagle:k=1", "specdec++", "tree"])

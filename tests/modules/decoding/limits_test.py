@@ -107,6 +107,30 @@ def test_watchers_hear_of_what_was_emitted(name, params):
     assert cut > 0
 
 
+@pytest.mark.parametrize("name", ["spec:k=3", "tree", "eagle2", "pearl:k=2"])
+def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
+    """Features of the root and of the accepted nodes that the target has read, wherever in the tree they lie."""
+    target, apart = TableLM(1), 0
+    for seed in range(10):
+        drafter, heard = method(name, target)(), []
+        advance = drafter.advance
+        drafter.advance = lambda outcome, advance=advance, heard=heard: (heard.append(outcome), advance(outcome))
+        _, rounds = rounds_of(
+            generate, target=target, drafter=drafter, prompt=PROMPT, params=SAMPLING, max_new_tokens=14,
+            source=TorchSource(seed), eos_ids=(),
+        )  # fmt: skip
+        text = [*PROMPT, *rounds[0].tokens]
+        for outcome, done in zip(heard, rounds[1:], strict=False):
+            assert list(outcome.emitted) == done.tokens
+            path = [node for node in done.verdict.path if node < done.tree.num_read]
+            for number, feature in enumerate(outcome.features):
+                assert feature.equal(target.row((*text, *done.tokens[:number]))[1])
+            assert len(outcome.features) == 1 + len(path)
+            apart += path != list(range(len(path)))
+            text += done.tokens
+    assert (apart > 0) == (name in ("tree", "eagle2"))
+
+
 def test_a_session_may_be_used_again():
     target = TableLM(1)
     session = target.session(64)

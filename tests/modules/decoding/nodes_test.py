@@ -38,6 +38,29 @@ def test_nodes_are_kept_while_each_is_worth_its_time():
     assert rule.choose([0.0] * 500) == 128
 
 
+def test_what_is_worth_no_more_than_its_time_is_left():
+    """A pace of half a token, so that a probability of one half pays for a unit of time exactly."""
+    rule = TreeRule(TreeTimes(first=1.0, step=1.0, verify=(1.0, 2.0, 3.0, 3.0)), any_depth=True)
+    assert rule.pace == 0.5
+    assert rule.choose([0.0, math.log(0.5)]) == 1
+    assert rule.choose([0.0, math.log(0.5), -math.inf]) == 1
+    assert rule.choose([0.0, math.log(0.51)]) == 2
+    assert rule.choose([0.0, math.log(0.51), -math.inf]) == 2
+    # One level in two is accepted: an expected node is half a token, and a level takes one unit.
+    assert not rule.deeper(lambda: [0.0])
+    assert not rule.deeper(lambda: [math.log(0.5), math.log(0.5)])
+    assert rule.deeper(lambda: [math.log(0.51), math.log(0.5)])
+
+
+def test_only_the_nodes_that_were_taken_were_promised():
+    rule = TreeRule(TIMES)
+    taken = rule.choose([math.log(p) for p in (0.9, 0.5, 0.08, 0.05, 0.04)])
+    rule.observe(taken, draft_calls=2, num_accepted=1)
+    kept = 1 - 1 / 500
+    assert taken == 3
+    assert rule.trust == pytest.approx((3 * kept + 1) / (3 * kept + 0.9 + 0.5 + 0.08))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_of_all_numbers_the_best_is_taken_on_a_curve_with_steps(seed):
     draws = random.Random(seed)

@@ -64,6 +64,11 @@ def test_a_policy_sees_the_same_while_the_text_grows_and_forgets_it_with_the_pro
     for start in (20, 23, 40, 41):
         drafted = text[start : start + 4]
         assert shown(text[:start], drafted) == repeat_scores(text, [start], torch.tensor([drafted]))[0].tolist()
+    assert any(Repeats.SIZES[-1] / 2 in shown(text[:start], text[start : start + 4]) for start in (42, 50))
+    # Another text, at first shorter than what was read of the last one: nothing of that one is left.
+    other = copying_text(8, 60)
     seen.reset()
-    assert shown([1, 2], [3]) == [0.0]
-    assert any(Repeats.SIZES[-1] / 2 in shown(text[:start], text[start : start + 4]) for start in (30, 50))
+    for start in (1, 9, 20, 31, 50):
+        drafted = [other[start], *text[start + 1 : start + 4]]
+        expected = [by_search(other[:start], drafted[:j], token) for j, token in enumerate(drafted)]
+        assert shown(other[:start], drafted) == expected

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from table_methods import METHODS, method
+from table_methods import CAPACITY, METHODS, method
 from table_models import PROMPT, TableLM, TableSession
 
 from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
@@ -127,6 +128,52 @@ def test_the_trace_of_every_method_is_a_true_account(name, temperature):
     # Lookups seldom find anything in twelve tokens of four; that they draft at all is enough here.
     assert name == "ar" or drafted > 0
     assert name in ("ar", "pld") or 0 < accepted < drafted
+
+
+def hierarchy():
+    """M1 is M2, which therefore rejects nothing."""
+    inner = DraftModelDrafter(TableLM(201), FixedLength(2), CAPACITY)
+    return HierarchicalDrafter(TableLM(201), inner, 4, True, CAPACITY)
+
+
+@pytest.mark.parametrize("name", ["spec:k=3", "self-verify", "pearl:k=2", "eagle2", "hierarchy"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "T=1"])
+def test_no_model_reads_the_same_text_twice(monkeypatch, name, temperature):
+    """Neither the target nor a drafter's models: what was accepted stays in their caches."""
+    read: list[tuple[int, tuple[int, ...]]] = []
+    row = TableLM.row
+
+    def watched(lm, prefix):
+        read.append((id(lm), prefix))
+        return row(lm, prefix)
+
+    monkeypatch.setattr(TableLM, "row", watched)
+    for seed in range(8):
+        target = TableLM(seed)
+        drafter = hierarchy() if name == "hierarchy" else method(name, target, seed)()
+        read.clear()
+        generate(target, drafter, PROMPT, SamplingParams(temperature), 12, TorchSource(seed), ())
+        assert len(set(read)) == len(read)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_pearl_offers_what_waits_and_begins_anew_after_a_rejection(k):
+    """PEARL's pre- and post-verification: k tokens are drafted in a round; offered are those that waited and the first
+    new one, and what was not offered waits on where all that was is accepted."""
+    target, behind = TableLM(1), []
+    for seed in range(20):
+        rounds = []
+        drafter = method(f"pearl:k={k}", target, 7 if seed % 2 else -99)()  # every other draft model is the target
+        generate(target, drafter, PROMPT, SamplingParams(1.0), 24, TorchSource(seed), (), rounds.append)
+        waiting, left = 0, 23
+        for done in rounds[1:]:
+            if left > 3 * k + 1:  # else the end of the answer cuts drafts
+                assert (len(done.tree.tokens), done.step.num_drafted) == (waiting + 1, k)
+            rejected = done.step.num_accepted < len(done.tree.tokens)
+            behind.append(waiting if rejected else -1)
+            waiting = 0 if rejected else waiting + k - len(done.tree.tokens)
+            left -= len(done.tokens)
+    assert set(behind) >= ({0, -1} if k == 1 else {0, 1, -1})
 
 
 def test_autoregressive_decoding_calls_the_target_once_a_token():

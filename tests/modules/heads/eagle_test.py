@@ -195,16 +195,20 @@ def test_unrolled_passes_are_the_steps_of_drafts_that_begin_at_every_row(num_lay
 
 
 def test_documents_laid_end_to_end_are_read_as_each_alone():
-    head, lengths, num_passes = make_head(num_layers=2), [7, 3, 2, 12, 9], 3
+    head, lengths, prompts, num_passes = make_head(num_layers=2), [7, 3, 2, 12, 9], [4, 1, 1, 6, 2], 3
     ids = [torch.arange(length) + 10 * number for number, length in enumerate(lengths)]
     features = [torch.randn(1, length, H, dtype=torch.float64) for length in lengths]
     table = torch.randn(100, H, dtype=torch.float64)
-    alone = [shift(batch_of(own.tolist(), 1, known)) for own, known in zip(ids, features, strict=True) if len(own) > 2]
+    alone = [
+        shift(batch_of(own.tolist(), prompt, known))
+        for own, prompt, known in zip(ids, prompts, features, strict=True)
+        if len(own) > 2
+    ]
     flat = shift(
         FeatureBatch(
             input_ids=torch.cat(ids)[None],
             features=torch.cat(features, dim=1),
-            loss_mask=torch.cat([torch.arange(length) >= 1 for length in lengths])[None],
+            loss_mask=torch.cat([torch.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)])[None],
             position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
             lengths=tuple(lengths),
         )
