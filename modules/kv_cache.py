@@ -52,6 +52,7 @@ class KVCache:
     ):
         # Zeros, not empty: slots that a mask hides must hold finite numbers, or 0 * nan spoils the attention.
         self._hold(torch.zeros(num_layers, 2, batch, num_kv_heads, capacity, head_dim, dtype=dtype, device=device))
+        self._written = 0
 
     @classmethod
     def over(cls, data: Tensor) -> Self:
@@ -62,6 +63,7 @@ class KVCache:
 
     def _hold(self, data: Tensor) -> None:
         self.data, self.length = data, 0
+        self._written = self.capacity  # slots that may hold something: of memory that others use too, all
         # Views made once: indexing the big tensor in every layer of every call is measurable on small models.
         self._layers = list(data)
 
@@ -72,6 +74,7 @@ class KVCache:
     def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
         cached, length = self._layers[layer], keys_values.shape[1]
         end = start + length
+        self._written = max(self._written, end)
         cached.narrow(3, start, length).copy_(split_heads(keys_values))
         keys, values = cached.narrow(3, 0, end).unbind(0)
         return keys, values
@@ -82,7 +85,8 @@ class KVCache:
         end = length + len(slots)
         if end == 0:
             with torch.inference_mode():
-                self.data.zero_()
+                self.data[..., : self._written, :].zero_()
+            self._written = 0
         if list(slots) != list(range(length, end)):  # a contiguous path lies in its place already
             with torch.inference_mode():
                 index = torch.tensor(slots, device=self.data.device)
@@ -114,6 +118,7 @@ class RowsCache(KVCache):
     def place(self, slots: Tensor, span: int) -> None:
         """Writes go to slots [B, T]; reads see the first `span` slots of each of the first B rows."""
         self._index, self._span = self._first[: len(slots)] + slots[..., None], span
+        self._written = self.capacity
 
     def write(self, layer: int, start: int, keys_values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, T, 2 * kv_heads, D] where `place` said; keys and values [B, kv_heads, span, D]. No use of start."""

@@ -110,6 +110,9 @@ OF_FIRST = "the draw that rejects a round's first token replaces it"
 OF_NODES = "tokens that miss a node's children drawn again"
 OF_ALL = "target sampled at 0.9 of its temperature"
 DEFECTS = (*OF_DRAFTS, OF_FIRST, OF_NODES, OF_ALL)
+# It ends drafts and hides what was drawn, so what a sound method drafted does not tell how surely it would be found: it
+# is bet on, and nothing is stated of it.
+UNSTATED = "drafts of q < 0.15 taken back"
 
 
 def defective(name: str, p: Tensor, q: Tensor, children: Tensor, first: Tensor) -> Tensor:

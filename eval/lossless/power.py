@@ -16,7 +16,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from draftsmith.eval.lossless.defects import DEFECTS, OF_NODES, defective
+from draftsmith.eval.lossless.defects import DEFECTS, OF_NODES, UNSTATED, defective
 from draftsmith.eval.lossless.evidence import Decided, Family, growth, scores, single_token
 from draftsmith.eval.lossless.evidence import defects as bets_on_defects
 from draftsmith.modules.types import InputError
@@ -93,7 +93,7 @@ def power_of(found: Decided, bias: float, generator: torch.Generator) -> Power:
     known = {
         name: growth_under(defective(name, p, found.draft, found.children, found.first), p, bets, generator)
         for name in DEFECTS
-        if bool((found.chosen if name == OF_NODES else found.drawn).any()) or name == DEFECTS[-1]
+        if name != UNSTATED and (bool((found.chosen if name == OF_NODES else found.drawn).any()) or name == DEFECTS[-1])
     }
     return Power(bias, biases, known)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from greedy_world import near_copy
+from hand_rollouts import hand_rollouts
 from quick_heads import quick_eagle_head
 from tiny_models import CONTEXT, tiny_llama_dir
 
@@ -254,3 +255,22 @@ def test_draws_side_by_side_are_those_of_single_rounds():
                 assert draws.known["accept_prob"][row, level].item() == pytest.approx(expected, rel=1e-5)
                 rejected += token != text.tokens[place]
     assert 0 < rejected < len(tokens) * depth
+
+
+def test_a_policy_hears_of_every_round_but_an_answers_last():
+    """As in the decoder, where nobody asks for a draft after the last round; also where another answer follows."""
+
+    class Listening(KnownJudge):
+        def __init__(self, probs):
+            super().__init__(probs, late=False)
+            self.heard: list[tuple[int, int]] = []
+
+        def observe(self, num_drafted: int, num_accepted: int) -> None:
+            self.heard.append((num_drafted, num_accepted))
+
+    rollouts = hand_rollouts([[True] * 12, [True, False] * 7, [True] * 9], depth=3)
+    listening = Listening(np.full_like(rollouts.log_q, 0.9))
+    traces = replay_judged(rollouts, listening, ThresholdRule(0.99), 1, 3)
+    rounds = [[(step.num_drafted, step.num_accepted) for step in trace.steps if step.num_drafted] for trace in traces]
+    assert all(len(own) > 1 for own in rounds)
+    assert listening.heard == [step for own in rounds for step in own[:-1]]
