@@ -184,7 +184,20 @@ def test_a_table_of_several_shapes_is_read_by_what_each_row_fills(make):
         ("x.jsonl", b"3\n[]\n", r"line 1: found a JSON int"),
     ],
     # Of its own: a compressed file holds the time, and xdist's workers have to collect the same names.
-    ids="gz-cut gz-plain zst-plain latin-1 nested cut cut-object nan empty blank no-columns number".split(),
+    ids=[
+        "gz-cut",
+        "gz-plain",
+        "zst-plain",
+        "latin-1",
+        "nested",
+        "cut",
+        "cut-object",
+        "nan",
+        "empty",
+        "blank",
+        "no-columns",
+        "number",
+    ],
 )
 def test_a_file_that_cannot_be_read_as_a_whole_is_one_error(make, name, content, what):
     for invalid in ("error", "drop"):
