@@ -64,7 +64,7 @@ def main(old: str, new: str, repeats: int = 100) -> None:
         environment = {**os.environ, "PYTHONPATH": str(path.parent), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(Path(__file__).resolve()), "serve"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": path.parent}
-        children.append(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]
+        children.append(subprocess.Popen(command, env=environment, **pipes))
 
     def ask(child: subprocess.Popen, case: int) -> float:
         assert child.stdin is not None and child.stdout is not None

@@ -1,7 +1,7 @@
 """Answers of a method by one of the decoder's loops, and what had been drafted where each of their tokens was decided.
 
-What stands in a `Place` is known before its token is: a drafter's law depends on what came before, and a policy keeps
-the token that it looked at. So given its place, too, a token of a lossless method follows the target.
+What stands in a `Place` is known before its token is: a drafter's distribution depends on what came before, and a
+policy keeps the token that it looked at. So given its place, too, a token of a lossless method follows the target.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from draftsmith.modules.types import SamplingParams
 
 @dataclass(frozen=True)
 class Place:
-    """What had been drafted for a token: drawn from `law` [V], or chosen as `children`, or nothing.
+    """What had been drafted for a token: drawn from `distribution` [V], or chosen as `children`, or nothing.
 
     first: it was the first token of its round.
     """
 
     first: bool = False
-    law: Tensor | None = None
+    distribution: Tensor | None = None
     children: tuple[int, ...] = ()
 
 
@@ -148,10 +148,10 @@ class Watched:
         for row, emitted in enumerate(outcome.emitted):
             drafted = chains.num_drafted[row] if chains is not None else 0
             for i in range(len(emitted)):
-                law = None
+                distribution = None
                 if chains is not None and chains.draft_prob is not None and i < drafted:
-                    law = chains.draft_prob[row, i].clone()
-                self._rows[row].append(Place(i == 0, law))
+                    distribution = chains.draft_prob[row, i].clone()
+                self._rows[row].append(Place(i == 0, distribution))
         self._drafter.advance(outcome)
 
     def select(self, rows: Tensor) -> None:

@@ -1,8 +1,8 @@
 """`draftsmith eval lossless`: a certificate that methods leave a model's output as it is, for your models and machine.
 
 Each method runs in both of the decoder's loops, the single one and, where it has a form for it, the batched one that
-`--batch-size` and CUDA use. Greedy: `greedy.py`. Sampling: every emitted token is held against the target's own law
-after what came before it (`evidence.py`), as many as the power asked for takes (`power.py`).
+`--batch-size` and CUDA use. Greedy: `greedy.py`. Sampling: every emitted token is held against the target's own
+distribution after what came before it (`evidence.py`), as many as the power asked for takes (`power.py`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class LosslessConfig:
     ignore_eos: go on after the end token, up to the longest answer.
     sampled_prompts: prompts of the sampling test, the first of them; 0 leaves it out.
     sampled_tokens: longest answer of the sampling test.
-    bias: size of a bias that is to be found: mean over emitted tokens of the total variation between the law that a
-        token was drawn from and the target's.
+    bias: size of a bias that is to be found: mean over emitted tokens of the total variation between the
+        distribution that a token was drawn from and the target's.
     power: probability to find it; with bias and alpha it says how many answers are sampled.
     alpha: chance that all sampling tests together fail lossless methods, at most.
     temperature: of the sampling test.

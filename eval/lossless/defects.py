@@ -1,6 +1,8 @@
-"""What a sampler would emit that is wrong in a known way: p is the target's law, q the draft's, all [..., V] float64.
+"""What a sampler would emit that is wrong in a known way: p is the target's distribution, q the draft's, all [..., V]
+float64.
 
-Each is a law in closed form, so that its distance from p, and the chance of finding it, are computed and not guessed.
+Each is a distribution in closed form, so that its distance from p, and the chance of finding it, are computed and not
+guessed.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.modules.sampling import residual
 
-SHARPER, FLATTER = 0.8, 1.25  # temperatures of a wrong draft, by the one that its law is stated at
+SHARPER, FLATTER = 0.8, 1.25  # temperatures of a wrong draft, by the one that its distribution is stated at
 TARGET_SHARPER = 0.9
 TOO_OFTEN = 1.25
 UNLIKELY = 0.15
@@ -29,10 +31,10 @@ def acceptance(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(q > 0, p / q, 1).clamp_max(1)
 
 
-def sharpened(law: Tensor, temperature: float) -> Tensor:
-    powered = law.pow(1 / temperature)
+def sharpened(distribution: Tensor, temperature: float) -> Tensor:
+    powered = distribution.pow(1 / temperature)
     total = powered.sum(-1, keepdim=True)
-    return torch.where(total > 0, powered / total, law)
+    return torch.where(total > 0, powered / total, distribution)
 
 
 def replaced_from_target(p: Tensor, q: Tensor) -> Tensor:
@@ -116,8 +118,8 @@ UNSTATED = "drafts of q < 0.15 taken back"
 
 
 def defective(name: str, p: Tensor, q: Tensor, children: Tensor, first: Tensor) -> Tensor:
-    """The law [N, V] under a defect: q is 0 where nothing was drawn, children bool [N, V] false where none was chosen;
-    there it is p. first: bool [N], of a round."""
+    """The distribution [N, V] under a defect: q is 0 where nothing was drawn, children bool [N, V] false where none was
+    chosen; there it is p. first: bool [N], of a round."""
     if name == OF_ALL:
         return sharper_target(p)
     if name == OF_NODES:

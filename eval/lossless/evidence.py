@@ -1,12 +1,12 @@
 """Evidence that emitted tokens do not follow the target: bets on them, at the target's own odds.
 
 Every bet starts with a stake of 1, and every emitted token y multiplies it by 1 + l x(y), where x and l are fixed
-before y is known and x has the mean 0 under p, the target's law given all that came before: either a score of tokens
-less its mean, or e / p - 1 with the law e that a known defect has there. Under p each factor is 1 on average, so the
-mean of all stakes is, too, and reaches M with probability at most 1 / M, however many tokens there are and whenever one
-stops looking (Ville's inequality; a test martingale, Shafer et al. 2011). No distribution is approximated. Where tokens
-do not follow p, the stakes of bets in the right direction grow exponentially; that there are others beside them costs
-the logarithm of their number.
+before y is known and x has the mean 0 under p, the target's distribution given all that came before: either a score of
+tokens less its mean, or e / p - 1 with the distribution e that a known defect has there. Under p each factor is 1 on
+average, so the mean of all stakes is, too, and reaches M with probability at most 1 / M, however many tokens there are
+and whenever one stops looking (Ville's inequality; a test martingale, Shafer et al. 2011). No distribution is
+approximated. Where tokens do not follow p, the stakes of bets in the right direction grow exponentially; that there are
+others beside them costs the logarithm of their number.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ NUM_FAMILIES = len(SCORES) + len(DEFECTS) + 2
 class Decided:
     """N emitted tokens, and all that was known when each was decided.
 
-    target: [N, V] float64, the target's law. draft: [N, V], what a draft was drawn from there, 0 where none was.
-    children: [N, V] bool, the nodes chosen there. first: [N] bool, it is a round's first token.
-    copied: [N] int64, what the answer before this one has there if all is equal up to there, else -1.
+    target: [N, V] float64, the target's distribution. draft: [N, V], what a draft was drawn from there, 0 where none
+    was. children: [N, V] bool, the nodes chosen there. first: [N] bool, it is a round's first token. copied: [N] int64,
+    what the answer before this one has there if all is equal up to there, else -1.
     """
 
     token: Tensor
@@ -97,11 +97,11 @@ def scores(found: Decided) -> Iterator[Family]:
 
 
 def defects(found: Decided) -> Iterator[Family]:
-    """Bets that tokens follow the law of a defect, at least a share of them."""
+    """Bets that tokens follow the distribution of a defect, at least a share of them."""
     p = found.target
     for name in DEFECTS:
-        law = defective(name, p, found.draft, found.children, found.first)
-        yield Family(name, torch.where(p > 0, law / p - 1, 0), SHARES)
+        distribution = defective(name, p, found.draft, found.children, found.first)
+        yield Family(name, torch.where(p > 0, distribution / p - 1, 0), SHARES)
 
 
 def single_token(found: Decided, token: int) -> Family:

@@ -1,9 +1,9 @@
-"""How surely a bias is found on these prompts, and how many tokens that takes: computed from the laws p and q that
-stood where some of the tokens were decided.
+"""How surely a bias is found on these prompts, and how many tokens that takes: computed from the distributions p and q
+that stood where some of the tokens were decided.
 
-Under an alternative law e a bet's logarithm grows by a mean m a token, of variance v. After n tokens it has reached
-what is asked of it with the probability of a normal variate; the best bet's is stated, which the mean of all stakes
-only exceeds.
+Under an alternative distribution e a bet's logarithm grows by a mean m a token, of variance v. After n tokens it has
+reached what is asked of it with the probability of a normal variate; the best bet's is stated, which the mean of all
+stakes only exceeds.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def power_of(found: Decided, bias: float, generator: torch.Generator) -> Power:
     biases = {}
     for family in directions:
         for sign, word in ((1.0, "towards"), (-1.0, "away from")):
-            law, tilt = tilted(p, sign * family.x, bias)
+            distribution, tilt = tilted(p, sign * family.x, bias)
             if tilt < WEAKEST * family.strengths[0]:
                 expected = "one that the weakest bets grow on with these prompts"
                 raise InputError("bias", bias, expected, "Raise --bias, or choose other prompts.")
-            if law is not None:
-                biases[f"{word} {family.name}"] = growth_under(law, p, bets, generator)
+            if distribution is not None:
+                biases[f"{word} {family.name}"] = growth_under(distribution, p, bets, generator)
     known = {
         name: growth_under(defective(name, p, found.draft, found.children, found.first), p, bets, generator)
         for name in DEFECTS
@@ -106,31 +106,33 @@ def tilted(p: Tensor, centre: Tensor, bias: float) -> tuple[Tensor | None, float
     for _ in range(TRIES):
         if tilt > STEEPEST:
             break
-        law = p * (tilt * centre).exp()
-        law /= law.sum(-1, keepdim=True)
-        reached = variation(law, p)
+        distribution = p * (tilt * centre).exp()
+        distribution /= distribution.sum(-1, keepdim=True)
+        reached = variation(distribution, p)
         if abs(reached / bias - 1) < CLOSE:
-            return law, tilt
+            return distribution, tilt
         tilt *= bias / max(reached, 1e-12)
     return None, tilt
 
 
-def variation(law: Tensor, p: Tensor) -> float:
+def variation(distribution: Tensor, p: Tensor) -> float:
     """Mean over tokens of the total variation distance."""
-    return float((law - p).abs().sum(-1).mean()) / 2
+    return float((distribution - p).abs().sum(-1).mean()) / 2
 
 
-def growth_under(law: Tensor, p: Tensor, bets: Sequence[Family], generator: torch.Generator) -> Growth:
-    """Of these bets, at tokens drawn from `law` [N, V] where the target's is p: spread evenly over it."""
-    sums = law.cumsum(-1)
-    uniforms = torch.rand(len(law), DRAWS, dtype=law.dtype, generator=generator).to(law.device)
-    uniforms = (uniforms + torch.arange(DRAWS, device=law.device)) / DRAWS
-    drawn = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True).clamp_max(law.shape[1] - 1)
+def growth_under(distribution: Tensor, p: Tensor, bets: Sequence[Family], generator: torch.Generator) -> Growth:
+    """Of these bets, at tokens drawn from `distribution` [N, V] where the target's is p: spread evenly over it."""
+    sums = distribution.cumsum(-1)
+    uniforms = torch.rand(len(distribution), DRAWS, dtype=distribution.dtype, generator=generator).to(
+        distribution.device
+    )
+    uniforms = (uniforms + torch.arange(DRAWS, device=distribution.device)) / DRAWS
+    drawn = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True).clamp_max(distribution.shape[1] - 1)
     means, variances, handicaps = [], [], []
     for family in bets:
         logs = growth(family.strengths, family.x.gather(1, drawn))  # [strengths, N, draws]
         means.append(logs.mean((1, 2)).cpu())
         variances.append(logs.var((1, 2)).cpu())
-        handicap = family.handicap + (math.log(law.shape[1]) if family.name.startswith("token ") else 0)
+        handicap = family.handicap + (math.log(distribution.shape[1]) if family.name.startswith("token ") else 0)
         handicaps.append(torch.full((len(family.strengths),), handicap, dtype=torch.float64))
-    return Growth(variation(law, p), *(torch.cat(each).double() for each in (means, variances, handicaps)))
+    return Growth(variation(distribution, p), *(torch.cat(each).double() for each in (means, variances, handicaps)))

@@ -1,7 +1,7 @@
 """The sampling half: answers of a method are drawn until a bias of the size asked for would have been found.
 
-A first sample says which laws p and q meet on these prompts, and so how many tokens the power asked for takes; it
-counts like all others. The test may stop as soon as it fails (`evidence.Evidence` says why).
+A first sample says which distributions p and q meet on these prompts, and so how many tokens the power asked for
+takes; it counts like all others. The test may stop as soon as it fails (`evidence.Evidence` says why).
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class SamplingTest:
 
     @torch.inference_mode()
     def _decided(self, prompt: Sequence[int], answer: Answer, before: list[int]) -> Decided:
-        """The answer's tokens with the target's own laws, read in one go; those of probability 0 are counted, and left
-        out."""
+        """The answer's tokens with the target's own distributions, read in one go; those of probability 0 are
+        counted, and left out."""
         device = self.target.device
         ids = torch.tensor([[*prompt, *answer.tokens]], device=device)
         logits = self.target.lm_head(self.target.features(ids)[0, len(prompt) - 1 : -1])
@@ -136,8 +136,8 @@ class SamplingTest:
         token = ids[0, len(prompt) :]
         draft, children = torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool)
         for row, place in enumerate(answer.places):
-            if place.law is not None:
-                draft[row] = place.law
+            if place.distribution is not None:
+                draft[row] = place.distribution
             children[row, list(place.children)] = True
         first = torch.tensor([place.first for place in answer.places], device=device)
         same = [answer.tokens[:i] == before[:i] and i < len(before) for i in range(len(answer.tokens))]

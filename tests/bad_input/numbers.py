@@ -37,7 +37,7 @@ def broken(ground: Ground, to: Path, name: str, tensor: str = INNER, number: flo
 
 
 def of(name: str, *args: object) -> Callable[[Ground, Path], dict[str, object]]:
-    return lambda ground, to: broken(ground, to, name, *args)  # type: ignore[arg-type]
+    return lambda ground, to: broken(ground, to, name, *args)
 
 
 def spoiled_features(ground: Ground, to: Path) -> dict[str, object]:

@@ -100,7 +100,7 @@ def _run_tests(tree: Path, tests: Sequence[str], log: Path) -> None:
     sys.dont_write_bytecode = True
     import pytest
 
-    import draftsmith  # type: ignore[import-untyped, unused-ignore]
+    import draftsmith
 
     if Path(draftsmith.__file__).parent != tree:
         sys.exit(f"the tests would import {draftsmith.__file__}, not the copy in {tree}")

@@ -146,8 +146,8 @@ def test_labels_that_are_none_are_named_by_their_row(tmp_path):
     labels = [[0.5, 1.0], [], [0.25], [1.0, math.nan], [math.inf]]
     column = Lists(pa.chunked_array([pa.array(labels, pa.list_(pa.float32()))]))
     with pytest.raises(InputError, match=r"labels of row row-3"):
-        check_labels(tmp_path, Ids(), column)  # type: ignore[arg-type]
-    check_labels(tmp_path, Ids(), Lists(pa.chunked_array([pa.array(labels[:3], pa.list_(pa.float32()))])))  # type: ignore[arg-type]
+        check_labels(tmp_path, Ids(), column)
+    check_labels(tmp_path, Ids(), Lists(pa.chunked_array([pa.array(labels[:3], pa.list_(pa.float32()))])))
 
 
 def test_stored_features_are_not_looked_at_twice(artefacts, tmp_path):

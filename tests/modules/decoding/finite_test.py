@@ -198,7 +198,7 @@ def test_a_masked_vocabulary_is_decoded():
         plain = lm.lm_head
         masked = torch.full((V,), -math.inf)
         masked[[2, 9, 11]] = 0
-        lm.lm_head = lambda hidden, plain=plain, masked=masked: plain(hidden) + masked  # type: ignore[method-assign]
+        lm.lm_head = lambda hidden, plain=plain, masked=masked: plain(hidden) + masked
     for label in ("spec:k=3", "online:c=0.1:max=4", "pearl:k=2", "self-verify:k=3"):
         for params in MODES:
             made = generate(
@@ -212,7 +212,7 @@ def test_an_acceptance_heads_nan_is_an_error_and_a_policy_that_is_told_nan_stops
     head = models("acceptance").acceptance
     view = DraftView(2, 3, torch.ones(1, H), torch.zeros(V), None)
     with pytest.raises(NonFinite) as caught:
-        HeadJudge(head).prob(view)  # type: ignore[arg-type]
+        HeadJudge(head).prob(view)
     assert caught.value.model == "acceptance"
     assert ThresholdRule(0.7).enough(math.nan, 0) and CostRule(0.1).enough(math.nan, 0)
 
@@ -226,7 +226,7 @@ def test_an_acceptance_heads_nan_is_an_error_and_a_policy_that_is_told_nan_stops
             return math.nan
 
     for rule in (ThresholdRule(0.7), CostRule(0.1)):
-        stop = JudgedStop(Silent(), rule, 1, 8)  # type: ignore[arg-type]
+        stop = JudgedStop(Silent(), rule, 1, 8)
         stop.start_round()
         assert stop.should_stop(view)
     broken = DraftView(2, 3, torch.ones(1, H), torch.full((V,), math.nan), None)
