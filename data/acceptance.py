@@ -20,21 +20,21 @@ import torch
 from torch import Tensor
 
 from draftsmith.data import rollouts
-from draftsmith.data.answers import answer_mask
-from draftsmith.data.batched import by_length, check_lengths, pad_right, row_uniforms, set_threads
-from draftsmith.data.device import pick_device
-from draftsmith.data.heads import eagle_identity, load_head
-from draftsmith.data.manifest import Field, open_artefact, volatile
-from draftsmith.data.models import check_same_tokenizer, load_lm, text_identity
-from draftsmith.data.naming import naming
+from draftsmith.data.answering.batched import by_length, check_lengths, pad_right, row_uniforms, set_threads
+from draftsmith.data.heads.directory import eagle_identity, load_head
+from draftsmith.data.models.device import pick_device
+from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity
+from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance
 from draftsmith.data.prompts import check_not_negative, check_positive, numbers
-from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, run_stage
-from draftsmith.data.writer import sole_writer
+from draftsmith.data.store.manifest import Field, open_artefact, volatile
+from draftsmith.data.store.shards import Plan, Rows, Shard, ShardContent, run_stage
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.text.answers import answer_mask
 from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
+from draftsmith.modules.drafters.eagle import EagleHead
+from draftsmith.modules.drafters.eagle_branches import EagleBranches
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
-from draftsmith.modules.heads.eagle import EagleHead
-from draftsmith.modules.heads.eagle_branches import EagleBranches
 from draftsmith.modules.sampling import draw_rows, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams

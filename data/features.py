@@ -15,19 +15,19 @@ from typing import Any, Literal
 
 import torch
 
-from draftsmith.data import feature_codec
-from draftsmith.data.answers import answer_mask
-from draftsmith.data.batched import by_length, pad_right, set_threads
-from draftsmith.data.device import pick_device
-from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
-from draftsmith.data.models import load_lm, text_identity
-from draftsmith.data.naming import naming
-from draftsmith.data.parallel import DONE, tell, told
+from draftsmith.data.answering.batched import by_length, pad_right, set_threads
+from draftsmith.data.models.device import pick_device
+from draftsmith.data.models.loading import load_lm, text_identity
+from draftsmith.data.models.naming import naming
+from draftsmith.data.models.parallel import DONE, tell, told
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
-from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, read_done, run_stage
-from draftsmith.data.writer import sole_writer
+from draftsmith.data.store import feature_codec
+from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
+from draftsmith.data.store.shards import Plan, Rows, Shard, ShardContent, read_done, run_stage
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.text.answers import answer_mask
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError

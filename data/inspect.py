@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.data.answers import answer_mask, answers_of, spans
-from draftsmith.data.manifest import Manifest, open_artefact, volatile
-from draftsmith.data.models import load_tokenizer, tokenizer_identity
+from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
 from draftsmith.data.prompts import check_not_negative
-from draftsmith.data.shards import Rows
-from draftsmith.data.turns import later_turns
+from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
+from draftsmith.data.store.shards import Rows
+from draftsmith.data.text.answers import answer_mask, answers_of, spans
+from draftsmith.data.text.turns import later_turns
 from draftsmith.modules.types import InputError
 
 KINDS = ("prompts", "responses", "acceptance", "rollouts", "features")
@@ -239,8 +239,8 @@ def feature_note(directory: Path, row: dict[str, Any]) -> str:
     """Shape and scale of a row's features, and whether all are finite."""
     from safetensors import safe_open
 
-    from draftsmith.data import feature_codec
     from draftsmith.data.features import key
+    from draftsmith.data.store import feature_codec
 
     with safe_open(Path(directory) / row["shard"], framework="pt") as file:
         features = feature_codec.read(file, key(row["row"])).float()

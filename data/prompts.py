@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.data.conversations import (
+from draftsmith.data.models.loading import text_identity
+from draftsmith.data.progress import Advance
+from draftsmith.data.store.manifest import Field, volatile
+from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.text.conversations import (
     Layout,
     Turns,
     asked_of,
@@ -22,12 +27,8 @@ from draftsmith.data.conversations import (
     recognise,
     up_to_last_assistant,
 )
-from draftsmith.data.manifest import Field, volatile
-from draftsmith.data.models import text_identity
-from draftsmith.data.progress import Advance
-from draftsmith.data.shards import Plan, Shard, ShardContent, run_stage
-from draftsmith.data.sources import Row, Source, first_rows, named_split, open_source
-from draftsmith.data.template import (
+from draftsmith.data.text.sources import Row, Source, first_rows, named_split, open_source
+from draftsmith.data.text.template import (
     RowError,
     context_length,
     load_chat_tokenizer,
@@ -35,7 +36,6 @@ from draftsmith.data.template import (
     supervised_ids,
     template_hash,
 )
-from draftsmith.data.writer import sole_writer
 from draftsmith.modules.types import InputError
 
 FIELDS = (

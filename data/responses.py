@@ -11,20 +11,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftsmith.data.answers import Supervision, answer_mask, spans
-from draftsmith.data.batched import answer_all, row_uniforms, set_threads
-from draftsmith.data.datasets import Lists
-from draftsmith.data.device import pick_device
-from draftsmith.data.manifest import Field, Manifest, open_artefact, volatile
-from draftsmith.data.models import load_lm, text_identity
-from draftsmith.data.naming import naming
+from draftsmith.data.answering.batched import answer_all, row_uniforms, set_threads
+from draftsmith.data.answering.server import ServerConfig
+from draftsmith.data.models.device import pick_device
+from draftsmith.data.models.loading import load_lm, text_identity
+from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
-from draftsmith.data.server import ServerConfig
-from draftsmith.data.shards import Plan, Rows, Shard, ShardContent, run_stage
-from draftsmith.data.turns import Answer, Talk, has_later_turns, turns_tokenizer
-from draftsmith.data.writer import sole_writer
+from draftsmith.data.store.datasets import Lists
+from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
+from draftsmith.data.store.shards import Plan, Rows, Shard, ShardContent, run_stage
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.text.answers import Supervision, answer_mask, spans
+from draftsmith.data.text.turns import Answer, Talk, has_later_turns, turns_tokenizer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -112,7 +112,7 @@ def run(config: ResponsesConfig) -> Path:
     prompts = Rows(config.prompts, manifest)
     num_rows = min(len(prompts), config.limit) if config.limit else len(prompts)
     if config.engine == "openai":
-        from draftsmith.data.server import ServerEngine
+        from draftsmith.data.answering.server import ServerEngine
 
         engine = ServerEngine(config, manifest.identity["chat_template"])
         make, target = engine.make(prompts, talks_of(config, manifest, engine.context)), engine.identity

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.answers import answer_mask, spans
-from draftsmith.data.batched import check_lengths, row_uniforms
-from draftsmith.data.manifest import Field
-from draftsmith.data.naming import naming
+from draftsmith.data.answering.batched import check_lengths, row_uniforms
+from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance
-from draftsmith.data.shards import Rows, Shard, ShardContent
+from draftsmith.data.store.manifest import Field
+from draftsmith.data.store.shards import Rows, Shard, ShardContent
+from draftsmith.data.text.answers import answer_mask, spans
+from draftsmith.modules.acceptance.repeats import repeat_scores
 from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
-from draftsmith.modules.decoding.repeats import repeat_scores
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.sampling import row_probabilities, top_values
 from draftsmith.modules.targets.base import CausalLM

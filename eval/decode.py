@@ -13,18 +13,18 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.data.conversations import well_formed
-from draftsmith.data.device import check_device
-from draftsmith.data.models import load_lm
-from draftsmith.data.naming import naming
-from draftsmith.data.template import RowError, load_chat_tokenizer, prompt_ids
-from draftsmith.eval.bench import longest_sequence, model_paths
-from draftsmith.eval.load import LOADING, load_models, reads
-from draftsmith.eval.measure import BenchPrompt, EngineRunner, Runner
+from draftsmith.data.models.device import check_device
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.models.naming import naming
+from draftsmith.data.text.conversations import well_formed
+from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
+from draftsmith.eval.bench.command import longest_sequence, model_paths
+from draftsmith.eval.bench.load import LOADING, load_models, reads
+from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner, Runner
+from draftsmith.eval.bench.trace import TracedRunner, TraceFile, about
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Named, at_least
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
-from draftsmith.eval.trace import TracedRunner, TraceFile, about
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.types import InputError, SamplingParams
@@ -177,7 +177,7 @@ def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
 
 
 def _encoded(config: DecodeConfig) -> tuple[Any, list[int]]:
-    from draftsmith.data.models import load_tokenizer
+    from draftsmith.data.models.loading import load_tokenizer
 
     text = well_formed(sys.stdin.read() if config.prompt == "-" else config.prompt, "prompt")
     if not text.strip():

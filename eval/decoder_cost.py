@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from draftsmith.eval.clocks import Clock, Forwards, interleaved, median_s, paired_ratio
-from draftsmith.eval.measure import BatchRunner, EngineRunner
+from draftsmith.eval.bench.measure import BatchRunner, EngineRunner
+from draftsmith.eval.bench.trace import TracedRunner, TraceFile
+from draftsmith.eval.cost.clocks import Clock, Forwards, interleaved, median_s, paired_ratio
+from draftsmith.eval.cost.synthetic import random_pair
 from draftsmith.eval.pairs import GREEDY, SAMPLING, TREE, K, Pair
-from draftsmith.eval.synthetic import random_pair
-from draftsmith.eval.trace import TracedRunner, TraceFile
-from draftsmith.modules.decoding.drafters.draft_model_batch import BatchDraftModel
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep
-from draftsmith.modules.heads.eagle_tree import EagleTreeDrafter
+from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
+from draftsmith.modules.drafters.eagle_tree import EagleTreeDrafter
 from draftsmith.modules.targets.base import RowsSession
 from draftsmith.modules.targets.llama import LlamaLM
 

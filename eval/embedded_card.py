@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.batched import answer_all, row_uniforms
-from draftsmith.data.markdown import markdown_lines
-from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.data.answering.batched import answer_all, row_uniforms
+from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams

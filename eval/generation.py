@@ -15,14 +15,14 @@ from typing import Literal
 import torch
 from rich.console import Console
 
-from draftsmith.data.batched import answer_all, set_threads
-from draftsmith.data.files import make_directory, write_json
-from draftsmith.data.manifest import package_versions
-from draftsmith.data.models import load_lm
-from draftsmith.data.writer import sole_writer
-from draftsmith.eval.hf_baseline import HFRunner, load_hf_model
+from draftsmith.data.answering.batched import answer_all, set_threads
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.files import make_directory, write_json
+from draftsmith.data.store.manifest import package_versions
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
+from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.methods.base import at_least
-from draftsmith.eval.prompts import read_prompts
 from draftsmith.modules.types import SamplingParams
 
 RESULTS = "generation.json"

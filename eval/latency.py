@@ -1,7 +1,7 @@
 """`draftsmith eval latency`, or `python -m draftsmith.eval.latency`: what the decoder itself costs, in ratios.
 
 Every ratio is taken in one process, interleaved, as a median of paired runs; on a CPU with one thread and process CPU
-time. The models are random ones of a real size (`eval.synthetic`) and the embedded pair. What a draft or a head is
+time. The models are random ones of a real size (`eval.cost.synthetic`) and the embedded pair. What a draft or a head is
 worth is for `draftsmith eval bench` to say: this is about the time that the decoder adds to its models' forwards.
 """
 
@@ -17,22 +17,22 @@ from typing import Literal
 import torch
 from rich.console import Console
 
-from draftsmith.data.device import check_device
-from draftsmith.data.files import make_directory, write_json, write_text
-from draftsmith.data.manifest import git_commit, package_versions, resolved
-from draftsmith.data.markdown import markdown_lines
-from draftsmith.data.models import DTYPES
+from draftsmith.data.heads.markdown import markdown_lines
+from draftsmith.data.models.device import check_device
+from draftsmith.data.models.loading import DTYPES
 from draftsmith.data.progress import say
-from draftsmith.data.writer import sole_writer
-from draftsmith.eval.clocks import clock_of, interleaved, paired_ratio
+from draftsmith.data.store.files import make_directory, write_json, write_text
+from draftsmith.data.store.manifest import git_commit, package_versions, resolved
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.hf_baseline import HFRunner
+from draftsmith.eval.bench.measure import EngineRunner, Runner
+from draftsmith.eval.bench.provenance import hardware
+from draftsmith.eval.bench.tables import plain_table
+from draftsmith.eval.cost.clocks import clock_of, interleaved, paired_ratio
+from draftsmith.eval.cost.predictor_cost import judges
 from draftsmith.eval.decoder_cost import Row, dispatch, fixed_shapes, ideals, long_context, overheads, trace_cost
-from draftsmith.eval.hf_baseline import HFRunner
-from draftsmith.eval.judge_cost import judges
-from draftsmith.eval.measure import EngineRunner, Runner
 from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.pairs import GREEDY, K, Pair, embedded_models, random_models
-from draftsmith.eval.provenance import hardware
-from draftsmith.eval.tables import plain_table
 from draftsmith.modules.packed import can_pack
 from draftsmith.modules.types import InputError
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.models import DTYPES, load_lm
-from draftsmith.eval.clocks import Clock
-from draftsmith.eval.hf_baseline import load_hf_model
-from draftsmith.eval.measure import EngineRunner, Runner
-from draftsmith.eval.prompts import read_prompts
-from draftsmith.eval.synthetic import random_eagle_head, random_pair
-from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.data.models.loading import DTYPES, load_lm
+from draftsmith.eval.bench.hf_baseline import load_hf_model
+from draftsmith.eval.bench.measure import EngineRunner, Runner
+from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.cost.clocks import Clock
+from draftsmith.eval.cost.synthetic import random_eagle_head, random_pair
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams

@@ -52,20 +52,28 @@ COMMANDS: dict[str, Command] = {
     "plan acceptance": Command("train.planning.plan", "PlanAcceptanceConfig", "The same for `train acceptance`"),
     "train throughput": Command("train.throughput", "ThroughputConfig", "What a training step costs, beside others"),
     "plan check": Command("train.planning.check", "PlanCheckConfig", "Plans of memory beside measured peaks"),
-    "eval bench": Command("eval.bench", "BenchConfig", "Compare methods: speed, tau, equality with the target"),
-    "eval compare": Command("eval.compare", "CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)),
+    "eval bench": Command("eval.bench.command", "BenchConfig", "Compare methods: speed, tau, equality with the target"),
+    "eval compare": Command(
+        "eval.bench.compare", "CompareConfig", "Two runs of the bench, prompt by prompt", ("runs",)
+    ),
     "eval tune": Command("eval.tuning.tune", "TuneConfig", "The fastest method and settings here, as decode.yaml"),
     "eval report": Command("eval.report.command", "ReportConfig", "Finished runs as one HTML page", ("runs",)),
     "eval lossless": Command(
         "eval.lossless.command", "LosslessConfig", "Certify that methods leave the output as it is"
     ),
     "eval specdecpp": Command("launch.specdecpp", "SpecDecPPConfig", "SpecDec++'s experiments, heads trained for them"),
-    "eval eagle2": Command("eval.studies.eagle2", "Eagle2Config", "EAGLE-2's experiments: what a draft tree is worth"),
-    "eval hsddw": Command("eval.studies.hsddw", "HsddwConfig", "HSDDW's experiments: three models, windows by entropy"),
-    "eval calibration": Command(
-        "eval.studies.calibration", "CalibrationConfig", "Are acceptance probabilities right, and better than q?"
+    "eval eagle2": Command(
+        "eval.studies.eagle2.study", "Eagle2Config", "EAGLE-2's experiments: what a draft tree is worth"
     ),
-    "eval policies": Command("eval.studies.policies", "PoliciesConfig", "Acceptance heads against every stop policy"),
+    "eval hsddw": Command(
+        "eval.studies.hsddw.study", "HsddwConfig", "HSDDW's experiments: three models, windows by entropy"
+    ),
+    "eval calibration": Command(
+        "eval.studies.calibration.study", "CalibrationConfig", "Are acceptance probabilities right, and better than q?"
+    ),
+    "eval policies": Command(
+        "eval.studies.policies.study", "PoliciesConfig", "Acceptance heads against every stop policy"
+    ),
     "eval generation": Command(
         "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
     ),
@@ -192,7 +200,7 @@ def run_command(name: str, args: list[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     module, config = configure(name, args)
     if getattr(config, "trust_remote_code", False):
-        from draftsmith.data.models import trust_code
+        from draftsmith.data.models.loading import trust_code
 
         trust_code()  # of tokenizers too, wherever they are loaded
     try:

@@ -71,7 +71,7 @@ def load_profile(full: bool) -> Profile:
 
 def run(config: DemoConfig) -> Path:
     """Run what is missing, then print the table and where everything lies."""
-    from draftsmith.data.writer import writing_alone
+    from draftsmith.data.store.writer import writing_alone
 
     with writing_alone(config.output):
         return make(config)
@@ -195,7 +195,7 @@ def dev_methods() -> list[str]:
 
 
 def read_results(directory: Path) -> dict[str, Any]:
-    from draftsmith.data.reading import read_object
+    from draftsmith.data.store.reading import read_object
 
     return read_object(directory / "results.json", {"methods": [{"method": str, "tokens_per_s": float}]})
 
@@ -226,8 +226,8 @@ def head_lines(sized: Path) -> list[str]:
 
 def report(console: Console, config: DemoConfig, sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
     """One table, the heads' own numbers, and where everything lies."""
-    from draftsmith.data.files import write_text
-    from draftsmith.eval.tables import markdown_table, results_table
+    from draftsmith.data.store.files import write_text
+    from draftsmith.eval.bench.tables import markdown_table, results_table
 
     results = read_results(sized / "test")
     console.print()

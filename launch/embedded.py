@@ -55,7 +55,7 @@ class BuildConfig:
 
 def run(config: BuildConfig) -> Path:
     """Build everything, or what is missing of it; hours rather than minutes on two cores."""
-    from draftsmith.data.writer import writing_alone
+    from draftsmith.data.store.writer import writing_alone
 
     with writing_alone(config.output):
         return make(config)
@@ -65,8 +65,8 @@ def make(config: BuildConfig) -> Path:
     """Alone in its output."""
     import torch
 
-    from draftsmith.data.files import make_directory
-    from draftsmith.data.models import load_lm
+    from draftsmith.data.models.loading import load_lm
+    from draftsmith.data.store.files import make_directory
     from draftsmith.modules.targets.llama import LlamaLM
     from draftsmith.train.embedded import DRAFTS, train_draft, train_target
 
@@ -271,7 +271,7 @@ def write_card(
     config: BuildConfig, tokenizer: Any, dev: list[TokenRow], rows: list[TokenRow], log: Callable[[str], None]
 ) -> None:
     """MODEL_CARD.md, its numbers as card.json, and NOTICE.md."""
-    from draftsmith.data.models import load_lm
+    from draftsmith.data.models.loading import load_lm
     from draftsmith.eval import embedded_card
     from draftsmith.train.embedded import DRAFTS, TARGET_STAGES
     from draftsmith.train.language_model import evaluate
@@ -305,7 +305,7 @@ def write_card(
 
 def _write(path: Path, text: str) -> None:
     """Whole or not at all."""
-    from draftsmith.data.files import make_directory, write_text
+    from draftsmith.data.store.files import make_directory, write_text
 
     make_directory(path.parent)
     write_text(path, text)

@@ -17,7 +17,7 @@ PATH_ERRORS = {
     FileExistsError: ("is a file, expected a directory", "Choose another path."),
     PermissionError: ("permission denied", "Choose a path that you may read and write."),
 }
-# And of a disk, wherever a library below meets it (what this program writes itself is in data/files.py).
+# And of a disk, wherever a library below meets it (what this program writes itself is in data/store/files.py).
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 

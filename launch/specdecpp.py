@@ -12,7 +12,7 @@ from rich.console import Console
 from draftsmith.launch.demo import Step, execute
 
 if TYPE_CHECKING:
-    from draftsmith.eval.studies.specdecpp import SpecDecPPConfig, Study
+    from draftsmith.eval.studies.specdecpp.study import SpecDecPPConfig, Study
 
 STARTED = "settings.json"
 
@@ -20,7 +20,7 @@ STARTED = "settings.json"
 def __getattr__(name: str) -> Any:
     """The class of settings, which the measuring part owns: nothing of it is loaded before it is asked for."""
     if name == "SpecDecPPConfig":
-        from draftsmith.eval.studies.specdecpp import SpecDecPPConfig
+        from draftsmith.eval.studies.specdecpp.study import SpecDecPPConfig
 
         return SpecDecPPConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
 def run(config: SpecDecPPConfig) -> Path:
     """Everything that is missing, then output/results.json."""
-    from draftsmith.data.writer import writing_alone
+    from draftsmith.data.store.writer import writing_alone
 
     with writing_alone(config.output):
         return make(config)
@@ -51,9 +51,9 @@ def begin(config: SpecDecPPConfig) -> None:
     Raises:
         InputError: the output directory holds a study with other settings.
     """
-    from draftsmith.data.files import make_directory, write_json
-    from draftsmith.data.manifest import decisive, differences
-    from draftsmith.data.reading import read_object
+    from draftsmith.data.store.files import make_directory, write_json
+    from draftsmith.data.store.manifest import decisive, differences
+    from draftsmith.data.store.reading import read_object
     from draftsmith.modules.types import InputError
 
     started = config.output / STARTED
@@ -123,7 +123,7 @@ def training_steps(config: SpecDecPPConfig) -> list[Step]:
 
 def bench_step(study: Study, split: str, limit: int, methods: Sequence[str], head: str) -> Step:
     """Real decoding of these methods, with one head, one thread and its CPU time."""
-    from draftsmith.eval.studies.specdecpp_results import run_name
+    from draftsmith.eval.studies.specdecpp.results import run_name
 
     config = study.config
     output = config.output / "bench" / run_name(split, head)
@@ -148,11 +148,11 @@ def sampling_flags(config: SpecDecPPConfig) -> list[str]:
 def measure(config: SpecDecPPConfig, console: Console) -> None:
     """Rollouts and sweep, times, choice on the dev prompts, bench on the reported ones, results."""
     from draftsmith.data.progress import say
-    from draftsmith.data.reading import read_object
+    from draftsmith.data.store.reading import read_object
     from draftsmith.eval.studies.forward_times import bench_rows, fit_forward_times
-    from draftsmith.eval.studies.specdecpp import choose, dev_methods, load_study, rollouts_of
-    from draftsmith.eval.studies.specdecpp_results import Found, drafting, write_results
-    from draftsmith.eval.studies.specdecpp_sweep import published_head, sweep
+    from draftsmith.eval.studies.specdecpp.results import Found, drafting, write_results
+    from draftsmith.eval.studies.specdecpp.study import choose, dev_methods, load_study, rollouts_of
+    from draftsmith.eval.studies.specdecpp.sweep import published_head, sweep
 
     study = load_study(config, config.heads or config.output / "heads")
     timing = published_head(study.heads) or next(iter(study.heads))

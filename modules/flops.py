@@ -15,7 +15,7 @@ from draftsmith.modules.layers import LlamaConfig
 
 
 class JudgeShape(Protocol):
-    """Of an acceptance head: what flops ask of its settings (modules/heads/acceptance.py)."""
+    """Of an acceptance head: what flops ask of its settings (modules/acceptance/head.py)."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -98,7 +98,7 @@ def fusion_forward(config: LlamaConfig, rows: int) -> float:
 
 def eagle_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
     """One pass of an EAGLE head whose layers are `config`'s; lengths: rows of each document, which are its tokens less
-    2 in training (`heads.eagle.shift`). A later pass of `EagleHead.unroll` costs the same: as many keys a query."""
+    2 in training (`drafters.eagle.shift`). A later pass of `EagleHead.unroll` costs the same: as many keys a query."""
     return fusion_forward(config, sum(lengths)) + layers_forward(config, lengths)
 
 

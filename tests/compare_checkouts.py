@@ -26,12 +26,12 @@ def serve() -> None:
     """The child: a line with a case's number in, its CPU seconds out."""
     import torch
 
-    from draftsmith.data.models import load_lm
-    from draftsmith.eval.measure import BatchRunner, EngineRunner
+    from draftsmith.data.models.loading import load_lm
+    from draftsmith.eval.bench.measure import BatchRunner, EngineRunner
+    from draftsmith.eval.bench.prompts import read_prompts
     from draftsmith.eval.methods import parse_method
     from draftsmith.eval.methods.base import Models
-    from draftsmith.eval.prompts import read_prompts
-    from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+    from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
     from draftsmith.modules.types import SamplingParams
 
     torch.set_num_threads(1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts
+from draftsmith.eval.replay.rollouts import Answer, ChainRollouts
 
 ROOM = 50
 

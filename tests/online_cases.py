@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from draftsmith.data.datasets import ResponsesDataset
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.datasets import ResponsesDataset
 from draftsmith.train.eagle import TrainEagleConfig
 
 QUICK = {

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from draftsmith.modules.decoding import batch, chain, chains, loop, verify
-from draftsmith.modules.decoding.drafters import draft_model
 from draftsmith.modules.decoding.protocols import DraftTree
+from draftsmith.modules.drafters import draft_model
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.types import SamplingParams
 
@@ -48,7 +48,7 @@ def wrong_q(patch) -> None:
 
 
 def batched_wrong_q(patch) -> None:
-    from draftsmith.modules.decoding.drafters import draft_model_batch
+    from draftsmith.modules.drafters import draft_model_batch
 
     real = chains.draft_chains
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead, EagleInputs, shift
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, EagleInputs, shift
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.muon import MuonAdamW

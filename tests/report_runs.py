@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftsmith.eval.figures import Axis, Chart, Column, Table, to_json
+from draftsmith.eval.report.figures import Axis, Chart, Column, Table, to_json
 
 HOSTILE = "<script>alert(1)</script>"
 METHODS = ("ar", "spec:k=3", "eagle2:nodes=4:depth=2:topk=2:value=on:rerank=on")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from table_models import H, TableLM, V
 
-from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafter
-from draftsmith.modules.decoding.drafters.lookahead import LookaheadDrafter
-from draftsmith.modules.decoding.drafters.pearl import PearlDrafter
-from draftsmith.modules.decoding.drafters.prompt_lookup import PromptLookupDrafter
-from draftsmith.modules.decoding.nodes import TreeRule, TreeTimes
-from draftsmith.modules.decoding.policies import CostRule, JudgedStop, OnlineJudge
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadJudge, SpecDecPP
+from draftsmith.modules.acceptance.policies import CostRule, JudgedStop, OnlineJudge
+from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, HeadJudge, SpecDecPP
-from draftsmith.modules.heads.eagle import EagleConfig, EagleDrafter, EagleHead
-from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
+from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
+from draftsmith.modules.drafters.lookahead import LookaheadDrafter
+from draftsmith.modules.drafters.pearl import PearlDrafter
+from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
 from draftsmith.modules.layers import LlamaConfig
 
 CAPACITY = 32

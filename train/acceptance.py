@@ -9,20 +9,26 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from draftsmith.data.batched import set_threads
-from draftsmith.data.datasets import AcceptanceDataset, collate_acceptance
-from draftsmith.data.heads import eagle_identity, load_head, starting_head, starting_settings, starting_weights
-from draftsmith.data.manifest import MANIFEST, Manifest, volatile
-from draftsmith.data.models import load_lm
-from draftsmith.data.rollout_dataset import RolloutDataset, collate_rollouts
-from draftsmith.data.writer import sole_writer
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, Feature, State
+from draftsmith.data.answering.batched import set_threads
+from draftsmith.data.heads.directory import (
+    eagle_identity,
+    load_head,
+    starting_head,
+    starting_settings,
+    starting_weights,
+)
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.datasets import AcceptanceDataset, collate_acceptance
+from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
+from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
-    from draftsmith.modules.heads.eagle import EagleHead
+    from draftsmith.modules.drafters.eagle import EagleHead
     from draftsmith.modules.targets.base import CausalLM
     from draftsmith.train.drafted_tokens import Reader
 

@@ -16,8 +16,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from draftsmith.data.files import CannotWrite
 from draftsmith.data.progress import bar, say
+from draftsmith.data.store.files import CannotWrite
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
 from draftsmith.train.deepspeed import whole_head
 from draftsmith.train.lit_head import LitHead

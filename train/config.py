@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from draftsmith.data.manifest import volatile
+from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import InputError
 
 TRACKERS = ("csv", "wandb", "tensorboard")

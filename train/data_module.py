@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from draftsmith.data.datasets import in_pieces, item_of, name_of
 from draftsmith.data.progress import say
+from draftsmith.data.store.datasets import in_pieces, item_of, name_of
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import is_first_process

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.data.datasets import AcceptanceTokens
-from draftsmith.data.rollout_dataset import RolloutTokens
+from draftsmith.data.store.datasets import AcceptanceTokens
+from draftsmith.data.store.rollout_dataset import RolloutTokens
 from draftsmith.modules import flops
+from draftsmith.modules.acceptance.head import AcceptanceHeadConfig, feature_value
 from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
 from draftsmith.modules.decoding.confidence import Confidences
-from draftsmith.modules.heads.acceptance import AcceptanceHeadConfig, feature_value
-from draftsmith.modules.heads.eagle import EagleHead
-from draftsmith.modules.heads.eagle_branches import EagleBranches
+from draftsmith.modules.drafters.eagle import EagleHead
+from draftsmith.modules.drafters.eagle_branches import EagleBranches
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import AcceptanceBatch
 from draftsmith.train.data_module import Part

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from draftsmith.data.answers import spans
-from draftsmith.data.batched import set_threads
-from draftsmith.data.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
-from draftsmith.data.feature_codec import FeatureDtype, rounded
-from draftsmith.data.heads import starting_head, starting_settings, starting_weights
-from draftsmith.data.manifest import Manifest, open_artefact, volatile
-from draftsmith.data.models import load_lm, read_config, text_identity
-from draftsmith.data.shards import Rows
-from draftsmith.data.writer import sole_writer
+from draftsmith.data.answering.batched import set_threads
+from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
+from draftsmith.data.models.loading import load_lm, read_config, text_identity
+from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
+from draftsmith.data.store.feature_codec import FeatureDtype, rounded
+from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
+from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.data.text.answers import spans
+from draftsmith.modules.drafters.eagle import LOOKAHEAD, EagleConfig, EagleHead, Rope
 from draftsmith.modules.finite import NonFinite, first_broken
-from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleConfig, EagleHead, Rope
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config

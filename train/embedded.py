@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from draftsmith.data.files import write_tensors
+from draftsmith.data.store.files import write_tensors
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.train.language_model import (
     Recipe,

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from draftsmith.data import feature_codec
-from draftsmith.data.datasets import Item, broken_features
-from draftsmith.data.feature_codec import FeatureDtype
 from draftsmith.data.features import check_disk
-from draftsmith.data.files import CannotWrite, make_directory, write_json, write_tensors
-from draftsmith.data.manifest import differences, flatten, warn_not_compared, without_unrecorded
 from draftsmith.data.progress import say
-from draftsmith.data.reading import read_object
+from draftsmith.data.store import feature_codec
+from draftsmith.data.store.datasets import Item, broken_features
+from draftsmith.data.store.feature_codec import FeatureDtype
+from draftsmith.data.store.files import CannotWrite, make_directory, write_json, write_tensors
+from draftsmith.data.store.manifest import differences, flatten, warn_not_compared, without_unrecorded
+from draftsmith.data.store.reading import read_object
 from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import InputError
 

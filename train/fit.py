@@ -20,12 +20,11 @@ import lightning.pytorch as pl
 import yaml
 from torch import nn
 
-from draftsmith.data.answers import Supervision
-from draftsmith.data.card import model_card
-from draftsmith.data.datasets import answers_in, conversations_of
-from draftsmith.data.files import make_directory, write_json, write_text
-from draftsmith.data.heads import head_fields, save_head
-from draftsmith.data.manifest import (
+from draftsmith.data.heads.card import model_card
+from draftsmith.data.heads.directory import head_fields, save_head
+from draftsmith.data.store.datasets import answers_in, conversations_of
+from draftsmith.data.store.files import make_directory, write_json, write_text
+from draftsmith.data.store.manifest import (
     decisive,
     differences,
     flatten,
@@ -35,7 +34,8 @@ from draftsmith.data.manifest import (
     warn_not_compared,
     without_unrecorded,
 )
-from draftsmith.data.reading import read_object
+from draftsmith.data.store.reading import read_object
+from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import BetweenSteps, ProgressBar, SaveHead, say_on_rank_zero
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.flops import acceptance_training
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.metrics import acceptance_metrics, expected_calibration_error, fit_isotonic, fit_platt
 from draftsmith.modules.targets.base import CausalLM

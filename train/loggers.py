@@ -20,9 +20,9 @@ import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 
-from draftsmith.data.files import append, copy_file, make_directory, write_text
-from draftsmith.data.manifest import resolved
-from draftsmith.data.reading import read_object
+from draftsmith.data.store.files import append, copy_file, make_directory, write_text
+from draftsmith.data.store.manifest import resolved
+from draftsmith.data.store.reading import read_object
 from draftsmith.data.tracking import finish_wandb, start_wandb, switched_off
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig

@@ -23,12 +23,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.data.files import make_directory, write_json, write_text
-from draftsmith.data.manifest import git_commit, package_versions, resolved
 from draftsmith.data.progress import say
-from draftsmith.data.writer import sole_writer
+from draftsmith.data.store.files import make_directory, write_json, write_text
+from draftsmith.data.store.manifest import git_commit, package_versions, resolved
+from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules import flops
-from draftsmith.modules.heads.eagle import LOOKAHEAD
+from draftsmith.modules.drafters.eagle import LOOKAHEAD
 from draftsmith.modules.types import InputError
 from draftsmith.train.benchmark.peak import in_process
 from draftsmith.train.benchmark.variants import Bare, Padded, Shape, Step, Work, train_ours

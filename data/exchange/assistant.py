@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.files import copy_file, whole_directory, write_json
-from draftsmith.data.models import load_tokenizer, load_transformers, model_directory, tokenizer_identity
-from draftsmith.data.reading import read_object
+from draftsmith.data.models.loading import load_tokenizer, load_transformers, model_directory, tokenizer_identity
+from draftsmith.data.store.files import copy_file, whole_directory, write_json
+from draftsmith.data.store.reading import read_object
 from draftsmith.modules.interop import hf_assisted
 from draftsmith.modules.interop.base import Finding
 from draftsmith.modules.interop.hf_assisted import FIELDS, Tuning

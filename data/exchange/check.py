@@ -20,9 +20,9 @@ from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.facts import facts_of
 from draftsmith.data.exchange.probe import judged_tokens, make_probes
 from draftsmith.data.exchange.record import against_record, read_record
-from draftsmith.data.heads import HEADS, build_head, eagle_identity, load_head
-from draftsmith.data.manifest import compare_identity
-from draftsmith.data.models import load_lm
+from draftsmith.data.heads.directory import HEADS, build_head, eagle_identity, load_head
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.manifest import compare_identity
 from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.interop.base import Finding, Package, Reading, TargetFacts
 from draftsmith.modules.interop.hf_assisted import FIELDS

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.checkpoint import MOST, MOST_POSITIONS, MOST_SIZE
-from draftsmith.data.models import model_directory, read_object
+from draftsmith.data.models.checkpoint import MOST, MOST_POSITIONS, MOST_SIZE
+from draftsmith.data.models.loading import model_directory, read_object
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from rich.console import Console
 from torch import Tensor, nn
 
-from draftsmith.data.card import model_card
 from draftsmith.data.exchange.assistant import write_assistant
 from draftsmith.data.exchange.check import (
     Format,
@@ -25,14 +24,15 @@ from draftsmith.data.exchange.check import (
 )
 from draftsmith.data.exchange.directory import SAFEAI
 from draftsmith.data.exchange.record import RECORD, make_record
-from draftsmith.data.files import whole_directory, write_json, write_tensors, write_text, write_torch
-from draftsmith.data.heads import build_head, head_config, head_fields
-from draftsmith.data.hub import loadable
-from draftsmith.data.manifest import git_commit, package_versions
-from draftsmith.data.measured import measured_of
-from draftsmith.data.models import DTYPES, load_lm, model_directory, read_config, tokenizer_identity
-from draftsmith.data.reading import read_object
-from draftsmith.data.writer import occupied, sole_writer
+from draftsmith.data.heads.card import model_card
+from draftsmith.data.heads.directory import build_head, head_config, head_fields
+from draftsmith.data.heads.measured import measured_of
+from draftsmith.data.models.hub import loadable
+from draftsmith.data.models.loading import DTYPES, load_lm, model_directory, read_config, tokenizer_identity
+from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text, write_torch
+from draftsmith.data.store.manifest import git_commit, package_versions
+from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.interop import FORMATS, hf_assisted
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from draftsmith.data.models import read_config
+from draftsmith.data.models.loading import read_config
 from draftsmith.modules.interop.base import TargetFacts
 from draftsmith.modules.targets.base import CausalLM
 

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from draftsmith.data.card import model_card
 from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
 from draftsmith.data.exchange.facts import facts_of
 from draftsmith.data.exchange.record import read_record
-from draftsmith.data.heads import build_head, check_sizes, head_fields, save_head
-from draftsmith.data.manifest import (
+from draftsmith.data.heads.card import model_card
+from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, save_head
+from draftsmith.data.models.loading import load_lm, tokenizer_identity
+from draftsmith.data.progress import say
+from draftsmith.data.store.manifest import (
     compare_identity,
     file_sha256,
     git_commit,
     package_versions,
     warn_not_compared,
 )
-from draftsmith.data.models import load_lm, tokenizer_identity
-from draftsmith.data.progress import say
-from draftsmith.data.writer import occupied, sole_writer
+from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.interop.base import Package, Parsed, TargetFacts
 from draftsmith.modules.interop.detect import detect

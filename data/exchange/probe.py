@@ -10,11 +10,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from draftsmith.data.batched import answer
-from draftsmith.data.models import load_tokenizer
-from draftsmith.data.template import RowError, prompt_ids
+from draftsmith.data.answering.batched import answer
+from draftsmith.data.models.loading import load_tokenizer
+from draftsmith.data.text.template import RowError, prompt_ids
+from draftsmith.modules.acceptance.head import Feature, feature_value
 from draftsmith.modules.decoding.confidence import Confidences, confidences_of
-from draftsmith.modules.heads.acceptance import Feature, feature_value
 from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.hf import HFLM

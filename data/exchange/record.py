@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.reading import read_object
+from draftsmith.data.store.reading import read_object
 from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.interop.base import Finding, Reading
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies

@@ -18,23 +18,23 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.data.device import check_device
-from draftsmith.data.files import make_directory, write_json
-from draftsmith.data.manifest import package_versions, resolved
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.device import check_device
+from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
-from draftsmith.data.writer import sole_writer
-from draftsmith.eval.bench import longest_sequence, model_paths
-from draftsmith.eval.load import LOADING, load_models
+from draftsmith.data.store.files import make_directory, write_json
+from draftsmith.data.store.manifest import package_versions, resolved
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.command import longest_sequence, model_paths
+from draftsmith.eval.bench.load import LOADING, load_models
+from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.bench.provenance import hardware
 from draftsmith.eval.lossless.answers import BatchedLoop, Loop, SingleLoop
 from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test
 from draftsmith.eval.lossless.sampling import Asked, SamplingTest
-from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods import check_needs, parse_methods
 from draftsmith.eval.methods.base import Method, Models, Named, at_least, between, rows_lm
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
-from draftsmith.eval.prompts import read_prompts
-from draftsmith.eval.provenance import hardware
 from draftsmith.modules.targets.base import CausalLM, RowsSession
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.eval.bench.measure import BenchPrompt
 from draftsmith.eval.lossless.answers import Answer, Loop, ends_as_asked, seed_of
 from draftsmith.eval.lossless.evidence import Decided, Evidence
 from draftsmith.eval.lossless.power import Growth, Power, power_of
-from draftsmith.eval.measure import BenchPrompt
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM

@@ -23,9 +23,9 @@ class Models:
     paths: flag (`target`, `draft`, ...) -> what the user passed, for methods that load models in their own way.
     capacity: most tokens that a sequence of this run can hold, drafts included.
     measured: seconds that were measured of these models in this run, by name, so that it is done once
-        (`eval.tree_times`).
-    step_costs: c by what drafts (`eval.step_cost`). Both are JSON values, and kept with the run's results
-        (`eval.auto`).
+        (`eval.cost.tree_times`).
+    step_costs: c by what drafts (`eval.cost.step_cost`). Both are JSON values, and kept with the run's results
+        (`eval.bench.auto`).
     ends: tokens that end an answer: drafts of chains end there too.
     """
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from draftsmith.eval.methods.base import Method, Models, at_least, between, rows_lm
+from draftsmith.modules.acceptance.policies import ConfidenceName, Judge, JudgedStop, Rule
 from draftsmith.modules.decoding.chains import BatchDrafter
-from draftsmith.modules.decoding.policies import ConfidenceName, Judge, JudgedStop, Rule
 from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
 from draftsmith.modules.types import InputError
 
@@ -33,11 +33,11 @@ def build_chain(models: Models, drafter: str, stop: StopPolicy) -> Drafter:
 
     stop = UntilEnd(stop, models.ends) if models.ends else stop
     if drafter == "eagle":
-        from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
+        from draftsmith.modules.drafters.eagle import EagleDrafter, EagleHead
 
         assert isinstance(models.eagle, EagleHead)
         return EagleDrafter(models.eagle, models.target, stop, models.capacity)
-    from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+    from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 
     assert models.draft is not None
     return DraftModelDrafter(models.draft, stop, models.capacity)
@@ -57,12 +57,12 @@ def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> B
     if models.ends and (models.target.device.type == "cpu" or not all(isinstance(s, FixedLength) for s in stops)):
         stops = [UntilEnd(stop, models.ends) for stop in stops]
     if drafter == "eagle":
-        from draftsmith.modules.heads.eagle import EagleHead
-        from draftsmith.modules.heads.eagle_batch import BatchEagle
+        from draftsmith.modules.drafters.eagle import EagleHead
+        from draftsmith.modules.drafters.eagle_batch import BatchEagle
 
         assert isinstance(models.eagle, EagleHead)
         return BatchEagle(models.eagle, models.target, stops, models.capacity)
-    from draftsmith.modules.decoding.drafters.draft_model_batch import BatchDraftModel
+    from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
 
     return BatchDraftModel(rows_lm("draft", models.draft), stops, models.capacity)
 
@@ -155,7 +155,7 @@ class Judged(StopRule, ABC):
 
 def head_judges(models: Models, drafter: str, calibrated: bool, count: int) -> list[Judge]:
     """By the acceptance head of this drafter."""
-    from draftsmith.modules.heads.acceptance import AcceptanceHead, HeadJudge
+    from draftsmith.modules.acceptance.head import AcceptanceHead, HeadJudge
 
     assert isinstance(models.acceptance, AcceptanceHead)
     reader = models.target if drafter == "eagle" else models.draft
@@ -193,7 +193,7 @@ class SpecDecPlusPlus(Judged):
         return head_judges(models, self.drafter, self.calibrated, count)
 
     def rule(self, models: Models, batch: int | None) -> Rule:
-        from draftsmith.modules.decoding.policies import ThresholdRule
+        from draftsmith.modules.acceptance.policies import ThresholdRule
 
         return ThresholdRule(self.h)
 
@@ -221,8 +221,8 @@ class CostAware(Judged, ABC):
         return self.min, self.max
 
     def rule(self, models: Models, batch: int | None) -> Rule:
-        from draftsmith.eval.step_cost import step_cost
-        from draftsmith.modules.decoding.policies import CostRule
+        from draftsmith.eval.cost.step_cost import step_cost
+        from draftsmith.modules.acceptance.policies import CostRule
 
         return CostRule(step_cost(models, self.drafter, batch) if isinstance(self.c, str) else self.c)
 
@@ -251,7 +251,7 @@ class Online(CostAware):
     repeats: bool = True
 
     def judges(self, models: Models, count: int) -> Sequence[Judge]:
-        from draftsmith.modules.decoding.policies import OnlineJudge
+        from draftsmith.modules.acceptance.policies import OnlineJudge
 
         return [OnlineJudge(self.by, self.repeats) for _ in range(count)]
 

@@ -1,4 +1,4 @@
-"""transformers' own decoding: baselines that share no code with this engine (`eval/hf_baseline.py` runs them)."""
+"""transformers' own decoding: baselines that share no code with this engine (`eval/bench/hf_baseline.py` runs them)."""
 
 from __future__ import annotations
 

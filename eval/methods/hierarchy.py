@@ -39,9 +39,9 @@ class PreVerification(Method):
         return self.hierarchy(models, self.k + 1, dynamic=False)
 
     def hierarchy(self, models: Models, max_drafted: int, dynamic: bool) -> Drafter:
-        from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
-        from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafter
-        from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead
+        from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+        from draftsmith.modules.drafters.eagle import EagleDrafter, EagleHead
+        from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 
         assert models.mid is not None
         inner: NestedDrafter

@@ -22,7 +22,7 @@ class PromptLookup(Method):
         at_least("ngram", self.ngram, 1)
 
     def build(self, models: Models) -> Drafter | None:
-        from draftsmith.modules.decoding.drafters.prompt_lookup import PromptLookupDrafter
+        from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
 
         return PromptLookupDrafter(self.k, self.ngram)
 
@@ -42,7 +42,7 @@ class Lookahead(Method):
         at_most("(w + g) * (n - 1), nodes a round", (self.w + self.g) * (self.n - 1), MAX_NODES)
 
     def build(self, models: Models) -> Drafter | None:
-        from draftsmith.modules.decoding.drafters.lookahead import LookaheadDrafter
+        from draftsmith.modules.drafters.lookahead import LookaheadDrafter
 
         return LookaheadDrafter(self.w, self.n, self.g)
 
@@ -59,7 +59,7 @@ class Pearl(Method):
         at_most("k", self.k, MAX_NODES // 2)
 
     def build(self, models: Models) -> Drafter | None:
-        from draftsmith.modules.decoding.drafters.pearl import PearlDrafter
+        from draftsmith.modules.drafters.pearl import PearlDrafter
 
         assert models.draft is not None
         return PearlDrafter(models.draft, self.k, models.capacity)

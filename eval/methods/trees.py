@@ -15,7 +15,7 @@ from draftsmith.modules.decoding.tree import StaticTree, num_candidates
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
-    from draftsmith.modules.heads.acceptance import AcceptanceHead
+    from draftsmith.modules.acceptance.head import AcceptanceHead
 
 MOST_LEVELS = 8  # expansions of a tree of depth=auto
 MAX_NODES = 128  # what a session of the target has room for (`modules.decoding.loop.generate`)
@@ -55,8 +55,8 @@ class EagleStaticTree(Method):
         read_tree(self.tree)
 
     def build(self, models: Models) -> Drafter | None:
-        from draftsmith.modules.heads.eagle import EagleHead
-        from draftsmith.modules.heads.eagle_tree import EagleTreeDrafter
+        from draftsmith.modules.drafters.eagle import EagleHead
+        from draftsmith.modules.drafters.eagle_tree import EagleTreeDrafter
 
         assert isinstance(models.eagle, EagleHead)
         shape = read_tree(self.tree)
@@ -119,10 +119,10 @@ class Eagle2(Method):
         return ("eagle", "acceptance") if self.value == "head" else self.uses
 
     def build(self, models: Models) -> Drafter | None:
-        from draftsmith.eval.tree_times import tree_times
-        from draftsmith.modules.decoding.nodes import TreeRule
-        from draftsmith.modules.heads.eagle import EagleHead
-        from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
+        from draftsmith.eval.cost.tree_times import tree_times
+        from draftsmith.modules.acceptance.tree_rule import TreeRule
+        from draftsmith.modules.drafters.eagle import EagleHead
+        from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
 
         assert isinstance(models.eagle, EagleHead)
         at_most("topk", self.topk, models.target.info.vocab_size)
@@ -133,12 +133,12 @@ class Eagle2(Method):
 
 
 def tree_judge(models: Models) -> AcceptanceHead:
-    """The run's acceptance head, one that judges trees (`eval.load` sees to that).
+    """The run's acceptance head, one that judges trees (`eval.bench.load` sees to that).
 
     Raises:
         InputError: it reads what nobody has: a node's own state, which only its expansion would give, or the text.
     """
-    from draftsmith.modules.heads.acceptance import AcceptanceHead
+    from draftsmith.modules.acceptance.head import AcceptanceHead
 
     head = models.acceptance
     assert isinstance(head, AcceptanceHead) and head.config.judges == "tree"

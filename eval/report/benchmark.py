@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftsmith.eval.figures import Axis, Chart, Column, Figure, Table
+from draftsmith.eval.report.figures import Axis, Chart, Column, Figure, Table
 from draftsmith.eval.report.runs import Run, prompt_rows, temperature_of, temperatures
 
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Charts of `eval/figures.py` as Vega-Lite specifications, through Altair: the page, PNG and SVG draw the same ones.
+"""Charts of `eval/report/figures.py` as Vega-Lite specifications, through Altair: page, PNG and SVG draw the same.
 
 Colours and fonts are not in them but in `themes.py`, so that one specification serves both themes.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import altair as alt
 
-from draftsmith.eval.figures import Axis, Chart, Row
+from draftsmith.eval.report.figures import Axis, Chart, Row
 
 MAX_CELL_LABELS = 260  # more numbers than that in a heatmap are not read
 MANY_POINTS = 40  # of a line: beyond, its points only answer to the pointer

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from draftsmith.data.files import make_directory, write_text
 from draftsmith.data.progress import say
+from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.tracking import switched_off
 from draftsmith.modules.types import InputError
 

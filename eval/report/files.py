@@ -9,9 +9,9 @@ from typing import Any
 
 import vl_convert
 
-from draftsmith.data.files import make_directory, write_bytes
-from draftsmith.eval.figures import Chart, Figure, Table
+from draftsmith.data.store.files import make_directory, write_bytes
 from draftsmith.eval.report import tables
+from draftsmith.eval.report.figures import Chart, Figure, Table
 from draftsmith.eval.report.page import VEGA_LITE, Drawn, Section, specification_of
 from draftsmith.eval.report.themes import PAPER, chart_config
 

@@ -20,9 +20,9 @@ import jinja2
 import vl_convert
 from markupsafe import Markup
 
-from draftsmith.eval.figures import Chart, Figure, Table
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.charts import specification
+from draftsmith.eval.report.figures import Chart, Figure, Table
 from draftsmith.eval.report.themes import INK, KINDS, LINE, PAPER, QUIET, SERIES, page_themes
 
 # The version of Vega-Lite that Altair writes, as vl-convert counts them: 6.1.0 -> 6.1.

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.manifest import flatten
-from draftsmith.data.reading import check_shape, read_json
-from draftsmith.eval.compare import SAME_SETTINGS, SAME_SPEED
-from draftsmith.eval.figures import from_json
-from draftsmith.eval.provenance import RESULTS
-from draftsmith.eval.rows import PER_PROMPT
+from draftsmith.data.store.manifest import flatten
+from draftsmith.data.store.reading import check_shape, read_json
+from draftsmith.eval.bench.compare import SAME_SETTINGS, SAME_SPEED
+from draftsmith.eval.bench.provenance import RESULTS
+from draftsmith.eval.bench.rows import PER_PROMPT
+from draftsmith.eval.report.figures import from_json
 from draftsmith.modules.types import InputError
 
 MEASURE = "Measure it again."

@@ -8,14 +8,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.data.manifest import flatten
-from draftsmith.eval.figures import Figure, from_json
+from draftsmith.data.store.manifest import flatten
+from draftsmith.eval.bench.trace import TRACE
 from draftsmith.eval.report.benchmark import bench_figures, mode, speeds
 from draftsmith.eval.report.charts import against
+from draftsmith.eval.report.figures import Figure, from_json
 from draftsmith.eval.report.page import Drawn, Section
 from draftsmith.eval.report.runs import Run, temperatures
 from draftsmith.eval.report.viewer import share, viewer_data
-from draftsmith.eval.trace import TRACE
 
 TITLES = {
     "bench": "Benchmark",

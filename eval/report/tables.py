@@ -1,4 +1,4 @@
-"""Tables of `eval/figures.py` as cells, and as the files a paper takes: Markdown, CSV, LaTeX."""
+"""Tables of `eval/report/figures.py` as cells, and as the files a paper takes: Markdown, CSV, LaTeX."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.data.markdown import markdown_lines
-from draftsmith.eval.figures import Column, Table, formatted
+from draftsmith.data.heads.markdown import markdown_lines
+from draftsmith.eval.report.figures import Column, Table, formatted
 
 
 def cells(table: Table) -> list[list[str]]:

@@ -6,10 +6,10 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.data.manifest import resolved
 from draftsmith.data.progress import say
+from draftsmith.data.store.manifest import resolved
 from draftsmith.data.tracking import finish_wandb, start_wandb
-from draftsmith.eval.figures import Chart, Table
+from draftsmith.eval.report.figures import Chart, Table
 from draftsmith.eval.report.files import contents
 from draftsmith.eval.report.page import Section
 

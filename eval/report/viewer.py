@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.reading import read_lines, read_object
-from draftsmith.eval.trace import TEXTS, TRACE
+from draftsmith.data.store.reading import read_lines, read_object
+from draftsmith.eval.bench.trace import TEXTS, TRACE
 
 # Per drafted token, as a trace line has them, and rounded for the page.
 PER_NODE = ("q", "entropy", "head", "value", "accept_prob")

@@ -11,20 +11,20 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from draftsmith.data.device import check_device
-from draftsmith.data.manifest import resolved
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.device import check_device
+from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import bar, say
 from draftsmith.data.prompts import numbers
-from draftsmith.data.reading import read_object
-from draftsmith.eval.bench import BenchConfig, bench, longest_sequence, model_paths
-from draftsmith.eval.figures import Figure
-from draftsmith.eval.load import LOADING, load_models
-from draftsmith.eval.measure import BenchPrompt, EngineRunner
+from draftsmith.data.store.manifest import resolved
+from draftsmith.data.store.reading import read_object
+from draftsmith.eval.bench.command import BenchConfig, bench, longest_sequence, model_paths
+from draftsmith.eval.bench.load import LOADING, load_models
+from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner
+from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.bench.provenance import RESULTS
 from draftsmith.eval.methods import check_needs, parse_methods
 from draftsmith.eval.methods.base import Models, at_least
-from draftsmith.eval.prompts import read_prompts
-from draftsmith.eval.provenance import RESULTS
+from draftsmith.eval.report.figures import Figure
 from draftsmith.eval.studies.keeping import keep
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter

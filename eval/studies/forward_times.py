@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.eval.rows import read_rows
-from draftsmith.eval.summary import NUM_RESAMPLES
+from draftsmith.eval.bench.rows import read_rows
+from draftsmith.eval.bench.summary import NUM_RESAMPLES
 from draftsmith.modules.decoding.trace import Totals
 
 Floats = NDArray[np.float64]

@@ -8,13 +8,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Printed
 
-from draftsmith.data.files import make_directory, write_json
 from draftsmith.data.progress import say
-from draftsmith.eval.figures import Figure, Table, formatted, plain, to_json
-from draftsmith.eval.measure import BenchPrompt
+from draftsmith.data.store.files import make_directory, write_json
+from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.provenance import RESULTS, describe
+from draftsmith.eval.bench.tables import plain_table
 from draftsmith.eval.methods.base import Models
-from draftsmith.eval.provenance import RESULTS, describe
-from draftsmith.eval.tables import plain_table
+from draftsmith.eval.report.figures import Figure, Table, formatted, plain, to_json
 
 
 def keep(

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.data.manifest import open_artefact
-from draftsmith.data.shards import Rows
+from draftsmith.data.store.manifest import open_artefact
+from draftsmith.data.store.shards import Rows
 from draftsmith.modules.types import InputError
 
 Gram = tuple[int, ...]

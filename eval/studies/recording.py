@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 
 from draftsmith.data.progress import bar
-from draftsmith.eval.measure import BenchPrompt
+from draftsmith.eval.bench.measure import BenchPrompt
 from draftsmith.eval.methods.base import Models
-from draftsmith.eval.rollouts.record import Answers, ChainRecorder, DrafterName, Recording
-from draftsmith.eval.rollouts.rollouts import ChainRollouts
-from draftsmith.eval.rollouts.store import recorded
-from draftsmith.modules.heads.acceptance import AcceptanceHead
+from draftsmith.eval.replay.record import Answers, ChainRecorder, DrafterName, Recording
+from draftsmith.eval.replay.rollouts import ChainRollouts
+from draftsmith.eval.replay.store import recorded
+from draftsmith.modules.acceptance.head import AcceptanceHead
 
 
 def recorded_chains(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftsmith.eval.costs import AR, Costs, family_of, seconds
+from draftsmith.eval.cost.costs import AR, Costs, family_of, seconds
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Named
 from draftsmith.eval.methods.chains import (
@@ -22,13 +22,13 @@ from draftsmith.eval.methods.chains import (
 )
 from draftsmith.eval.methods.lookups import PromptLookup
 from draftsmith.eval.methods.trees import MAX_NODES, Eagle2
-from draftsmith.eval.rollouts import replay
-from draftsmith.eval.rollouts.judged import KnownJudge, OnlineRows, RowJudge, replay_judged
-from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts, Ints, TreeRollouts
-from draftsmith.modules.decoding.policies import CostRule, Rule, ThresholdRule
+from draftsmith.eval.replay import replay
+from draftsmith.eval.replay.judged import KnownJudge, OnlineRows, RowJudge, replay_judged
+from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, Ints, TreeRollouts
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.policies import CostRule, Rule, ThresholdRule
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.decoding.tree import num_candidates
-from draftsmith.modules.heads.acceptance import AcceptanceHead
 
 HEAD = "acceptance"  # label of its logits in the rollouts
 # Settings are weighed at these values; the coarse grid has every second of them.

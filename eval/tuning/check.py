@@ -11,13 +11,13 @@ import runpy
 import sys
 from dataclasses import asdict, dataclass
 
-from draftsmith.data.files import make_directory, write_json
 from draftsmith.data.progress import say
-from draftsmith.data.writer import sole_writer
-from draftsmith.eval.clocks import clock_of, synchronised
-from draftsmith.eval.figures import plain
+from draftsmith.data.store.files import make_directory, write_json
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.cost.clocks import clock_of, synchronised
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import at_least
+from draftsmith.eval.report.figures import plain
 from draftsmith.eval.tuning.tune import TuneConfig, measured_speeds, prepare, tune
 
 WITHIN, SHARE = 0.03, 0.1

@@ -16,33 +16,33 @@ import torch
 import yaml
 from rich.console import Console
 
-from draftsmith.data.device import check_device
-from draftsmith.data.files import make_directory, write_json, write_text
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.device import check_device
+from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
-from draftsmith.data.writer import sole_writer
-from draftsmith.eval.auto import resolved_auto
-from draftsmith.eval.bench import longest_sequence, model_paths
-from draftsmith.eval.clocks import Clock, clock_of, synchronised
-from draftsmith.eval.costs import AR, Costs, measure_costs
-from draftsmith.eval.figures import to_json
-from draftsmith.eval.learned import remember
-from draftsmith.eval.load import LOADING, load_models
-from draftsmith.eval.measure import BenchPrompt, EngineRunner, GroupRunner, Measured, OneByOne, answered, measure
+from draftsmith.data.store.files import make_directory, write_json, write_text
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.auto import resolved_auto
+from draftsmith.eval.bench.command import longest_sequence, model_paths
+from draftsmith.eval.bench.learned import remember
+from draftsmith.eval.bench.load import LOADING, load_models
+from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner, GroupRunner, Measured, OneByOne, answered, measure
+from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.bench.provenance import RESULTS, describe
+from draftsmith.eval.bench.summary import Clock as ClockName
+from draftsmith.eval.bench.summary import tokens_per_s
+from draftsmith.eval.cost.clocks import Clock, clock_of, synchronised
+from draftsmith.eval.cost.costs import AR, Costs, measure_costs
+from draftsmith.eval.cost.step_cost import step_cost
 from draftsmith.eval.methods import parse_method, parse_methods
 from draftsmith.eval.methods.base import Models, Named, at_least
-from draftsmith.eval.prompts import read_prompts
-from draftsmith.eval.provenance import RESULTS, describe
-from draftsmith.eval.rollouts.lookup import record_lookup
-from draftsmith.eval.rollouts.record import Answers, ChainRecorder, Recording
-from draftsmith.eval.rollouts.rollouts import joined
-from draftsmith.eval.rollouts.trees import TreeRecorder
-from draftsmith.eval.step_cost import step_cost
-from draftsmith.eval.summary import Clock as ClockName
-from draftsmith.eval.summary import tokens_per_s
+from draftsmith.eval.replay.lookup import record_lookup
+from draftsmith.eval.replay.record import Answers, ChainRecorder, Recording
+from draftsmith.eval.replay.rollouts import joined
+from draftsmith.eval.replay.trees import TreeRecorder
+from draftsmith.eval.report.figures import to_json
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice, figures, reasoning_table, summary
-from draftsmith.modules.heads.acceptance import AcceptanceHead
+from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.types import InputError, SamplingParams
 
 DECODE = "decode.yaml"

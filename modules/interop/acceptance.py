@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.modules.heads.acceptance import AcceptanceHeadConfig, Feature, State
+from draftsmith.modules.acceptance.head import AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.interop.base import Finding, Package, Parsed, Reading, TargetFacts
 from draftsmith.modules.types import InputError
 

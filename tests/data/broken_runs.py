@@ -17,7 +17,10 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.data import acceptance, features, files, models, prompts, responses, template  # noqa: F401
+from draftsmith.data import acceptance, features, prompts, responses  # noqa: F401
+from draftsmith.data.models import loading as models
+from draftsmith.data.store import files
+from draftsmith.data.text import template
 from draftsmith.launch.cli import main
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.exchange.directory import read_package, weight_files
-from draftsmith.data.hub import _fetch
+from draftsmith.data.models.hub import _fetch
 from draftsmith.modules.types import InputError
 
 

@@ -58,7 +58,7 @@ def test_card_reports_every_task_and_the_bars_are_met():
 @pytest.mark.slow
 def test_a_few_held_out_prompts_give_what_the_card_claims():
     """An independent sample of the card's own measurement: 4 prompts a task, so wide margins."""
-    from draftsmith.data.models import load_lm, load_tokenizer
+    from draftsmith.data.models.loading import load_lm, load_tokenizer
     from draftsmith.eval.embedded_card import Question, score_pair, total
     from draftsmith.launch.embedded import card_questions
 

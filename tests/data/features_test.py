@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.datasets import FeatureDataset
-from draftsmith.data.manifest import Manifest
 from draftsmith.data.prompts import PromptsConfig, run
-from draftsmith.data.shards import Rows
+from draftsmith.data.store.datasets import FeatureDataset
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.store.shards import Rows
 from draftsmith.modules.types import InputError
 
 TOKENS, HIDDEN = 298, 32  # of the shared chain

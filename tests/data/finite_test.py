@@ -9,16 +9,16 @@ import torch
 from broken_models import CONTEXT, V, models, small_lm
 
 from draftsmith.data.acceptance import label
-from draftsmith.data.batched import answer_all
-from draftsmith.data.naming import naming
+from draftsmith.data.answering.batched import answer_all
+from draftsmith.data.models.naming import naming
 from draftsmith.data.rollouts import Rollouts, label_response
-from draftsmith.eval.measure import BenchPrompt
-from draftsmith.eval.rollouts.along import accept_along
-from draftsmith.eval.rollouts.coupling import CoupledDraws
-from draftsmith.eval.rollouts.record import ChainRecorder, Recording
+from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.replay.along import accept_along
+from draftsmith.eval.replay.coupling import CoupledDraws
+from draftsmith.eval.replay.record import ChainRecorder, Recording
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches
+from draftsmith.modules.drafters.eagle_branches import EagleBranches
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.heads.eagle_branches import EagleBranches
 from draftsmith.modules.types import SamplingParams
 
 TEXTS = [[1, 5, 3, 1, 5, 2, 9], [7, 8, 3, 4], [2, 2, 6, 11, 13, 17]]

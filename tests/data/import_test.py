@@ -15,12 +15,12 @@ from tiny_models import tiny_llama_dir
 from torch import Tensor
 
 from draftsmith.data.exchange.import_head import ImportConfig, run
-from draftsmith.data.heads import head_config, load_head, save_head
-from draftsmith.data.models import load_lm, read_config, tokenizer_identity
+from draftsmith.data.heads.directory import head_config, load_head, save_head
+from draftsmith.data.models.loading import load_lm, read_config, tokenizer_identity
 from draftsmith.eval.decode import DecodeConfig
 from draftsmith.eval.decode import run as decode
 from draftsmith.launch.cli import main
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.types import InputError
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.data.manifest import MANIFEST, Manifest, command_line, file_sha256
-from draftsmith.data.shards import Plan, Shard, ShardContent, run_stage
+from draftsmith.data.store.manifest import MANIFEST, Manifest, command_line, file_sha256
+from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
 from draftsmith.modules.types import InputError
 
 STAGES = ("prompts", "responses", "acceptance", "features")

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_models import CONTEXT, tiny_tokenizer
 
-from draftsmith.data.conversations import parse_columns, recognise, up_to_last_user
-from draftsmith.data.manifest import Manifest
 from draftsmith.data.prompts import PromptsConfig, run
-from draftsmith.data.shards import Rows
-from draftsmith.data.sources import open_source
-from draftsmith.data.template import RowError, load_chat_tokenizer, supervised_ids
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.store.shards import Rows
+from draftsmith.data.text.conversations import parse_columns, recognise, up_to_last_user
+from draftsmith.data.text.sources import open_source
+from draftsmith.data.text.template import RowError, load_chat_tokenizer, supervised_ids
 from draftsmith.modules.types import InputError
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"

@@ -11,10 +11,10 @@ import torch
 from tiny_models import CONTEXT
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.batched import answer, by_length, row_uniforms
-from draftsmith.data.manifest import Manifest
-from draftsmith.data.models import load_lm
-from draftsmith.data.shards import Rows
+from draftsmith.data.answering.batched import answer, by_length, row_uniforms
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.store.shards import Rows
 from draftsmith.modules.types import InputError, SamplingParams
 
 PROMPTS = [[1, 40 + i, *range(60, 60 + 3 * i), 4, 2] for i in range(7)]

@@ -13,20 +13,20 @@ from table_models import PROMPT, TableLM, V, enumerate_branches, warped
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.acceptance import AcceptanceConfig
-from draftsmith.data.batched import row_uniforms
-from draftsmith.data.heads import eagle_identity, save_head
+from draftsmith.data.answering.batched import row_uniforms
+from draftsmith.data.heads.directory import eagle_identity, save_head
 from draftsmith.data.inspect import InspectConfig
 from draftsmith.data.inspect import run as inspect
-from draftsmith.data.manifest import MANIFEST, Manifest, file_sha256
-from draftsmith.data.models import load_lm
-from draftsmith.data.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.data.models.loading import load_lm
 from draftsmith.data.rollouts import Rollouts, label_drafts, label_response, label_shard, reached
-from draftsmith.data.shards import Rows, Shard
+from draftsmith.data.store.manifest import MANIFEST, Manifest, file_sha256
+from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.data.store.shards import Rows, Shard
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
-from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError, SamplingParams
 
 DEPTH, STRIDE, CHILDREN = 3, 2, 2

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftsmith.data import prompts
-from draftsmith.data.manifest import Manifest
 from draftsmith.data.prompts import PromptsConfig, run
-from draftsmith.data.shards import Rows, account
-from draftsmith.eval.prompts import read_prompts
-from draftsmith.eval.tasks import task_sources
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.store.shards import Rows, account
+from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.bench.tasks import task_sources
 from draftsmith.modules.types import InputError
 
 GOOD = b'{"prompt": "Hi"}'

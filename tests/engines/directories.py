@@ -46,9 +46,9 @@ from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.export import ExportConfig, write_package
 from draftsmith.data.exchange.export import run as export
 from draftsmith.data.exchange.facts import facts_of
-from draftsmith.data.heads import save_head
-from draftsmith.data.models import load_lm
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.data.heads.directory import save_head
+from draftsmith.data.models.loading import load_lm
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.interop import reference
 from draftsmith.modules.interop.base import Package, Reading
 

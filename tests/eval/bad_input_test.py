@@ -10,8 +10,8 @@ from quick_heads import varied_acceptance_head
 from tiny_models import CONTEXT, tiny_llama_dir, tiny_tokenizer
 
 from draftsmith.data.embedded.tokenizer import train_tokenizer
-from draftsmith.data.heads import eagle_identity, save_head
-from draftsmith.data.models import load_lm
+from draftsmith.data.heads.directory import eagle_identity, save_head
+from draftsmith.data.models.loading import load_lm
 from draftsmith.launch.cli import main
 
 

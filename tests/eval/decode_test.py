@@ -9,9 +9,9 @@ import torch
 import transformers
 from tiny_models import tiny_tokenizer
 
-from draftsmith.data.heads import eagle_identity, load_head, save_head
-from draftsmith.data.models import load_lm
-from draftsmith.data.template import load_chat_tokenizer, prompt_ids
+from draftsmith.data.heads.directory import eagle_identity, load_head, save_head
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.decode import DecodeConfig, TokenStream, choose_method
 from draftsmith.launch.cli import main
 

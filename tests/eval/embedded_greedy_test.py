@@ -16,11 +16,11 @@ import pytest
 import torch
 from quick_heads import quick_eagle_head, varied_acceptance_head
 
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.methods import METHODS, parse_method
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
-from draftsmith.eval.prompts import read_prompts
 from draftsmith.modules.decoding.batch import generate_batch
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.sampling import TorchSource

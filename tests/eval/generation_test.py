@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
 from draftsmith.eval import generation
+from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.generation import GenerationConfig
-from draftsmith.eval.prompts import read_prompts
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.sampling import TorchSource

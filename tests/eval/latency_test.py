@@ -9,13 +9,13 @@ import time
 import pytest
 import torch
 
-from draftsmith.eval.clocks import Forwards, interleaved, paired_ratio
-from draftsmith.eval.judge_cost import DRAFTED, share_of_a_step
+from draftsmith.eval.cost.clocks import Forwards, interleaved, paired_ratio
+from draftsmith.eval.cost.predictor_cost import DRAFTED, share_of_a_step
+from draftsmith.eval.cost.synthetic import random_pair
 from draftsmith.eval.pairs import GREEDY, random_models
-from draftsmith.eval.synthetic import random_pair
 from draftsmith.launch.cli import main
-from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.decoding.policies import OnlineJudge
+from draftsmith.modules.acceptance.policies import OnlineJudge
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 
 
 class Wound:

@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from planted_biases import PLANTED, Planted
 
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.lossless.command import LosslessConfig, asked_of, loop_of, make_session
 from draftsmith.eval.lossless.power import Power
 from draftsmith.eval.lossless.sampling import SamplingTest
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Models
-from draftsmith.eval.prompts import read_prompts
 
 CAPACITY = 512
 TESTS = 6

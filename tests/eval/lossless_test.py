@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from planted_biases import PLANTED, Planted, child_twice, past_the_end
 
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.bench.measure import BenchPrompt
 from draftsmith.eval.lossless import greedy
 from draftsmith.eval.lossless.answers import ends_as_asked, seed_of
 from draftsmith.eval.lossless.command import LosslessConfig, certify, run
 from draftsmith.eval.lossless.defects import OF_NODES
 from draftsmith.eval.lossless.greedy import greedy_test
-from draftsmith.eval.measure import BenchPrompt
 from draftsmith.eval.methods import METHODS, parse_methods
 from draftsmith.eval.methods.base import Method, Models
 from draftsmith.launch.cli import main

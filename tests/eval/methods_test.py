@@ -10,7 +10,7 @@ from draftsmith.eval.methods import METHODS, check_needs, parse_method, parse_me
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.chains import EagleChain, FixedK, HeadByCost, Online, SpecDecPlusPlus
 from draftsmith.eval.methods.trees import tree_judge
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
 
 

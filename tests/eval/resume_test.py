@@ -11,10 +11,11 @@ import time
 
 import pytest
 
-from draftsmith.eval import asking, bench
-from draftsmith.eval.bench import BenchConfig
-from draftsmith.eval.journal import Journal
-from draftsmith.eval.rows import read_rows
+from draftsmith.eval.bench import command as bench
+from draftsmith.eval.bench import prompt_runner as asking
+from draftsmith.eval.bench.command import BenchConfig
+from draftsmith.eval.bench.journal import Journal
+from draftsmith.eval.bench.rows import read_rows
 from draftsmith.modules.types import InputError
 
 NUM_PROMPTS = 24

@@ -12,7 +12,7 @@ import sklearn.linear_model
 import sklearn.metrics
 import torch
 
-from draftsmith.modules.heads.acceptance import interpolate
+from draftsmith.modules.acceptance.head import interpolate
 from draftsmith.modules.metrics import (
     acceptance_metrics,
     binary_kl,

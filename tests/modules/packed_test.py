@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
 from draftsmith.modules import packed
-from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.packed import MIN_WEIGHTS, LeanLinear, can_pack
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams

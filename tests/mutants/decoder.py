@@ -8,10 +8,10 @@ VERIFY, CHAINS_PY, BATCH_PY, LOOP, TRACE_PY, CHAIN = (
     f"modules/decoding/{name}.py" for name in ("verify", "chains", "batch", "loop", "trace", "chain")
 )
 LEARN = "test_policies_that_learn_answer_the_same_and_learn_from_their_own_rows"
-DRAFTERS = "modules/decoding/drafters"
+DRAFTERS = "modules/drafters"
 CACHE, CACHE_TEST = "modules/kv_cache.py", "tests/modules/kv_cache_test.py"
 PARITY, ROWS = "tests/modules/targets/parity_test.py", "tests/modules/targets/rows_test.py"
-LOOKUP_TEST = "tests/modules/decoding/prompt_lookup_test.py"
+LOOKUP_TEST = "tests/modules/drafters/prompt_lookup_test.py"
 CUTS = f"{LIMITS}::test_an_answer_is_cut_at_the_first_end_token_and_at_its_room"
 OUTRUNS = f"{LIMITS}::test_no_draft_outruns_what_is_wanted"
 
@@ -108,14 +108,15 @@ MUTANTS = [
            (f"{BATCH}::test_tokens_are_transformers_and_counts_the_single_loops[1-self-verify:k=6]",)),
     Mutant("batch-draft-models-context", f"{DRAFTERS}/draft_model_batch.py", "context - length + 1", "context - length",
            (f"{BATCH}::test_a_draft_of_a_shorter_context_stops_drafting_row_by_row",)),
-    Mutant("batch-eagle-hears-of-one-more", "modules/heads/eagle_batch.py",
+    Mutant("batch-eagle-hears-of-one-more", "modules/drafters/eagle_batch.py",
            "observe(self._num_drafted[row], len(emitted) - 1)", "observe(self._num_drafted[row], len(emitted))",
            (f"{BATCH}::{LEARN}[1-online:c=0.01:max=5:drafter=eagle]",)),
     Mutant("batch-draft-model-hears-of-the-last-round", f"{DRAFTERS}/draft_model_batch.py",
            "if not outcome.done[row]:", "if True:", (f"{BATCH}::{LEARN}[1-online:c=0.02:max=6]",)),
-    Mutant("batch-eagle-hears-of-the-last-round", "modules/heads/eagle_batch.py", "if not outcome.done[row]:",
+    Mutant("batch-eagle-hears-of-the-last-round", "modules/drafters/eagle_batch.py", "if not outcome.done[row]:",
            "if True:", (f"{BATCH}::{LEARN}[1-online:c=0.01:max=5:drafter=eagle]",)),
-    Mutant("batch-eagles-context", "modules/heads/eagle_batch.py", "self._positions - end + 1", "self._positions - end",
+    Mutant("batch-eagles-context", "modules/drafters/eagle_batch.py", "self._positions - end + 1",
+           "self._positions - end",
            (f"{BATCH}::test_a_head_of_a_shorter_context_stops_drafting_row_by_row",)),
     # -- drafting one sequence
     Mutant("chain-drops-the-token-that-stopped-it", CHAIN,

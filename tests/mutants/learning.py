@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant, replayed
 
-REPLAY, JUDGED, COUPLING = (f"eval/rollouts/{name}.py" for name in ("replay", "judged", "coupling"))
+REPLAY, JUDGED, COUPLING = (f"eval/replay/{name}.py" for name in ("replay", "judged", "coupling"))
 RULES, REPLAYED, JUDGED_TEST, COUPLED = (
-    f"tests/eval/rollouts/{name}_test.py" for name in ("rules", "replay", "judged", "coupling")
+    f"tests/eval/replay/{name}_test.py" for name in ("rules", "replay", "judged", "coupling")
 )
 LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
 LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
-LABELS, ROLLOUTS, DATASETS = "data/acceptance.py", "data/rollouts.py", "data/datasets.py"
+LABELS, ROLLOUTS, DATASETS = "data/acceptance.py", "data/rollouts.py", "data/store/datasets.py"
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
     f"tests/data/{name}_test.py" for name in ("acceptance", "rollouts", "datasets")
 )
-COSTS, COST_TEST = "eval/costs.py", "tests/eval/costs_test.py"
+COSTS, COST_TEST = "eval/cost/costs.py", "tests/eval/cost/costs_test.py"
 
 MUTANTS = [
     # -- replays
@@ -96,7 +96,7 @@ MUTANTS = [
            "i % len(rollouts.sampling)", (ROLLOUT_TEST,)),
     Mutant("rollouts-agreement-in-place-of-the-probability", ROLLOUTS, "own if rollouts.prob else overlap", "overlap",
            (ROLLOUT_TEST,)),
-    Mutant("rollouts-unreached-tokens-count", "data/rollout_dataset.py", '"loss_mask": weight > 0}',
+    Mutant("rollouts-unreached-tokens-count", "data/store/rollout_dataset.py", '"loss_mask": weight > 0}',
            '"loss_mask": weight >= 0}', (ROLLOUT_TEST,)),
     Mutant("rollouts-all-tokens-weigh-the-same", "train/drafted_tokens.py", "weight=chosen(of_children(data.weight))",
            "weight=torch.ones_like(accept_prob)", ("tests/train/rollouts_test.py",)),

@@ -11,7 +11,7 @@ EXACT, BATCH, CUBE, CHAINS, GREEDY, TREE, TRACE, POLICIES, NODES, LIMITS = (
         "exactness", "batch", "batch_exact", "chains", "greedy", "tree", "trace", "policies", "nodes", "limits",
     )
 )  # fmt: skip
-REPLAY_TEST = "tests/eval/rollouts/replay_test.py"
+REPLAY_TEST = "tests/eval/replay/replay_test.py"
 
 
 def emitted(*methods: str, at: str = "T=1") -> tuple[str, ...]:

@@ -7,12 +7,12 @@ from mutants.mutant import LIMITS, NODES, POLICIES, Mutant
 STOP, RULES, SURE, ONLINE, NODES_PY, REPEATS = (
     f"modules/decoding/{name}.py" for name in ("stop", "policies", "confidence", "online_logistic", "nodes", "repeats")
 )
-HEAD, TREE_HEAD = "modules/heads/acceptance.py", "modules/heads/acceptance_tree.py"
+HEAD, TREE_HEAD = "modules/acceptance/head.py", "modules/acceptance/tree.py"
 SURE_TEST, ONLINE_TEST, REPEATS_TEST = (
     f"tests/modules/decoding/{name}_test.py" for name in ("confidence", "online_logistic", "repeats")
 )
 JUDGE_TEST, HEAD_TEST, EAGLE_TREES = (
-    f"tests/modules/heads/{name}_test.py" for name in ("head_judge", "acceptance", "eagle_tree")
+    f"tests/modules/drafters/{name}_test.py" for name in ("head_judge", "acceptance", "eagle_tree")
 )
 HIERARCHY = f"{LIMITS}::test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mean"
 
@@ -109,9 +109,9 @@ MUTANTS = [
     Mutant("tree-judge-always-told-of-temperature-1", TREE_HEAD,
            "if not (params.greedy or (params.temperature == 1 and params.top_k == 0 and params.top_p == 1)):",
            "if False:", (EAGLE_TREES,)),
-    Mutant("hierarchy-goes-on-at-its-threshold", "modules/decoding/drafters/hierarchical.py",
+    Mutant("hierarchy-goes-on-at-its-threshold", "modules/drafters/hierarchical.py",
            "max(self.rule.entropies[-len(rows) :]) > self.rule.threshold",
            "max(self.rule.entropies[-len(rows) :]) >= self.rule.threshold", (HIERARCHY,)),
-    Mutant("hierarchy-looks-at-the-first-token-only", "modules/decoding/drafters/hierarchical.py",
+    Mutant("hierarchy-looks-at-the-first-token-only", "modules/drafters/hierarchical.py",
            "max(self.rule.entropies[-len(rows) :])", "self.rule.entropies[-len(rows)]", (HIERARCHY,)),
 ]  # fmt: skip

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
 from trained_runs import newest_state
 
-from draftsmith.data.datasets import AcceptanceDataset, collate_acceptance
-from draftsmith.data.heads import load_head, save_head
-from draftsmith.data.models import load_lm
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.data.heads.directory import load_head, save_head
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.datasets import AcceptanceDataset, collate_acceptance
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, run
 from draftsmith.train.checkpoints import FOLDER

@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
 from trained_runs import newest_state
 
-from draftsmith.data.datasets import FeatureDataset, collate_features, pack_features
-from draftsmith.data.heads import load_head, save_head
-from draftsmith.data.manifest import Manifest
-from draftsmith.data.models import load_lm
-from draftsmith.data.shards import Rows
+from draftsmith.data.heads.directory import load_head, save_head
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.datasets import FeatureDataset, collate_features, pack_features
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.store.shards import Rows
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.drafters.eagle import EagleDrafter, EagleHead, shift
 from draftsmith.modules.flops import eagle_training, layers_forward
-from draftsmith.modules.heads.eagle import EagleDrafter, EagleHead, shift
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams

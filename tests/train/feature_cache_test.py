@@ -14,8 +14,8 @@ import pytest
 import torch
 from online_cases import config, curve, texts
 
-from draftsmith.data import feature_codec
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store import feature_codec
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import feature_cache

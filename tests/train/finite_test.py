@@ -10,8 +10,8 @@ import pytest
 import torch
 from online_cases import config, texts
 
-from draftsmith.data.datasets import AcceptanceDataset, Lists, check_labels, collate_acceptance, collate_features
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.datasets import AcceptanceDataset, Lists, check_labels, collate_acceptance, collate_features
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, eagle

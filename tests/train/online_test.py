@@ -9,11 +9,12 @@ import torch
 from online_cases import config, curve, texts
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data import feature_codec, prompts
-from draftsmith.data.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
-from draftsmith.data.manifest import Manifest
-from draftsmith.data.models import load_lm
-from draftsmith.data.shards import Rows
+from draftsmith.data import prompts
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store import feature_codec
+from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.data.store.shards import Rows
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train.data_module import Key, Part, Samples
 from draftsmith.train.eagle import feature_std, make_head, run

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from trained_runs import newest_state
 
 from draftsmith.data import acceptance as labels
-from draftsmith.data.heads import eagle_identity, load_head, save_head
-from draftsmith.data.models import load_lm
-from draftsmith.data.rollout_dataset import RolloutDataset, collate_rollouts
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.data.heads.directory import eagle_identity, load_head, save_head
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, prepare, run
 from draftsmith.train.data_module import Key, Part

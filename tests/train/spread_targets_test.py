@@ -14,9 +14,9 @@ import torch
 from online_cases import config, curve
 
 from draftsmith.data import features
-from draftsmith.data.datasets import FeatureDataset
-from draftsmith.data.manifest import Manifest
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.datasets import FeatureDataset
+from draftsmith.data.store.manifest import Manifest
 from draftsmith.launch.arguments import dashed
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.sampling import TorchSource

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from wandb_file import OfflineRun, offline_runs
 
-from draftsmith.data.manifest import Manifest, git_commit, resolved
+from draftsmith.data.store.manifest import Manifest, git_commit, resolved
 from draftsmith.train.eagle import TrainEagleConfig, run
 from draftsmith.train.lit_eagle import LitEagle
 

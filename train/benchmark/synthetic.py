@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.datasets import Item
-from draftsmith.data.files import copy_file, make_directory, write_json, write_tensors
-from draftsmith.data.models import model_directory, tokenizer_identity
+from draftsmith.data.models.loading import model_directory, tokenizer_identity
+from draftsmith.data.store.datasets import Item
+from draftsmith.data.store.files import copy_file, make_directory, write_json, write_tensors
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM, llama_config
@@ -120,9 +120,9 @@ def write_features(
     directory: Path, identity: dict[str, str], lengths: Sequence[int], hidden: int, vocab: int, seed: int = 0
 ) -> Path:
     """A real `features` artefact of random documents, for the target with this identity."""
-    from draftsmith.data import feature_codec
     from draftsmith.data.features import FIELDS, FeaturesConfig, index_row, key
-    from draftsmith.data.shards import Plan, Shard, ShardContent, run_stage
+    from draftsmith.data.store import feature_codec
+    from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
 
     documents = SyntheticFeatures(lengths, hidden, vocab, seed)
     plan = Plan(
@@ -156,7 +156,7 @@ def write_features(
 def write_responses(directory: Path, target: str, lengths: Sequence[int], vocab: int, seed: int = 0) -> Path:
     """A real `responses` artefact of random tokens, which any target of this tokenizer may be trained on."""
     from draftsmith.data.responses import FIELDS, ResponsesConfig, count
-    from draftsmith.data.shards import Plan, Shard, ShardContent, run_stage
+    from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
 
     generator = torch.Generator().manual_seed(seed)
     documents = [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]

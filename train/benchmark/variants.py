@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from draftsmith.data.datasets import collate_features, pack_features
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead, EagleInputs, shift
+from draftsmith.data.store.datasets import collate_features, pack_features
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, EagleInputs, shift
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch

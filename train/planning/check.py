@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
 from draftsmith.modules.types import InputError
 from draftsmith.train.benchmark import synthetic

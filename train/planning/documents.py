@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from draftsmith.data.answers import conversation_numbers
-from draftsmith.data.datasets import in_pieces
-from draftsmith.data.manifest import MANIFEST, Manifest
-from draftsmith.data.shards import Rows
-from draftsmith.modules.heads.eagle import LOOKAHEAD
+from draftsmith.data.store.datasets import in_pieces
+from draftsmith.data.store.manifest import MANIFEST, Manifest
+from draftsmith.data.store.shards import Rows
+from draftsmith.data.text.answers import conversation_numbers
+from draftsmith.modules.drafters.eagle import LOOKAHEAD
 from draftsmith.train.config import TrainConfig
 
 # Of the tokens of documents that are not there yet.

@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import torch
 
-from draftsmith.data import feature_codec
-from draftsmith.data.feature_codec import FeatureDtype
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN, check_disk
-from draftsmith.data.models import DTYPES, model_directory, read_config
+from draftsmith.data.models.loading import DTYPES, model_directory, read_config
 from draftsmith.data.ranks import place
+from draftsmith.data.store import feature_codec
+from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.modules import flops
-from draftsmith.modules.heads.eagle import LOOKAHEAD, EagleHead
+from draftsmith.modules.drafters.eagle import LOOKAHEAD, EagleHead
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.llama import SUPPORTED, llama_config
 from draftsmith.modules.types import InputError

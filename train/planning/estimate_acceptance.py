@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from draftsmith.data.acceptance import AcceptanceConfig
-from draftsmith.data.heads import head_settings
-from draftsmith.data.manifest import MANIFEST, Manifest
+from draftsmith.data.heads.directory import head_settings
+from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules import flops
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.branches import GROUP_TOKENS
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.heads.eagle import EagleHead
+from draftsmith.modules.drafters.eagle import EagleHead
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.train.acceptance import TrainAcceptanceConfig, acceptance_settings, filled
 from draftsmith.train.planning import footprint

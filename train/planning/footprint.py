@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftsmith.modules.heads.acceptance import AcceptanceHeadConfig
+from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import CHUNK_ELEMENTS
 

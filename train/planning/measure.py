@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from draftsmith.data.manifest import MANIFEST
+from draftsmith.data.store.manifest import MANIFEST
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, eagle
 from draftsmith.train.acceptance import TrainAcceptanceConfig

@@ -12,10 +12,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.data.batched import set_threads
-from draftsmith.data.files import write_json
-from draftsmith.data.manifest import volatile
+from draftsmith.data.answering.batched import set_threads
 from draftsmith.data.progress import say
+from draftsmith.data.store.files import write_json
+from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, labels_of
 from draftsmith.train.config import TrainConfig

@@ -15,11 +15,11 @@ from draftsmith.data.exchange.export import ExportConfig
 from draftsmith.data.exchange.export import run as export
 from draftsmith.data.exchange.import_head import ImportConfig
 from draftsmith.data.exchange.import_head import run as import_head
-from draftsmith.data.heads import eagle_identity, load_head, save_head
-from draftsmith.data.models import load_lm
-from draftsmith.eval.bench import BenchConfig, bench
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.data.heads.directory import eagle_identity, load_head, save_head
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.bench.command import BenchConfig, bench
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 
 

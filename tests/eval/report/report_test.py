@@ -19,11 +19,11 @@ import vl_convert
 from report_runs import CHAIN, HOSTILE, METHODS, ROUNDS, TASKS, TOKENS, TREE, bench_run, study_figures, study_run
 from wandb_file import offline_runs
 
-from draftsmith.eval.figures import Chart, Table
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import speeds
 from draftsmith.eval.report.charts import specification
 from draftsmith.eval.report.command import ReportConfig, run
+from draftsmith.eval.report.figures import Chart, Table
 from draftsmith.eval.report.files import contents
 from draftsmith.eval.report.page import VEGA_LITE, json_text
 from draftsmith.eval.report.runs import comparable, read_runs
@@ -166,7 +166,7 @@ def test_a_key_with_dots_is_one_key():
 
 
 def _axes(*keys):
-    from draftsmith.eval.figures import Axis
+    from draftsmith.eval.report.figures import Axis
 
     return [Axis(key, key) for key in keys]
 

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from draftsmith.eval.figures import plain
+from draftsmith.eval.report.figures import plain
 from draftsmith.eval.studies import common
 from draftsmith.eval.studies.common import (
     StudyConfig,

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import yaml
 
-from draftsmith.eval import costs
-from draftsmith.eval.bench import asked_for
-from draftsmith.eval.costs import Costs, DraftCost, Overhead
-from draftsmith.eval.figures import Chart, Table, from_json
+from draftsmith.eval.bench.command import asked_for
+from draftsmith.eval.cost import costs
+from draftsmith.eval.cost.costs import Costs, DraftCost, Overhead
 from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.rollouts.rollouts import Answer, ChainRollouts
+from draftsmith.eval.replay.rollouts import Answer, ChainRollouts
+from draftsmith.eval.report.figures import Chart, Table, from_json
 from draftsmith.eval.tuning.candidates import Grid, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice
 from draftsmith.launch.cli import configure, main

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.decoding.batch import generate_batch
-from draftsmith.modules.decoding.drafters.draft_model_batch import BatchDraftModel
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
+from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
 from draftsmith.modules.targets.base import ModelInfo, Scores
 from draftsmith.modules.types import SamplingParams
 

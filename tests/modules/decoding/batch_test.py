@@ -9,18 +9,18 @@ import torch
 from greedy_world import GREEDY, NEW_TOKENS, World, make_world, transformers_answer
 from tiny_models import CONTEXT, tiny_llama_dir
 
-from draftsmith.data.models import load_lm
-from draftsmith.eval.learned import known
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.bench.learned import known
 from draftsmith.eval.methods import parse_method
 from draftsmith.eval.methods.base import Models
 from draftsmith.modules.decoding.batch import generate_batch
-from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.decoding.drafters.draft_model_batch import BatchDraftModel
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool
-from draftsmith.modules.heads.eagle import EagleDrafter
-from draftsmith.modules.heads.eagle_batch import BatchEagle
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
+from draftsmith.modules.drafters.eagle import EagleDrafter
+from draftsmith.modules.drafters.eagle_batch import BatchEagle
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -256,7 +256,7 @@ def test_sampled_tokens_have_the_targets_odds(world, method):
 
 @pytest.mark.slow
 def test_the_shipped_pair_in_batches():
-    from draftsmith.eval.prompts import read_prompts
+    from draftsmith.eval.bench.prompts import read_prompts
 
     target, draft = load_lm("embedded:target"), load_lm("embedded:draft")
     prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "test", None, 7)]

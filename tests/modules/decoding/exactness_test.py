@@ -19,11 +19,11 @@ from table_models import (
     warped,
 )
 
-from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.acceptance.policies import CostRule, JudgedStop, OnlineJudge
 from draftsmith.modules.decoding.loop import generate
-from draftsmith.modules.decoding.policies import CostRule, JudgedStop, OnlineJudge
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import FixedLength, UntilEnd
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

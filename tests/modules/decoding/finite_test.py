@@ -12,15 +12,15 @@ from broken_models import CONTEXT, H, V, models, small_lm
 
 from draftsmith.eval.methods import METHODS, parse_method
 from draftsmith.eval.methods.base import Models
+from draftsmith.modules.acceptance.head import HeadJudge
+from draftsmith.modules.acceptance.policies import CostRule, JudgedStop, ThresholdRule
 from draftsmith.modules.decoding.batch import generate_batch
-from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
-from draftsmith.modules.decoding.policies import CostRule, JudgedStop, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.heads.acceptance import HeadJudge
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams

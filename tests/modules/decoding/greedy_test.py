@@ -11,12 +11,12 @@ from quick_heads import quick_eagle_head
 from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.methods import parse_method
 from draftsmith.eval.methods.base import Models
-from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError
 

@@ -11,14 +11,14 @@ import torch
 from table_methods import CAPACITY, method, random_eagle_head
 from table_models import PROMPT, TableLM, V
 
-from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.decoding.loop import Answer, Generation, Round, generate
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.heads.eagle import EagleDrafter
-from draftsmith.modules.heads.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.eagle import EagleDrafter
+from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

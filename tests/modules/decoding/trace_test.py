@@ -6,11 +6,11 @@ import pytest
 from table_methods import CAPACITY, METHODS, method
 from table_models import PROMPT, TableLM, TableSession
 
-from draftsmith.modules.decoding.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.decoding.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

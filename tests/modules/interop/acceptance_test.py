@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, feature_value
 from draftsmith.modules.decoding.confidence import Confidences, confidences_of
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig, Feature, feature_value
 from draftsmith.modules.interop import acceptance, specdec_pp
 from draftsmith.modules.interop.base import Package, TargetFacts
 from draftsmith.modules.interop.detect import detect

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_llama_dir
 
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.lean_rows import SPAN_BUCKET, bucket
 from draftsmith.modules.targets.llama_fixed import MAX_WIDTH, FixedShapeSession
 

@@ -9,7 +9,7 @@ import torch
 from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.models import load_lm
+from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.lean_rows import SPAN_BUCKET
 

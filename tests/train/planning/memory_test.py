@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.modules.heads.acceptance import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.heads.eagle import EagleConfig, EagleHead
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.packing import Documents
 from draftsmith.train import deepspeed

@@ -1,0 +1,1 @@
+"""The target's answers: many prompts at a time on this machine, or from a server."""

@@ -1,0 +1,379 @@
+"""Answers from an OpenAI-compatible server: vLLM, SGLang, `transformers serve` or any other.
+
+What a server samples is its own: a rebuilt shard can hold other tokens, seeds or not. Where it returns token ids they
+are stored; where it returns only text, the text is tokenised again and the row is marked. A prompt without a usable
+answer ends the stage behind its shard, or is dropped and counted (`max_failed`); what was answered is kept for the next
+start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from draftsmith.data.answering.server_answer import SHOWN_CHARS, Asked, BadAnswer, Reader, named_failures
+from draftsmith.data.store.files import write_json
+from draftsmith.data.store.manifest import volatile
+from draftsmith.data.store.reading import read_object
+from draftsmith.data.text.turns import Answer, Talk
+from draftsmith.modules.types import InputError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from draftsmith.data.progress import Advance
+    from draftsmith.data.responses import ResponsesConfig, Talks
+    from draftsmith.data.store.shards import Rows, Shard, ShardContent
+
+RETRIED_STATUS = {408, 409, 425, 429}  # and all of 500 and above: busy, restarting, overloaded
+ABOUT_ONE_PROMPT = {400, 413, 422}  # others of 400 and above are about the address, the key or the model
+LONGEST_WAIT_S = 60.0
+ROW = {"id": str, "input_ids": [int], "prompt_length": int, "loss_mask": [bool], "turn": int, "ended": bool}
+MOST_BYTES = 16 * 2**20  # of one answer, unpacked
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """An OpenAI-compatible server.
+
+    Attributes:
+        url: Base address with its version, such as http://127.0.0.1:8000/v1.
+        model: The model's name at the server; without it, what `target` says.
+        dialect: vllm sends token ids and asks for token ids; transformers (its `serve`) and openai send messages to the
+            chat endpoint and get text. openai knows no top_k.
+        concurrency: Requests under way at once.
+        timeout_s: Longest wait for one whole answer, in seconds.
+        retries: Further attempts after a failure, with waits that double from half a second, or as long as the server
+            asks for (Retry-After), a minute at most.
+        max_failed: Go on without an answer to so many prompts, which are dropped and counted. With more, the stage ends
+            and names them; the same command asks for them again.
+        api_key_env: Name of the environment variable that holds the key, where the server wants one.
+    """
+
+    url: str = volatile("http://127.0.0.1:8000/v1")
+    model: str | None = volatile(None)
+    dialect: Literal["vllm", "transformers", "openai"] = "vllm"
+    concurrency: int = volatile(32)
+    timeout_s: float = volatile(600.0)
+    retries: int = volatile(6)
+    max_failed: int = volatile(0)
+    api_key_env: str = volatile("OPENAI_API_KEY")
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise InputError("server.concurrency", self.concurrency, "1 or more", "Pass a positive number.")
+        if not 0 < self.timeout_s < math.inf:
+            raise InputError("server.timeout_s", self.timeout_s, "a positive number of seconds", "Correct it.")
+        for name in ("retries", "max_failed"):
+            if getattr(self, name) < 0:
+                raise InputError(f"server.{name}", getattr(self, name), "0 or more", "Pass a number that is not less.")
+        if not _is_address(self.url):
+            expected = "http://HOST:PORT/v1, or https"
+            raise InputError("server.url", self.url, expected, "Correct it.")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable() and " " not in url
+
+
+class Unavailable(Exception):
+    """The server refused for now; asking again may help. retry_after_s: how long it asks to wait."""
+
+    def __init__(self, what: str, retry_after_s: float = 0.0):
+        super().__init__(what)
+        self.retry_after_s = retry_after_s
+
+
+class GaveUp(BadAnswer):
+    """No answer after all attempts: the server itself is in trouble."""
+
+
+@dataclass
+class Outcome:
+    """Of the rows of one shard, by number: what `Talk.held` says of each conversation, and why there is none."""
+
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+
+
+class ServerEngine:
+    """Answers prompts through a server.
+
+    template: hash of the chat template that the prompts were made with; messages go through the server's own.
+    """
+
+    def __init__(self, config: ResponsesConfig, template: str):
+        from draftsmith.data.models.loading import config_hash, end_tokens, load_tokenizer, model_directory, read_config
+        from draftsmith.data.text.template import context_length, template_hash
+
+        _need_extra()
+        self.config, self.server, self.params = config, config.server, config.params
+        self.tokenizer = load_tokenizer(config.target)
+        directory = model_directory(config.target)
+        raw = read_config(config.target)
+        self.eos_ids, self.context = end_tokens(directory, raw), context_length(config.target)
+        vocab_size = (raw.get("text_config") or raw).get("vocab_size") or len(self.tokenizer)
+        self.reader = Reader(self.tokenizer, vocab_size, self.eos_ids)
+        self.key = _key(self.server.api_key_env)
+        # The weights are at the server: all that is known of them is their configuration.
+        self.identity = {"config": config_hash(raw)}
+        self.seed = config.seed
+        if self.server.dialect != "vllm" and config.ignore_eos:
+            remedy = "Pass --server.dialect vllm, or answer in process."
+            raise InputError("ignore_eos", f"dialect {self.server.dialect}", "a server that knows it: vllm", remedy)
+        if self.server.dialect == "openai" and self.params.top_k:
+            remedy = "Pass --top-k 0, or another --server.dialect."
+            raise InputError("top_k", self.params.top_k, "0: the OpenAI protocol has no top_k", remedy)
+        if self.server.dialect != "vllm" and template != template_hash(self.tokenizer):
+            remedy = "Pass --server.dialect vllm, which sends token ids, or save the template with the model."
+            raise InputError("chat_template", "prompts with another one than the server's", "the target's own", remedy)
+
+    def make(self, prompts: Rows, talks: Talks) -> Callable[[Shard, Advance], ShardContent]:
+        """What makes a shard: all its rows concurrently, at most `concurrency` at once."""
+        from draftsmith.data.responses import check_context, content
+
+        def make_shard(shard: Shard, advance: Advance) -> ShardContent:
+            rows = dict(enumerate(prompts.read(shard.start, shard.stop), shard.start))
+            if self.context is not None:
+                for number, row in rows.items():
+                    check_context(number, len(row["prompt_ids"]), self.context)
+            before = self.config.output / f"{shard.name}.answers.json"
+            outcome = Outcome(_answers_before(before, rows))
+            advance(len(outcome.answers))
+            allowed = self.server.max_failed - _failed_before(self.config.output)
+            try:
+                held = {number: talks(row) for number, row in rows.items() if number not in outcome.answers}
+                asyncio.run(self._answer_all(held, outcome, allowed, advance))
+                self._check_failures(rows, outcome.failures, allowed)
+            except BaseException:
+                write_json(before, outcome.answers)
+                raise
+            before.unlink(missing_ok=True)
+            made = content([outcome.answers[number] for number in rows if number in outcome.answers])
+            return replace(made, counts={**made.counts, "failed_dropped": len(outcome.failures)})
+
+        return make_shard
+
+    def _check_failures(self, rows: dict[int, dict[str, Any]], failures: dict[int, str], allowed: int) -> None:
+        if len(failures) > allowed:
+            named = [(f"prompt {number} (id {rows[number]['id']})", why) for number, why in sorted(failures.items())]
+            found = f"no usable answer to {len(failures)} of {len(rows)} prompts: {named_failures(named)}"
+            expected = f"at most {self.server.max_failed} without one (--server.max-failed)"
+            remedy = "Run the same command again, which asks for these only, or raise --server.max-failed."
+            raise InputError("server", found, expected, remedy)
+
+    async def _answer_all(self, held: dict[int, Talk], outcome: Outcome, allowed: int, advance: Advance) -> None:
+        """Hold these conversations, which `outcome` lacks, and put them there. Where the server itself is in trouble no
+        more is asked once the failures are more than `allowed`."""
+        import httpx
+
+        gate = asyncio.Semaphore(self.server.concurrency)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        limits = httpx.Limits(max_connections=self.server.concurrency)
+        over = asyncio.Event()
+
+        async with httpx.AsyncClient(headers=headers, timeout=self.server.timeout_s, limits=limits) as client:
+
+            async def one(number: int, talk: Talk) -> None:
+                while talk.prompt is not None:
+                    async with gate:
+                        if over.is_set():
+                            return
+                        try:
+                            reply = await self._ask(client, self.request(number, talk.asked(), talk.turn))
+                            talk.hear(self.read(number, talk.asked(), reply))
+                        except BadAnswer as error:
+                            outcome.failures[number] = str(error)
+                            if isinstance(error, GaveUp) and len(outcome.failures) > allowed:
+                                over.set()
+                            break
+                else:
+                    outcome.answers[number] = talk.held()
+                advance(1)
+
+            tasks = [asyncio.ensure_future(one(number, talk)) for number, talk in held.items()]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:  # after an error that concerns them all
+                    task.cancel()
+
+    def limit(self, row: dict[str, Any]) -> int:
+        """Longest answer to this prompt, in tokens."""
+        most = self.config.max_new_tokens
+        return most if self.context is None else min(most, self.context - len(row["prompt_ids"]))
+
+    def request(self, number: int, row: dict[str, Any], turn: int = 1) -> tuple[str, dict[str, Any]]:
+        """Endpoint and body for one prompt: a turn of the `number`-th conversation."""
+        params, limit = self.params, self.limit(row)
+        body: dict[str, Any] = {"model": self.model, "seed": self.row_seed(number, turn)}
+        if self.server.dialect == "vllm":
+            top_k = params.top_k or -1
+            body |= {"prompt": row["prompt_ids"], "max_tokens": limit, "temperature": params.temperature}
+            body |= {"top_p": params.top_p, "top_k": top_k, "return_token_ids": True, "repetition_penalty": 1.0}
+            body |= {"ignore_eos": True} if self.config.ignore_eos else {}
+            return "completions", body
+        body["messages"] = json.loads(row["messages"])
+        if self.server.dialect == "openai":
+            body |= {"max_tokens": limit, "temperature": params.temperature, "top_p": params.top_p}
+            return "chat/completions", body
+        # `transformers serve` samples only where the model's own generation config does, and ignores the temperature
+        # otherwise; a whole generation config is the way to be obeyed.
+        settings: dict[str, Any] = {"max_new_tokens": limit, "do_sample": not params.greedy}
+        if not params.greedy:
+            settings |= {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+        settings |= {"eos_token_id": list(self.eos_ids), "pad_token_id": self.tokenizer.pad_token_id}
+        body["generation_config"] = json.dumps(settings)
+        return "chat/completions", body
+
+    def row_seed(self, number: int, turn: int = 1) -> int:
+        """31 bits, of this row and turn alone."""
+        name = f"{self.seed}/{number}" if turn == 1 else f"{self.seed}/{number}/{turn}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
+
+    @property
+    def model(self) -> str:
+        """Its name at the server."""
+        return self.server.model or self.config.target
+
+    def read(self, number: int, row: dict[str, Any], reply: Any) -> Answer:
+        """An answer from a server's reply. row: what was asked. Errors as of `Reader.read`."""
+        asked = Asked(f"prompt {number}", row["prompt_ids"], self.limit(row), self.model)
+        found = self.reader.read(asked, reply)
+        if self.context is not None and len(found["input_ids"]) > self.context:
+            raise BadAnswer(f"{len(found['input_ids']):,} tokens with the prompt, more than the context")
+        tokens, ended = found["input_ids"][found["prompt_length"] :], found["ended"] and not self.config.ignore_eos
+        return Answer(tokens, ended, found["text"], found["retokenised"], found["server_tokens"])
+
+    async def _ask(self, client: httpx.AsyncClient, request: tuple[str, dict[str, Any]]) -> Any:
+        """One reply, asked for again while the server is not available."""
+        import httpx
+        from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_attempt
+
+        endpoint, body = request
+        url = f"{self.server.url.rstrip('/')}/{endpoint}"
+        try:
+            async for attempt in AsyncRetrying(
+                stop=stop_after_attempt(self.server.retries + 1),
+                wait=wait_s(),
+                retry=retry_if_exception_type((httpx.RequestError, Unavailable)),
+            ):
+                with attempt:
+                    return await self._post(client, url, body)
+        except RetryError as error:
+            cause = error.last_attempt.exception()
+            why = f"{url}: {type(cause).__name__} {str(cause)[:SHOWN_CHARS]}".strip()
+            raise GaveUp(f"{why} in {self.server.retries + 1} attempts") from error
+        raise AssertionError("unreachable: the loop returns or raises")
+
+    async def _post(self, client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Any:
+        """One attempt. httpx's own limit is for each read: a server that drips would never reach it."""
+        content = bytearray()
+        try:
+            async with asyncio.timeout(self.server.timeout_s), client.stream("POST", url, json=body) as response:
+                async for chunk in response.aiter_bytes():
+                    content += chunk
+                    if len(content) > MOST_BYTES:
+                        raise BadAnswer(f"more than {MOST_BYTES:,} bytes")
+        except TimeoutError as error:
+            raise Unavailable(f"no whole answer in {self.server.timeout_s:g} s") from error
+        return _reply(response, bytes(content), url)
+
+
+def wait_s() -> Callable[[Any], float]:
+    """tenacity's waits: random ones that double, or longer where the server asked for it."""
+    from tenacity import wait_random_exponential
+
+    back_off = wait_random_exponential(multiplier=0.5, max=LONGEST_WAIT_S)
+
+    def wait(state: Any) -> float:
+        asked = getattr(state.outcome.exception(), "retry_after_s", 0.0)
+        return max(back_off(state), min(asked, LONGEST_WAIT_S))
+
+    return wait
+
+
+def retry_after_s(value: str | None) -> float:
+    """Of the header Retry-After: seconds, or a date. 0 where it says neither."""
+    try:
+        seconds = float(value or 0)
+    except ValueError:
+        try:
+            date = parsedate_to_datetime(str(value))
+        except ValueError:
+            return 0.0
+        date = date if date.tzinfo else date.replace(tzinfo=UTC)
+        seconds = (date - datetime.now(UTC)).total_seconds()
+    return seconds if 0 < seconds < math.inf else 0.0
+
+
+def _reply(response: httpx.Response, content: bytes, url: str) -> Any:
+    """The reply's JSON.
+
+    Raises:
+        Unavailable: asking again may help. BadAnswer: this prompt is refused. InputError: every prompt would be.
+    """
+    status, text = response.status_code, content.decode("utf-8", "replace")[:SHOWN_CHARS]
+    found = f"{url}: status {status}, {text}"
+    if status in RETRIED_STATUS or status >= 500:
+        raise Unavailable(f"status {status}: {text}", retry_after_s(response.headers.get("retry-after")))
+    if status in ABOUT_ONE_PROMPT:
+        raise BadAnswer(f"status {status}, {text}")
+    if 300 <= status < 400:
+        found = f"{url}: status {status}, a redirection to {response.headers.get('location', 'nowhere')[:SHOWN_CHARS]}"
+        raise InputError("server.url", found, "the server itself", "Pass its own address.")
+    if status >= 400:
+        raise InputError("server", found, "an answer", "Check --server.url, --server.model and --server.dialect.")
+    if "html" in response.headers.get("content-type", ""):
+        raise InputError("server", found, "JSON", "Check --server.url; it ends with /v1 at most servers.")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise Unavailable(f"not JSON but {text!r}") from error
+
+
+def _answers_before(path: Path, rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What an earlier start was answered in a shard that it did not finish."""
+    if not path.exists():
+        return {}
+    held = read_object(path, {"*": {"rows": [ROW], "counts": {"*": int}}})
+    return {number: held[str(number)] for number in rows if str(number) in held}
+
+
+def _failed_before(directory: Path) -> int:
+    """Prompts that finished shards lack."""
+    from draftsmith.data.store.shards import DONE
+
+    records = (read_object(path, DONE) for path in directory.glob("shard-*.done.json"))
+    return sum(record["counts"].get("failed_dropped", 0) for record in records)
+
+
+def _key(name: str) -> str:
+    key = os.environ.get(name, "")
+    if not (key.isascii() and key.isprintable()):
+        raise InputError(name, "line ends or letters that no header holds", "a key in plain ASCII", "Set it again.")
+    return key
+
+
+def _need_extra() -> None:
+    try:
+        import httpx  # noqa: F401
+        import tenacity  # noqa: F401
+    except ImportError as error:
+        remedy = "pip install 'draftsmith[serve]'"
+        raise InputError("engine", f"openai without {error.name}", "the extra `serve`", remedy) from error

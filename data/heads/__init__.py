@@ -1,0 +1,1 @@
+"""Head directories and their model cards."""

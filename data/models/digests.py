@@ -1,0 +1,188 @@
+"""Content hashes of a checkpoint's tensors, remembered for as long as its files stay as they are.
+
+A hash is of the values in bfloat16: the same weights have the same hash in other shards, under another file's name, and
+stored in another floating-point type. (Two float32 checkpoints share one only where every weight of both rounds to the
+same bfloat16 number.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.data.store.files import CannotWrite, make_directory, write_json
+from draftsmith.modules.types import InputError
+
+VERSION = 1  # of what a remembered file means
+CHUNK = 1 << 22  # values read at once: a model is never in memory for this
+THREADS = 4  # one reads and hashes about a gigabyte a second
+SAID_FROM = 4e9  # bytes that take long enough to say so
+# A file that was written less than this before it was read may be written again without its time showing it.
+SETTLED_NS = 2_000_000_000
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class TensorDigest:
+    """kind: `float`, or another dtype's name. sha256: of the values' bytes, floats in bfloat16."""
+
+    shape: tuple[int, ...]
+    kind: str
+    sha256: str
+
+
+def tensor_digests(files: Iterable[Path]) -> dict[str, TensorDigest]:
+    """By name, of all tensors in safetensors files: remembered ones, or read and then remembered.
+
+    Raises:
+        InputError: a damaged file.
+    """
+    found: dict[str, TensorDigest] = {}
+    known = {file: _remembered(file) for file in files}
+    missing = sum(file.stat().st_size for file, digests in known.items() if digests is None)
+    if missing > SAID_FROM:
+        print(f"draftsmith: hashing {missing / 1e9:.0f} GB of weights, once", file=sys.stderr)
+    for file, digests in known.items():
+        found |= _read_and_remember(file) if digests is None else digests
+    return found
+
+
+def weights_hash(digests: dict[str, TensorDigest]) -> str:
+    """Of a whole checkpoint. An output embedding that equals another tensor is not counted: files of a model that ties
+    them may have it or not."""
+    by_name = {_plain(name): digest for name, digest in digests.items() if not name.endswith("rotary_emb.inv_freq")}
+    others = {digest for name, digest in by_name.items() if not _is_output(name)}
+    kept = {name: digest for name, digest in by_name.items() if not (_is_output(name) and digest in others)}
+    listed = [[name, digest.shape, digest.kind, digest.sha256] for name, digest in sorted(kept.items())]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
+
+
+def output_hash(digests: dict[str, TensorDigest], names: Iterable[str]) -> str | None:
+    """Of the first of these tensors that the files have, as `tensor_hash` gives it."""
+    by_name = {_plain(name): digest for name, digest in digests.items()}
+    return next((by_name[_plain(name)].sha256[:16] for name in names if _plain(name) in by_name), None)
+
+
+def tensor_hash(tensor: torch.Tensor) -> str:
+    """Content hash of a tensor's values in bf16, so that it does not depend on the dtype it was loaded in."""
+    return hashlib.sha256(_bytes(tensor.detach().to("cpu"), "float")).hexdigest()[:16]
+
+
+def _plain(name: str) -> str:
+    """Base models are saved with the prefix of their place in the whole, or without."""
+    return name.removeprefix("model.").removeprefix("transformer.")
+
+
+def _is_output(name: str) -> bool:
+    return name.endswith(("lm_head.weight", "embed_out.weight"))
+
+
+def _read_and_remember(file: Path) -> dict[str, TensorDigest]:
+    before = _stamp(file)
+    digests = _read(file)
+    settled = time.time_ns() - before["mtime_ns"] > SETTLED_NS
+    if settled and _stamp(file) == before:
+        _remember(file, before, digests)
+    return digests
+
+
+def _read(file: Path) -> dict[str, TensorDigest]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened, ThreadPoolExecutor(THREADS) as pool:
+            names = list(opened.keys())
+            return dict(zip(names, pool.map(lambda name: _digest(opened, name), names), strict=True))
+    except SafetensorError as error:
+        found = f"damaged ({error})"
+        raise InputError(str(file), found, "a whole safetensors file", "Fetch or build it again.") from error
+
+
+def _digest(opened: Any, name: str) -> TensorDigest:
+    view = opened.get_slice(name)
+    shape = tuple(view.get_shape())
+    content = hashlib.sha256()
+    if not shape or 0 in shape:
+        parts = iter([opened.get_tensor(name)])
+    else:
+        rows = max(1, CHUNK // math.prod(shape[1:]))
+        parts = (view[start : start + rows] for start in range(0, shape[0], rows))
+    kind = "float"
+    for part in parts:
+        kind = "float" if part.dtype in FLOATS else str(part.dtype)
+        content.update(_bytes(part, kind))
+    return TensorDigest(shape, kind, content.hexdigest())
+
+
+def _bytes(tensor: torch.Tensor, kind: str) -> Any:
+    values = tensor.to(torch.bfloat16) if kind == "float" else tensor
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def folder() -> Path | None:
+    """Where hashes are remembered: `draftsmith/digests` in the user's cache; None where the user has no home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return root / "draftsmith" / "digests"
+
+
+def _entry(file: Path) -> Path | None:
+    """The hub's cache links one content from several places: what counts is the file behind the links."""
+    place = folder()
+    return None if place is None else place / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
+
+
+def _stamp(file: Path) -> dict[str, int]:
+    # The time of the last change cannot be set back, as that of the last writing can: cp -p, rsync -t.
+    about = file.stat()
+    return {
+        "version": VERSION,
+        "size": about.st_size,
+        "mtime_ns": about.st_mtime_ns,
+        "ctime_ns": about.st_ctime_ns,
+        "inode": about.st_ino,
+    }
+
+
+def _remembered(file: Path) -> dict[str, TensorDigest] | None:
+    """None where nothing is known of the file as it is now; what cannot be read is not known."""
+    entry = _entry(file)
+    try:
+        if entry is None:
+            return None
+        content = json.loads(entry.read_text("utf-8"))
+        if content["stamp"] != _stamp(file):
+            return None
+        body = json.dumps(content["tensors"])
+        if content["sha256"] != hashlib.sha256(body.encode()).hexdigest():
+            return None
+        return {n: TensorDigest(tuple(shape), kind, sha) for n, (shape, kind, sha) in content["tensors"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _remember(file: Path, stamp: dict[str, int], digests: dict[str, TensorDigest]) -> None:
+    entry = _entry(file)
+    if entry is None:
+        return
+    tensors = {name: [list(digest.shape), digest.kind, digest.sha256] for name, digest in digests.items()}
+    sha256 = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+    content = {"file": str(file.resolve()), "stamp": stamp, "tensors": tensors, "sha256": sha256}
+    with contextlib.suppress(CannotWrite):  # a read-only or full disk: hashed again the next time
+        make_directory(entry.parent)
+        write_json(entry, content)

@@ -1,0 +1,126 @@
+"""Artefact `rollouts` as a torch data set: one response a sample, with all of its labelled drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
+from draftsmith.data.store.datasets import Answers, Item, Lists, answer_columns, check_labels
+from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.data.store.shards import Rows
+from draftsmith.modules.decoding.confidence import Confidences
+
+
+@dataclass(frozen=True)
+class RolloutTokens:
+    """N labelled drafts of K tokens, text after text, before any drafter has read them.
+
+    num_judged: tokens that count at all, those of loss_mask: known without asking a device. texts: the responses, each
+    with its prompt. starts: for each text, where its drafts begin: the place of their first token. weight: the
+    probability that a round judges the token, 0 behind a drafted end token. C may be 0.
+    """
+
+    num_judged: int
+    texts: tuple[tuple[int, ...], ...]
+    starts: tuple[tuple[int, ...], ...]
+    owner: Tensor  # [N] int64, the text that each draft hangs off
+    temperature: Tensor  # [N] float32
+    draft_ids: Tensor  # [N, K] int64
+    log_q: Tensor  # [N, K] float32, as all below
+    log_max_q: Tensor
+    entropy: Tensor
+    repeat: Tensor
+    log_p: Tensor
+    accept_prob: Tensor
+    overlap: Tensor
+    weight: Tensor
+    loss_mask: Tensor  # [N, K] bool
+    child_ids: Tensor  # [N, K, C] int64
+    child_log_q: Tensor  # [N, K, C] float32
+    child_prob: Tensor  # [N, K, C] float32
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens of the texts and of the drafts: there is no padding."""
+        return sum(map(len, self.texts)) + self.draft_ids.numel()
+
+    @property
+    def confidences(self) -> Confidences:
+        """Of the drafted tokens, [N, K]."""
+        return replace(self._confidences(self.log_q, self.log_max_q, self.entropy), repeat=self.repeat)
+
+    @property
+    def child_confidences(self) -> Confidences:
+        """Of the children, [N, K, C]: their law's maximum and entropy are those of the drafted token beside them."""
+        shape = self.child_log_q.shape
+        return self._confidences(
+            self.child_log_q, self.log_max_q[..., None].expand(shape), self.entropy[..., None].expand(shape)
+        )
+
+    def _confidences(self, log_q: Tensor, log_max_q: Tensor, entropy: Tensor) -> Confidences:
+        depth = torch.arange(1, log_q.shape[1] + 1, device=log_q.device, dtype=log_q.dtype)
+        rest = (1,) * (log_q.dim() - 2)
+        depth, temperature = depth.view(1, -1, *rest), self.temperature.view(-1, 1, *rest)
+        return Confidences(log_q, log_max_q, entropy, depth.expand(log_q.shape), temperature.expand(log_q.shape))
+
+
+class RolloutDataset(Dataset):
+    """Rows of a `rollouts` artefact."""
+
+    def __init__(self, directory: Path, identity: Mapping[str, Any] | None = None):
+        self.manifest: Manifest = open_artefact(directory, "rollouts", identity)
+        self.depth: int = self.manifest.config["depth"]
+        self.children: int = self.manifest.config["children"]
+        listed = (spec for spec in (*FIELDS, *CHILD_FIELDS) if spec.dtype.startswith("list"))
+        self._fields = [spec for spec in listed if spec.name != "loss_mask"]  # of an item it is about the drafts
+        columns = [spec.name for spec in self._fields if self.children or spec not in CHILD_FIELDS]
+        table = Rows(directory, self.manifest, [*columns, *answer_columns(self.manifest)]).table()
+        self.answers = Answers(table)
+        self._names = Rows(directory, self.manifest, ["id"])
+        self._lists = {name: Lists(table[name]) for name in columns}
+        check_labels(directory, self._names, self._lists["accept_prob"])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each response and of the drafts that hang off it: what it takes to read them."""
+        return (self._lists["input_ids"].lengths + self._lists["draft_ids"].lengths).tolist()
+
+    def name(self, row: int) -> str:
+        """The row's id."""
+        return self._names.read(row, row + 1)[0]["id"]
+
+    def __len__(self) -> int:
+        return len(self._lists["starts"].lengths)
+
+    def __getitem__(self, row: int) -> Item:
+        """input_ids [T] and starts [S], int64, and what RolloutTokens has of the S drafts."""
+        own = {name: values[row] for name, values in self._lists.items()}
+        sizes = {"T": len(own["input_ids"]), "S": len(own["starts"]), "K": self.depth, "C": self.children}
+        item: Item = {}
+        for spec in self._fields:
+            values = own.get(spec.name, np.empty(0)).astype(np.int64 if spec.dtype == "list<int32>" else np.float32)
+            item[spec.name] = torch.from_numpy(values).view([sizes[size] for size in spec.shape[0].split("*")])
+        weight = item.pop("reached")
+        return {**item, "weight": weight, "loss_mask": weight > 0}
+
+
+def collate_rollouts(items: Sequence[Item]) -> RolloutTokens:
+    """The drafts of several responses one after the other."""
+    apart = ("input_ids", "starts")
+    joined: dict[str, Any] = {name: torch.cat([item[name] for item in items]) for name in items[0] if name not in apart}
+    counts = torch.tensor([len(item["starts"]) for item in items])
+    return RolloutTokens(
+        num_judged=int(joined["loss_mask"].sum()),
+        texts=tuple(tuple(item["input_ids"].tolist()) for item in items),
+        starts=tuple(tuple(item["starts"].tolist()) for item in items),
+        owner=torch.arange(len(items)).repeat_interleave(counts),
+        **joined,
+    )

@@ -1,0 +1,325 @@
+"""Numbered shards over a fixed partition of the input: resumable, the same on any number of ranks.
+
+Shard i covers input rows [i * rows_per_shard, (i + 1) * rows_per_shard) and belongs to rank i mod world. Its files are
+written under a temporary name, synced and renamed; `shard-NNNNN.done.json` with their sizes and hashes comes after
+them, so a shard is there whole or not at all. Rank 0 writes the manifest once every shard is there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from draftsmith.data.progress import Advance, bar, say
+from draftsmith.data.ranks import place
+from draftsmith.data.store.files import make_directory, write_json, write_table, write_tensors
+from draftsmith.data.store.manifest import (
+    FILE,
+    MANIFEST,
+    STARTED,
+    Field,
+    FileEntry,
+    Manifest,
+    command_line,
+    decisive,
+    differences,
+    file_sha256,
+    flatten,
+    git_commit,
+    package_versions,
+    resolved,
+    warn_not_compared,
+    without_unrecorded,
+)
+from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.writer import HOLDER, LOCK
+from draftsmith.modules.types import InputError
+
+ARROW = {
+    "string": pa.string(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "bool": pa.bool_(),
+    "list<int32>": pa.list_(pa.int32()),
+    "list<float32>": pa.list_(pa.float32()),
+    "list<bool>": pa.list_(pa.bool_()),
+}
+DROPPED = "_dropped"  # behind the reason, in counts
+SPLIT = "rows_split"  # in counts: rows of the table that an input row has beyond its first
+DONE = {"files": [FILE], "counts": {"rows": int, "*": int}}
+BEGIN_AGAIN = "Delete the directory and run the stage again."
+POLL_S = 0.1  # and 5 ms a shard: looking costs one stat for each
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Input rows [start, stop)."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        return f"shard-{self.index:05d}"
+
+
+@dataclass(frozen=True)
+class ShardContent:
+    """What a stage makes of one shard: table rows by the plan's fields, counts that add up over shards, and tensors
+    [name -> Tensor] for a safetensors file beside the table (None: the stage writes no tensors). Input rows that have
+    no row in the table are counted as REASON_dropped, and the rows beyond the first of those that have several as
+    rows_split."""
+
+    rows: list[dict[str, Any]]
+    counts: dict[str, int] = field(default_factory=dict)
+    tensors: dict[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a run of a stage except how one shard is made.
+
+    stage: the command, `data responses`. config: its configuration dataclass. fields: of the table; those whose dtype
+    is not in ARROW describe tensors. wait_s: how long rank 0 waits for other ranks without any progress, in seconds.
+    alone: this process makes all shards, whatever its rank; the others only help it.
+    """
+
+    kind: str
+    stage: str
+    directory: Path
+    config: Any
+    num_rows: int
+    rows_per_shard: int
+    fields: tuple[Field, ...]
+    inputs: dict[str, str]
+    identity: dict[str, Any]
+    sampling: dict[str, Any] | None = None
+    seed: int | None = None
+    wait_s: float = 3600.0
+    alone: bool = False
+
+    @property
+    def shards(self) -> list[Shard]:
+        step, total = self.rows_per_shard, self.num_rows
+        return [Shard(i, start, min(start + step, total)) for i, start in enumerate(range(0, total, step))]
+
+    @property
+    def command(self) -> str:
+        return command_line(self.stage, self.config)
+
+
+def run_stage(plan: Plan, make_shard: Callable[[Shard, Advance], ShardContent]) -> Manifest:
+    """Make the shards of this rank that are not there, then (rank 0) the manifest; others wait for it.
+
+    make_shard must depend on nothing but the shard, and call `advance` with the rows it has done.
+
+    Raises:
+        InputError: no rows, an output that another configuration began, or ranks that never delivered.
+    """
+    here = place()
+    rank, world = (0, 1) if plan.alone else (here.rank, here.world)
+    directory = plan.directory
+    if plan.num_rows == 0:
+        raise InputError(f"{plan.stage}: input", "no rows", "at least one", "Check the input and its filters.")
+    begin(plan)
+    if (directory / MANIFEST).exists() and not _missing(plan):
+        say(f"{plan.kind}: already complete in {directory}")
+        return Manifest.read(directory)
+    own = [shard for shard in plan.shards if shard.index % world == rank]
+    todo = [shard for shard in own if read_done(directory, shard) is None]
+    total, left = (sum(s.stop - s.start for s in shards) for shards in (own, todo))
+    with bar(plan.kind, total, "rows", total - left, enabled=rank == 0) as advance:
+        for shard in todo:
+            write_shard(plan, shard, make_shard(shard, advance))
+    return _finish(plan) if rank == 0 else _await_manifest(plan)
+
+
+def begin(plan: Plan) -> None:
+    """Claim the output directory for this configuration, or see that it was begun with the same one.
+
+    Raises:
+        InputError: it was begun with another (every differing key is listed), or holds something else.
+    """
+    directory = plan.directory
+    make_directory(directory)
+    decides = {"kind": plan.kind, "config": decisive(plan.config), "inputs": plan.inputs, "identity": plan.identity}
+    state = {"rows": plan.num_rows, **flatten(decides)}
+    path = directory / STARTED
+    if not path.exists():
+        own = (STARTED, LOCK, HOLDER)
+        strange = [p.name for p in directory.iterdir() if ".tmp-" not in p.name and p.name not in own]
+        if strange:
+            found = f"{directory}, which holds {sorted(strange)[0]}"
+            raise InputError("output", found, "a new directory, or one that this stage began", "Choose another.")
+        write_json(path, {"command": plan.command, "state": state})
+        return
+    begun = read_object(path, {"state": dict}, BEGIN_AGAIN)["state"]
+    differing, unrecorded = without_unrecorded(differences(state, begun))
+    warn_not_compared(str(path), unrecorded)
+    if differing:
+        found = f"{directory}, begun with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
+        remedy = "Choose another directory or delete it."
+        raise InputError("output", found, "the configuration it was begun with", remedy)
+
+
+def read_done(directory: Path, shard: Shard) -> dict[str, Any] | None:
+    """The record of a finished shard; None where it is not finished or its files are gone or of another size."""
+    path = directory / f"{shard.name}.done.json"
+    try:
+        done = read_object(path, DONE)
+        intact = all((directory / f["name"]).stat().st_size == f["bytes"] for f in done["files"])
+    except OSError:
+        return None
+    return done if intact else None
+
+
+def write_shard(plan: Plan, shard: Shard, content: ShardContent) -> None:
+    """Files first, then the record that they are whole."""
+    directory = plan.directory
+    for leftover in directory.glob(f"{shard.name}.*.tmp-*"):
+        leftover.unlink(missing_ok=True)  # of a killed run
+    schema = pa.schema([(f.name, ARROW[f.dtype]) for f in plan.fields if f.dtype in ARROW])
+    table = pa.Table.from_pylist(content.rows, schema=schema)
+    names = [f"{shard.name}.parquet"]
+    remedy = f"Free some space, then continue: {plan.command}"
+    write_table(directory / names[0], table, remedy)
+    if content.tensors is not None:
+        names.append(f"{shard.name}.safetensors")
+        write_tensors(directory / names[1], content.tensors, remedy=remedy)
+    num_rows = len(content.rows)
+    kept, lost = num_rows - content.counts.get(SPLIT, 0), sum(dropped(content.counts).values())
+    assert kept + lost == shard.stop - shard.start, "rows that nobody accounts for"
+    files = [FileEntry(n, (directory / n).stat().st_size, file_sha256(directory / n), num_rows) for n in names]
+    record = {"files": [asdict(entry) for entry in files], "counts": {"rows": num_rows, **content.counts}}
+    write_json(directory / f"{shard.name}.done.json", record)
+
+
+def _missing(plan: Plan) -> list[Shard]:
+    return [shard for shard in plan.shards if read_done(plan.directory, shard) is None]
+
+
+def _poll(plan: Plan, left: Callable[[], int], what: str) -> None:
+    """Wait until left() is 0; the deadline moves on while it falls."""
+    before, deadline = left(), time.monotonic() + plan.wait_s
+    while before:
+        time.sleep(POLL_S + 0.005 * len(plan.shards))
+        now = left()
+        if now < before:
+            before, deadline = now, time.monotonic() + plan.wait_s
+        elif time.monotonic() > deadline:
+            found = f"{now} {what} missing after {plan.wait_s:.0f} s"
+            raise InputError("ranks", found, "all of them", f"Continue, on any number of ranks: {plan.command}")
+
+
+def _finish(plan: Plan) -> Manifest:
+    _poll(plan, lambda: len(_missing(plan)), "shards of other ranks")
+    counts: Counter[str] = Counter({"shards": len(plan.shards), "read": plan.num_rows})
+    files: list[FileEntry] = []
+    for shard in plan.shards:
+        done = read_done(plan.directory, shard)
+        assert done is not None
+        counts.update(done["counts"])
+        files += [FileEntry(**{name: entry[name] for name in FILE}) for entry in done["files"]]
+    if counts["rows"] == 0:
+        remedy = "Check the filters and what was dropped."
+        raise InputError(f"{plan.stage}: output", f"no rows left ({account(counts)})", "at least one", remedy)
+    manifest = Manifest(
+        kind=plan.kind,
+        config=resolved(plan.config),
+        inputs=plan.inputs,
+        identity=plan.identity,
+        sampling=plan.sampling,
+        fields=plan.fields,
+        counts=dict(counts),
+        files=tuple(files),
+        seed=plan.seed,
+        command=plan.command,
+        packages=package_versions(),
+        git_commit=git_commit(),
+    )
+    manifest.write(plan.directory)
+    size = sum(entry.bytes for entry in files)
+    told = {"rows", "read", SPLIT, *(name + DROPPED for name in dropped(counts))}
+    more = {name: value for name, value in counts.items() if value and name not in told}
+    numbers = "".join(f", {value:,} {name.replace('_', ' ')}" for name, value in more.items())
+    say(f"{plan.kind}: {account(counts)}; {size / 1e6:,.1f} MB{numbers} in {plan.directory}")
+    return manifest
+
+
+def dropped(counts: Mapping[str, int]) -> dict[str, int]:
+    """Reason -> input rows that a stage dropped for it, of its counts."""
+    return {name.removesuffix(DROPPED): value for name, value in counts.items() if name.endswith(DROPPED) and value}
+
+
+def account(counts: Mapping[str, int]) -> str:
+    """`read 1,000, kept 980, dropped 20: invalid 15, overlong 5`."""
+    reasons = dropped(counts)
+    because = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in reasons.items())
+    lost = f"{sum(reasons.values()):,}: {because}" if reasons else "0"
+    extra = counts.get(SPLIT, 0)
+    rows = f" in {counts['rows']:,} rows" if extra else ""
+    return f"read {counts['read']:,}, kept {counts['rows'] - extra:,}{rows}, dropped {lost}"
+
+
+def _await_manifest(plan: Plan) -> Manifest:
+    manifest = plan.directory / MANIFEST
+    _poll(plan, lambda: len(_missing(plan)) + (not manifest.exists()), "shards or the manifest")
+    return Manifest.read(plan.directory)
+
+
+class Rows:
+    """The table of an opened artefact by global row number, one shard in memory at a time."""
+
+    def __init__(self, directory: Path, manifest: Manifest, columns: list[str] | None = None):
+        self._directory, self._columns = Path(directory), columns
+        self._files = [entry for entry in manifest.files if entry.name.endswith(".parquet")]
+        self._ends: list[int] = []
+        for entry in self._files:
+            self._ends.append(entry.rows + (self._ends[-1] if self._ends else 0))
+        self._cached: tuple[int, pa.Table | None] = (-1, None)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """Rows [start, stop) as dictionaries of Python values."""
+        return list(self.iterate(start, stop))
+
+    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+        row, stop = start, len(self) if stop is None else min(stop, len(self))
+        while row < stop:
+            index = bisect.bisect_right(self._ends, row)
+            first = self._ends[index] - self._files[index].rows
+            table = self._table(index)
+            count = min(stop, self._ends[index]) - row
+            yield from table.slice(row - first, count).to_pylist()
+            row += count
+
+    def table(self) -> pa.Table:
+        """All rows at once, a chunk a shard: in one, lists would end at 2^31 items."""
+        return pa.concat_tables([self._read(index) for index in range(len(self._files))])
+
+    def _table(self, index: int) -> pa.Table:
+        if self._cached[0] != index:
+            self._cached = (index, self._read(index))
+        table = self._cached[1]
+        assert table is not None
+        return table
+
+    def _read(self, index: int) -> pa.Table:
+        path = self._directory / self._files[index].name
+        try:
+            return pq.read_table(path, columns=self._columns, partitioning=None)
+        except (pa.ArrowException, OSError, KeyError) as error:
+            remedy = "Delete it and run its stage again, which rebuilds just this shard."
+            raise InputError(str(path), f"unreadable ({error})", "a Parquet shard", remedy) from error

@@ -1,0 +1,95 @@
+"""Chat messages to token ids and loss masks, with the tokenizer's own template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.models.identity import template_hash as template_hash
+from draftsmith.data.models.loading import load_tokenizer, read_config
+from draftsmith.modules.types import InputError
+
+Messages = list[dict[str, str]]
+MASK_REMEDY = "Pass --chat-template FILE with {% generation %}...{% endgeneration %} around the assistant's words."
+PROBE: Messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good day."}]
+
+
+class RowError(ValueError):
+    """One row can not be used; the stage counts it or makes it an InputError that names the row."""
+
+
+def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervised: bool = False) -> Any:
+    """The target's tokenizer with a chat template, its own or the one in the file `chat_template`.
+
+    supervised: the template must mark the assistant's tokens too, which is tried out here.
+
+    Raises:
+        InputError: no template, one that fails on a plain exchange, or one that gives no mask.
+    """
+    tokenizer = load_tokenizer(target)
+    if chat_template is not None:
+        if not Path(chat_template).is_file():
+            raise InputError("chat_template", chat_template, "a file with a Jinja template", "Check the path.")
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                "chat_template", f"{chat_template}, not UTF-8", "a text file", "Check the path."
+            ) from error
+    if not tokenizer.chat_template:
+        remedy = "Pass --chat-template FILE, or choose an instruction-tuned model."
+        raise InputError("chat_template", f"none in {target}", "a chat template", remedy)
+    try:
+        if prompt_ids(tokenizer, PROBE[:1]) == prompt_ids(tokenizer, [{**PROBE[0], "content": "Goodbye."}]):
+            raise RowError("what the user says is not in it")
+        if supervised:
+            supervised_ids(tokenizer, PROBE)
+    except RowError as error:
+        remedy = "Pass --chat-template FILE with a template that works."
+        found = f"an error on a plain exchange ({error})"
+        raise InputError("chat_template", found, "a working template", remedy) from error
+    return tokenizer
+
+
+def context_length(target: str) -> int | None:
+    """Most positions the target can read; None where its config does not say."""
+    raw = read_config(target)
+    return (raw.get("text_config") or raw).get("max_position_embeddings")
+
+
+def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
+    """Ids of a conversation that waits for the assistant: up to and including the generation prompt.
+
+    Raises:
+        RowError: the template refuses these messages.
+    """
+    return _apply(tokenizer, messages, add_generation_prompt=True)["input_ids"]
+
+
+def supervised_ids(tokenizer: Any, messages: Messages) -> tuple[list[int], list[bool]]:
+    """Ids of a whole conversation, and true exactly where the template says the assistant wrote.
+
+    Raises:
+        InputError: a template without generation tags, or a mask that is all zero: training would learn nothing.
+        RowError: the template refuses these messages.
+    """
+    template = tokenizer.get_chat_template()
+    if "generation" not in template or "endgeneration" not in template:
+        raise InputError("chat_template", "no {% generation %} tags", "a template that marks the answers", MASK_REMEDY)
+    encoded = _apply(tokenizer, messages, return_assistant_tokens_mask=True)
+    mask = [bool(value) for value in encoded["assistant_masks"]]
+    if not any(mask):
+        raise InputError("loss_mask", "all zero", "a mask that covers the assistant's tokens", MASK_REMEDY)
+    return encoded["input_ids"], mask
+
+
+def _apply(tokenizer: Any, messages: Messages, **kwargs: Any) -> Any:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kwargs)
+    except TemplateError as error:
+        raise RowError(f"the chat template refuses it: {error}") from error
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        # What the template's own expressions raise.
+        raise RowError(f"the chat template fails on it ({type(error).__name__}: {error})") from error

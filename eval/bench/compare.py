@@ -1,0 +1,293 @@
+"""`draftsmith eval compare RUN RUN`: two runs of the bench against each other, prompt by prompt, without decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from draftsmith.data.progress import say
+from draftsmith.data.store.files import make_directory, write_text
+from draftsmith.data.store.manifest import differences, flatten, without_unrecorded
+from draftsmith.data.store.reading import check_shape, read_object
+from draftsmith.eval.bench.measure import Measured
+from draftsmith.eval.bench.provenance import RESULTS
+from draftsmith.eval.bench.rows import BASELINE, Row, of_methods, read_rows
+from draftsmith.eval.bench.summary import Clock, Floats, Resamples, speedup, tokens_per_s
+from draftsmith.eval.bench.tables import mode, plain_table
+from draftsmith.eval.report import figures
+from draftsmith.eval.report.tables import markdown
+from draftsmith.modules.decoding.trace import pool
+from draftsmith.modules.types import InputError
+
+# Settings without which two runs did not do the same work.
+SAME_SETTINGS = ("top_k", "top_p", "dtype", "max_new_tokens", "ignore_eos", "turns", "batch_size")
+# Settings that change how fast the same work is done: tokens per second are then of different machines.
+SAME_SPEED = ("device", "num_threads", "engine", "packed")
+AGAIN = "Measure it again."
+META = {
+    "settings": {name: object for name in (*SAME_SETTINGS, *SAME_SPEED)},
+    "prompts": {"sha256": str},
+    "clock": str,
+    **{name: dict for name in ("target", "hardware", "versions", "models", "heads")},
+}
+SHA256_DIGITS = 64
+BOTH = tuple[list[Measured], list[Measured]]
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Compares two runs of `draftsmith eval bench` over the prompts that both measured, with paired intervals.
+
+    Runs of another target, tokenizer, dtype, of other sampling settings or prompts are refused: their numbers are not
+    of the same thing.
+
+    runs: directories of the two runs; ratios and differences are those of the second over the first.
+    output: Markdown file that receives the tables too.
+    seed: of the bootstrap.
+    """
+
+    runs: list[str]
+    output: Path | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.runs) != 2:
+            expected = "two directories of `draftsmith eval bench`"
+            raise InputError("runs", f"{len(self.runs)} of them", expected, "Name two.")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A finished run: meta of its results.json, and the rows of its prompts."""
+
+    name: str
+    meta: Mapping[str, Any]
+    rows: Sequence[Row]
+
+    @property
+    def methods(self) -> dict[float, dict[str, list[Measured]]]:
+        """Temperature -> method -> what was measured, in the order of the run."""
+        temperatures = dict.fromkeys(row["temperature"] for row in self.rows)
+        return {temperature: of_methods(self.rows, temperature) for temperature in temperatures}
+
+
+def run(config: CompareConfig) -> None:
+    """Print, and write, the notes and a table for each temperature."""
+    first, second = (open_bench(path) for path in config.runs)
+    check_comparable(first, second)
+    notes = [f"A: {first.name}. B: {second.name}. Ratios are B / A, differences B - A.", *notes_of(first, second)]
+    tables = compare(first, second, config.seed)
+    console = Console(highlight=False)
+    for note in notes:
+        say(note)
+    for table in tables:
+        console.print(on_screen(table))
+    if config.output is not None:
+        make_directory(config.output.parent)
+        lines = [*(f"- {note}" for note in notes), "", *(markdown(table) for table in tables)]
+        write_text(config.output, "\n".join(lines))
+        say(f"Written to {config.output}")
+
+
+def open_bench(path: str) -> Bench:
+    """Raises:
+    InputError: no finished run of the bench, or one of an earlier version.
+    """
+    directory = Path(path)
+    if not (directory / RESULTS).exists():
+        remedy = "Give the command of the run again: it goes on." if directory.is_dir() else "Check the path."
+        raise InputError(path, f"no {RESULTS}", "a finished run of `draftsmith eval bench`", remedy)
+    meta = read_object(directory / RESULTS, {"meta": dict}, AGAIN)["meta"]
+    if meta.get("kind") != "bench":
+        found = f"results of kind {meta.get('kind', 'unknown (of an earlier version)')}"
+        raise InputError(path, found, "a run of `draftsmith eval bench`", "Measure it (again).")
+    check_shape(directory / RESULTS, meta, META, AGAIN, "meta")
+    return Bench(path, meta, read_rows(directory))
+
+
+def check_comparable(first: Bench, second: Bench) -> None:
+    """Raises:
+    InputError: one error that lists all that makes the runs incomparable.
+    """
+    differing, _ = identity_differences(first, second)
+    if not set(first.methods) & set(second.methods):
+        differing.append(("temperatures", listed(first.methods), listed(second.methods)))
+    if differing:
+        found = said(differing)
+        expected = "runs of the same target, tokenizer, sampling, dtype and prompts"
+        raise InputError("runs", found, expected, "Measure both with the same settings.")
+
+
+def identity_differences(first: Bench, second: Bench) -> tuple[list[tuple[str, Any, Any]], list[str]]:
+    """What two runs do not share, and what one of them does not record."""
+    return without_unrecorded(differences(*(flatten(identity(bench.meta)) for bench in (first, second))))
+
+
+def identity(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What two runs must share."""
+    settings = {name: meta["settings"][name] for name in SAME_SETTINGS}
+    return {"target": meta["target"], **settings, "prompts": {"sha256": meta["prompts"]["sha256"]}}
+
+
+def said(differing: Sequence[tuple[str, Any, Any]]) -> str:
+    """Hashes by their first twelve digits."""
+    return "; ".join(f"{key} {short(a)} and {short(b)}" for key, a, b in differing)
+
+
+def short(value: Any) -> Any:
+    return value[:12] if isinstance(value, str) and len(value) == SHA256_DIGITS else value
+
+
+def listed(temperatures: Sequence[float] | Mapping[float, Any]) -> str:
+    return ", ".join(f"{temperature:g}" for temperature in temperatures)
+
+
+def speed_differences(first: Bench, second: Bench) -> list[tuple[str, Any, Any]]:
+    """What makes tokens per second of the two runs those of different machines."""
+
+    def of(meta: Mapping[str, Any]) -> dict[str, Any]:
+        machine = {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "cpu_count")}
+        settings = {name: meta["settings"][name] for name in SAME_SPEED}
+        return flatten({"hardware": machine, "versions": meta["versions"], "clock": meta["clock"], **settings})
+
+    return differences(of(first.meta), of(second.meta))
+
+
+def notes_of(first: Bench, second: Bench) -> list[str]:
+    """What a reader must know before the tables."""
+    notes = []
+    slower = speed_differences(first, second)
+    if slower:
+        notes.append(f"Taken on different machines, versions or threads ({said(slower)}): tokens/s are left out.")
+    drafters = [flatten({name: bench.meta[name] for name in ("models", "heads")}) for bench in (first, second)]
+    differing, unrecorded = without_unrecorded(differences(*drafters))
+    if differing:
+        notes.append(f"They draft with different models or heads ({said(differing)}).")
+    unrecorded += identity_differences(first, second)[1]
+    if unrecorded:
+        notes.append(f"Not compared, for one of them does not record it: {', '.join(sorted(unrecorded))}.")
+    notes += auto_notes(first.meta, second.meta)
+    for temperature in dict.fromkeys([*first.methods, *second.methods]):
+        mine, theirs = (bench.methods.get(temperature, {}) for bench in (first, second))
+        for letter, own, other in (("A", mine, theirs), ("B", theirs, mine)):
+            alone = [label for label in own if label not in other]
+            if alone:
+                notes.append(f"Only in {letter}, {mode(temperature)}: {', '.join(alone)}.")
+    failed = [sum(row["error"] is not None for row in bench.rows) for bench in (first, second)]
+    if any(failed):
+        notes.append(f"Prompts that failed in either run are left out (rows: {failed[0]} and {failed[1]}).")
+    return notes
+
+
+def auto_notes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """What `auto` came to where both measured it, and not alike."""
+    found = []
+    for kind, name in (("step_costs", "c of {}"), ("tree_times", "times of {}")):
+        mine, theirs = first.get(kind) or {}, second.get(kind) or {}  # earlier versions have none
+        for key in (key for key in mine if key in theirs and mine[key] != theirs[key]):
+            values = f" {mine[key]:.4g} and {theirs[key]:.4g}" if kind == "step_costs" else ""
+            found.append(name.format(key) + values)
+    why = "methods that go by them draft otherwise for that alone. --costs takes the numbers of another run."
+    return [f"They measured other costs for auto ({'; '.join(found)}): {why}"] if found else []
+
+
+def compare(first: Bench, second: Bench, seed: int) -> list[figures.Table]:
+    """A table for each temperature that both have."""
+    comparable = not speed_differences(first, second)
+    clock: Clock = first.meta["clock"]
+    tables = []
+    for temperature, mine in first.methods.items():
+        theirs = second.methods.get(temperature)
+        if theirs is None:
+            continue
+        base = paired(mine[BASELINE], theirs[BASELINE])
+        rows = [
+            {"method": label, **row_of(paired(mine[label], theirs[label]), base, clock, seed, comparable)}
+            for label in mine
+            if label in theirs
+        ]
+        tables.append(table_of(rows, temperature, len(base[0]), comparable, first.meta["clock"]))
+    return tables
+
+
+def paired(mine: Sequence[Measured], theirs: Sequence[Measured]) -> BOTH:
+    """What both measured: the same prompts in the same order."""
+
+    def by_prompt(items: Sequence[Measured]) -> dict[tuple[int, int], Measured]:
+        return {(item.prompt.number, item.prompt.turn): item for item in items}
+
+    ours, others = by_prompt(mine), by_prompt(theirs)
+    common = [key for key in ours if key in others]
+    if not common:
+        remedy = "Measure both again, or look at their failures."
+        raise InputError("runs", "no prompt that both measured", "at least one", remedy)
+    return [ours[key] for key in common], [others[key] for key in common]
+
+
+def row_of(items: BOTH, base: BOTH, clock: Clock, seed: int, comparable: bool) -> Row:
+    """One method: B over A. The bootstrap draws the same prompts for both runs and for their baselines."""
+    first, second = items
+    drawn = Resamples([item.group for item in first], seed)
+
+    def gain(run: int) -> Floats:
+        return drawn.tokens_per_s(items[run], clock) / drawn.tokens_per_s(base[run], clock)
+
+    found: Row = {}
+    if comparable:
+        found["speed"] = tokens_per_s(second, clock) / tokens_per_s(first, clock)
+        found |= ends("speed", drawn, lambda: drawn.tokens_per_s(second, clock) / drawn.tokens_per_s(first, clock))
+    found["gain_a"], found["gain_b"] = (speedup(items[run], base[run], clock) for run in (0, 1))
+    found["gain"] = found["gain_b"] / found["gain_a"]
+    found |= ends("gain", drawn, lambda: gain(1) / gain(0))
+    found["tau_a"], found["tau_b"] = (pool(item.trace for item in own).tau for own in items)
+    found["tau"] = found["tau_b"] - found["tau_a"]
+    found |= ends("tau", drawn, lambda: drawn.tau(second) - drawn.tau(first))
+    equal = sum(a.tokens == b.tokens for a, b in zip(first, second, strict=True))
+    return {**found, "equal": f"{equal} of {len(first)}"}
+
+
+def ends(name: str, drawn: Resamples, ratio: Callable[[], Floats]) -> Row:
+    """The 95 % interval, as numbers and as the text of a cell."""
+    found = drawn.interval(ratio)
+    low, high = found or (None, None)
+    text = "" if found is None else f"{low:.2f} to {high:.2f}"
+    return {f"{name}_low": low, f"{name}_high": high, f"{name}_ci": text}
+
+
+def table_of(rows: Sequence[Row], temperature: float, prompts: int, comparable: bool, clock: Clock) -> figures.Table:
+    speed = [figures.Column("speed", "tokens/s B/A", ".3fx"), figures.Column("speed_ci", "95 % CI")]
+    columns = [
+        figures.Column("method", "method"),
+        *(speed if comparable else ()),
+        figures.Column("gain_a", "speed-up A", ".2fx"),
+        figures.Column("gain_b", "speed-up B", ".2fx"),
+        figures.Column("gain", "B/A", ".3fx"),
+        figures.Column("gain_ci", "95 % CI"),
+        figures.Column("tau_a", "tau A", ".2f"),
+        figures.Column("tau_b", "tau B", ".2f"),
+        figures.Column("tau", "B-A", "+.3f"),
+        figures.Column("tau_ci", "95 % CI"),
+        figures.Column("equal", "equal answers"),
+    ]
+    note = (
+        f"{prompts} prompts (each turn counts) that both runs measured, {'CPU' if clock == 'cpu' else 'wall'} time; "
+        "speed-up over each run's own ar; 95 % bootstrap intervals over prompts, paired."
+    )
+    return figures.Table(f"compare-t{temperature:g}", f"B against A, {mode(temperature)}", columns, rows, note)
+
+
+def on_screen(source: figures.Table) -> Any:
+    """Intervals under the numbers that they are of."""
+    table = plain_table(title=source.title, title_justify="left", caption=source.note, caption_justify="left")
+    columns = [column for column in source.columns if not column.key.endswith("_ci")]
+    for column in columns:
+        first = column.key == "method"
+        table.add_column(column.title, justify="left" if first else "right", overflow="fold")
+    for row in source.rows:
+        shown = ((figures.formatted(row[c.key], c.format), row.get(f"{c.key}_ci")) for c in columns)
+        table.add_row(*("\n".join(filter(None, cell)) for cell in shown))
+    return table

@@ -1,0 +1,138 @@
+"""transformers' own generation, measured with this project's counts: the baseline that shares no code with ours.
+
+Target calls are counted by a hook. A hook leaves the signature of `forward` alone; a wrapper does not, and `generate`
+then stops passing position ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftsmith.data.models.loading import DTYPES, load_transformers, model_directory
+from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Call:
+    """One target call: how many tokens were in its cache, and the tokens [T] it was fed."""
+
+    num_cached: int
+    fed: Any
+
+
+def trace_of(calls: Sequence[Call], prompt_length: int, tokens: Sequence[int]) -> DecodeTrace:
+    """The counts of one generation from what its target calls read.
+
+    Before the first call the prompt is known; before a later one, one token more than is cached. What is fed beyond the
+    known tokens was drafted; the growth of the known tokens until the next call was emitted. Assisted generation drafts
+    before its first target call, so the prefill is a round like any other.
+    """
+    known = [0, *(call.num_cached + 1 - prompt_length for call in calls[1:]), len(tokens)]
+    steps = []
+    for i, call in enumerate(calls):
+        drafted = [int(token) for token in call.fed[prompt_length + known[i] - call.num_cached :]]
+        emitted = list(tokens[known[i] : known[i + 1]])
+        steps.append(DecodeStep(len(drafted), common_prefix(drafted, emitted), len(emitted), len(drafted)))
+    return DecodeTrace(steps, prefill_calls=0)
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common beginning. Of a draft and what was emitted it is the number of accepted tokens: a rejected
+    token is never drawn again in its own place, because the residual law gives it no mass."""
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+class HFRunner:
+    """`generate` of one transformers model, assisted by another when `assistant` is given.
+
+    eos_ids: tokens that end the answer; () never ends.
+    num_assistant_tokens: most drafted tokens of a round, without a schedule.
+    confidence_threshold: a round ends early after a drafted token of lower probability; 0 never.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        params: SamplingParams,
+        eos_ids: Sequence[int],
+        assistant: Any | None = None,
+        num_assistant_tokens: int = 5,
+        confidence_threshold: float = 0.0,
+    ):
+        self._model, self._params, self._eos_ids, self._assistant = model, params, tuple(eos_ids), assistant
+        self._num_assistant_tokens, self._confidence_threshold = num_assistant_tokens, confidence_threshold
+
+    def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
+        """Generate, and cut at the first end token and at `max_new_tokens` before counting."""
+        calls: list[Call] = []
+
+        def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            cache = kwargs.get("past_key_values")
+            calls.append(Call(int(cache.get_seq_length()) if cache is not None else 0, kwargs["input_ids"][0]))
+
+        input_ids = torch.tensor([list(prompt)], device=self._model.device)
+        limit = getattr(self._model.config, "max_position_embeddings", None)
+        room = min(max_new_tokens, limit - len(prompt)) if limit else max_new_tokens
+        hook = self._model.register_forward_pre_hook(record, with_kwargs=True)
+        try:
+            output = self._generate(input_ids, room, seed)
+        finally:
+            hook.remove()
+        tokens = output[0, len(prompt) :].tolist()
+        end = next((i for i, token in enumerate(tokens) if token in self._eos_ids), None)
+        tokens = tokens if end is None else tokens[: end + 1]
+        return Generation(tokens, trace_of(calls, len(prompt), tokens), end is not None)
+
+    def _generate(self, input_ids: Any, max_new_tokens: int, seed: int) -> Any:
+        from transformers import GenerationConfig
+
+        params = self._params
+        sampling: dict[str, Any] = {"do_sample": False}
+        if not params.greedy:
+            # 0 and 1 switch the filters off in transformers as here; None would bring its default top_k of 50 back.
+            sampling = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k,
+                        "top_p": params.top_p}  # fmt: skip
+        end = {"eos_token_id": list(self._eos_ids) or None, "pad_token_id": self._eos_ids[0] if self._eos_ids else 0}
+        if self._assistant is not None:
+            # `generate` reads these three from the assistant, and one assistant serves all settings of a run.
+            self._assistant.generation_config = GenerationConfig(
+                num_assistant_tokens=self._num_assistant_tokens,
+                num_assistant_tokens_schedule="constant",
+                assistant_confidence_threshold=self._confidence_threshold,
+                **end,
+            )
+        config = GenerationConfig(max_new_tokens=max_new_tokens, **sampling, **end)
+        with torch.random.fork_rng(enabled=not params.greedy):
+            if not params.greedy:
+                torch.manual_seed(seed)
+            return self._model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                generation_config=config,
+                assistant_model=self._assistant,
+            )
+
+
+def load_hf_model(path: str, dtype: str, device: str, trust_remote_code: bool = False) -> Any:
+    """A transformers model without generation defaults of its own: `generate` would fill them in behind our back."""
+    import logging
+
+    from transformers import GenerationConfig
+
+    # Assisted generation warns about the arguments that it passes to itself.
+    logging.getLogger("transformers.generation.utils").setLevel(logging.ERROR)
+    wanted = "auto" if dtype == "auto" else DTYPES[dtype]
+    model = load_transformers(model_directory(path), wanted, trust_remote_code)
+    model.generation_config = GenerationConfig()
+    return model.to(device).eval()

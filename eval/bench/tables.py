@@ -1,0 +1,193 @@
+"""results.json as tables: on the screen and in Markdown. Pure functions of its content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from draftsmith.data.heads.markdown import markdown_lines
+from draftsmith.eval.report import figures
+
+HEADINGS = ("method", "tokens/s", "speed-up", "95 % CI", "tau", "95 % CI", "discarded", "= ar")
+POOLED, MACRO = "all, pooled", "mean of tasks"
+SHOWN_FAILURES = 5
+METHOD_WIDTH = 12  # narrower terminals fold a method's name, not the numbers
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """One method's row, in the order of HEADINGS."""
+    drafts = row["num_draft_tokens"] > 0
+    return (
+        row["method"],
+        f"{row['tokens_per_s']:,.1f}",
+        f"{row['speedup']:.2f}x",
+        interval(row.get("speedup_ci95")),
+        f"{row['tau']:.2f}",
+        interval(row.get("tau_ci95")),
+        f"{row['discard_rate']:.0%}" if drafts else "",
+        verdict(row),
+    )
+
+
+def interval(ends: Sequence[float] | None) -> str:
+    return f"{ends[0]:.2f}-{ends[1]:.2f}" if ends else ""
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """Whether the greedy output equals the autoregressive one; `-` where that is no fair test."""
+    matches = row.get("matches_ar")
+    if matches is None:
+        return "-"
+    return "yes" if matches else f"no ({row.get('num_differing', '?')})"
+
+
+def temperatures_of(results: Mapping[str, Any]) -> list[float]:
+    """In the order measured."""
+    single = results["meta"]["settings"]["temperature"]  # rows of earlier versions do not say
+    return list(dict.fromkeys(row.get("temperature", single) for row in results["methods"]))
+
+
+def at(results: Mapping[str, Any], temperature: float) -> list[Mapping[str, Any]]:
+    """Rows of one temperature."""
+    return [row for row in results["methods"] if row.get("temperature", temperature) == temperature]
+
+
+def mode(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
+def caption(results: Mapping[str, Any]) -> str:
+    """How the numbers were taken, in one sentence, and what is missing."""
+    meta, first = results["meta"], results["methods"][0]
+    settings = meta["settings"]
+    modes = " and ".join(mode(temperature) for temperature in temperatures_of(results))
+    clock = "CPU time" if meta["clock"] == "cpu" else "wall time"
+    batch_size = settings.get("batch_size", 1)  # results of earlier versions do not say
+    together = f"{batch_size} prompts at a time, " if batch_size > 1 else ""
+    repeats = "once" if settings["repeats"] == 1 else f"medians of {settings['repeats']}"
+    grams = first.get("distinct_4grams")
+    return (
+        f"{first['prompts']} prompts, {first['tokens']:,} tokens"
+        + (f" (distinct 4-grams {grams:.2f})" if grams is not None else "")
+        + f", {modes}, {settings['dtype']} on {settings['device']}, {settings['num_threads']} thread(s), "
+        f"{together}{clock}, interleaved, {repeats}; speed-up over this engine's own ar."
+        + costs_of(meta)
+        + left_out(results)
+    )
+
+
+def costs_of(meta: Mapping[str, Any]) -> str:
+    """What c=auto came to; nothing where no method asked."""
+    costs = meta.get("step_costs") or {}
+    return f" c by {', '.join(f'{name}: {c:.3g}' for name, c in costs.items())}." if costs else ""
+
+
+def left_out(results: Mapping[str, Any]) -> str:
+    """Which prompts have failed; nothing where none has."""
+    found = (f"{failure['task']} {failure['id']}".strip() for failure in results.get("failures", ()))
+    names = list(dict.fromkeys(found))
+    if not names:
+        return ""
+    more = ", ..." if len(names) > SHOWN_FAILURES else ""
+    return f" Left out because they failed ({len(names)}): {', '.join(names[:SHOWN_FAILURES])}{more}."
+
+
+def plain_table(**kwargs: Any) -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, **kwargs)
+
+
+def results_table(results: Mapping[str, Any]) -> Table:
+    """Fits in 100 columns with room for a name, and in 80 with folded names. Temperatures follow each other."""
+    table = plain_table(caption=caption(results), caption_justify="left")
+    table.add_column(HEADINGS[0], overflow="fold", min_width=METHOD_WIDTH)
+    for heading in HEADINGS[1:]:
+        table.add_column(heading, justify="right", no_wrap=" " not in heading)
+    several = len(temperatures_of(results)) > 1
+    for temperature in temperatures_of(results):
+        rows = at(results, temperature)
+        if several:
+            table.add_row(mode(temperature), style="dim")
+        fastest = max(row["speedup"] for row in rows)
+        for row in rows:
+            table.add_row(*cells(row), style="bold" if row["speedup"] == fastest else None)
+    return table
+
+
+def by_task(results: Mapping[str, Any], temperature: float) -> figures.Table | None:
+    """Speed-up and tau of every method on every task, and over tasks, as in table 1 of EAGLE-2; None where prompts
+    carry no tasks."""
+    baseline, *rows = at(results, temperature)
+    if not rows or not baseline.get("by_task"):
+        return None
+    columns = [figures.Column("method", "method")]
+    for task in baseline["by_task"]:
+        columns += pair(task, task.replace("_", " "))
+    columns += [*pair("pooled", POOLED), *pair("macro", MACRO)]
+    return figures.Table(
+        name=f"by-task-t{temperature:g}",
+        title=f"Speed-up and tau by task, {mode(temperature)}",
+        columns=columns,
+        rows=[{"method": row["method"], **task_cells(row)} for row in rows],
+        note=f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
+        "Prompts of the tasks: "
+        + ", ".join(f"{task} {part['prompts']}" for task, part in baseline["by_task"].items())
+        + ". Distinct 4-grams of ar's answers: "
+        + ", ".join(grams_of(baseline))
+        + ".",
+    )
+
+
+def pair(key: str, title: str) -> list[figures.Column]:
+    return [
+        figures.Column(f"{key}.speedup", title, ".2fx"),
+        figures.Column(f"{key}.tau", f"{title}: tau", ".2f"),
+    ]
+
+
+def task_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of one method by the keys of `by_task`'s columns; intervals beside them for whoever draws it."""
+    found: dict[str, Any] = {}
+    for task, part in {**row["by_task"], "pooled": row}.items():
+        for name in ("speedup", "tau"):
+            low, high = part.get(f"{name}_ci95") or (None, None)
+            found |= {f"{task}.{name}": part[name], f"{task}.{name}_low": low, f"{task}.{name}_high": high}
+    return found | {"macro.speedup": row.get("macro_speedup"), "macro.tau": row.get("macro_tau")}
+
+
+def grams_of(row: Mapping[str, Any]) -> list[str]:
+    parts = ((task, part["distinct_4grams"]) for task, part in row["by_task"].items())
+    return [f"{task} {grams:.2f}" for task, grams in parts if grams is not None]
+
+
+def task_tables(results: Mapping[str, Any]) -> list[Table]:
+    """`by_task` for the screen, one for each temperature; none for a single task, which `results_table` shows."""
+    if len(results["methods"][0].get("by_task", ())) < 2:
+        return []
+    found = (by_task(results, temperature) for temperature in temperatures_of(results))
+    return [folded(table) for table in found if table is not None]
+
+
+def folded(source: figures.Table) -> Table:
+    """A table of pairs of columns, the second of a pair under the first."""
+    style = {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
+    table = plain_table(title=source.title, caption=source.note, **style)
+    table.add_column(source.columns[0].title, overflow="fold", min_width=METHOD_WIDTH)
+    pairs = list(zip(source.columns[1::2], source.columns[2::2], strict=True))
+    for column, _ in pairs:
+        table.add_column(column.title, justify="right", overflow="fold")
+    for row in source.rows:
+        shown = (" ".join(figures.formatted(row[c.key], c.format) for c in both) for both in pairs)
+        table.add_row(row["method"], *shown)
+    return table
+
+
+def markdown_table(results: Mapping[str, Any]) -> str:
+    """The same tables for a README or a model card: a table for each temperature, then those by task."""
+    parts = []
+    for temperature in temperatures_of(results):
+        title = [f"{mode(temperature).capitalize()}:", ""] if len(temperatures_of(results)) > 1 else []
+        parts.append("\n".join(title + markdown_lines(HEADINGS, [cells(row) for row in at(results, temperature)])))
+    return "\n\n".join([*parts, caption(results)]) + "\n"

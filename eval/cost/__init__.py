@@ -1,0 +1,1 @@
+"""What decoding takes on this machine, piece by piece."""

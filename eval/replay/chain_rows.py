@@ -1,0 +1,148 @@
+"""The arrays of one answer's rollouts, filled round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.eval.replay.coupling import Reading, num_equal
+from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.repeats import repeat_scores
+from draftsmith.modules.decoding.branches import Drafted
+from draftsmith.modules.decoding.confidence import Confidences, draft_law
+from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.types import SamplingParams
+
+Embed = Callable[[Tensor], Tensor]
+
+
+class ChainRows:
+    """Rounds of one answer, each of at most `depth` kept tokens."""
+
+    def __init__(self, reading: Reading, depth: int, params: SamplingParams):
+        self._reading, self._depth, self._temperature = reading, depth, params.temperature
+        self._rounds, self._length = len(reading.answer.tokens) - 1, len(reading.answer.tokens)
+        shape = (self._rounds, depth)
+        self._token = np.full(shape, -1, np.int64)
+        self._num_accepted, self._past_end = np.zeros(self._rounds, np.int64), np.zeros(self._rounds, np.int64)
+        names = ("log_q", "log_max_q", "entropy", "accept_prob", "overlap")
+        self._floats = {name: np.full(shape, np.nan) for name in names}
+        self._was_read = np.zeros(shape, bool)
+        # The state before every drafted token: rounds one after the other, of each the first and the last `depth`.
+        self._before: list[Tensor] = []
+        self._after: list[Tensor] = []
+
+    def add(self, start: int, views: Sequence[DraftView], keep_states: bool) -> None:
+        """The round that begins before answer token `start`. The view of a token has read the one before it."""
+        row, text = start - 1, self._reading.text
+        self._was_read[row, : max(len(views) - 1, 0)] = True
+        if keep_states:
+            states = [view.hidden for view in views]
+            self._before += states[: self._depth]
+            self._after += states[1:]
+        views = views[: self._depth]
+        if not views:
+            return
+        tokens = [view.token for view in views]
+        self._token[row, : len(tokens)] = tokens
+        accepted = num_equal(tokens, text.tokens[start:])
+        self._num_accepted[row] = min(accepted, self._length - start)
+        self._past_end[row] = accepted - self._num_accepted[row]
+        laws = torch.stack([draft_law(view) for view in views])
+        own = laws[torch.arange(len(tokens)), tokens].double()
+        self._put(row, "log_q", own.log())
+        self._put(row, "log_max_q", laws.amax(-1).double().log())
+        self._put(row, "entropy", -torch.xlogy(laws, laws).sum(-1))
+        # Down to and with the first rejected token, within the answer.
+        judged = min(accepted + 1, len(tokens), self._length - start)
+        if text.laws is None:
+            same = torch.arange(judged) < accepted
+            self._put(row, "accept_prob", same)
+            self._put(row, "overlap", same)
+        else:
+            p = text.laws[start : start + judged]
+            at_token = p[torch.arange(judged), tokens[:judged]].double()
+            self._put(row, "accept_prob", (at_token / own[:judged]).clamp_max(1))
+            self._put(row, "overlap", torch.minimum(p, laws[:judged]).sum(-1))
+
+    def add_all(
+        self, drafted: Drafted, known: Mapping[str, Tensor], keep_states: bool, ends: Sequence[int] = ()
+    ) -> None:
+        """Every round at once. drafted: of one token more than is kept. known: `log_q` and so on, [S, K] float64,
+        `accept_prob` and `overlap` wherever the text says something of the token. ends: tokens that drafts end with."""
+        tokens, text = drafted.tokens[:, : self._depth].cpu().numpy(), self._reading.text
+        is_end = np.isin(tokens, list(ends))
+        behind = (is_end.cumsum(1) - is_end) > 0
+        tokens = np.where(behind, -1, tokens)
+        self._token[:], self._was_read[:] = tokens, ~behind & ~is_end
+        for row, own in enumerate(tokens.tolist()):
+            start = row + 1
+            accepted = num_equal(own, text.tokens[start:])
+            self._num_accepted[row] = min(accepted, self._length - start)
+            self._past_end[row] = accepted - self._num_accepted[row]
+        judged = np.minimum(self._num_accepted + self._past_end + 1, self._length - np.arange(1, self._length))
+        unknown = np.arange(self._depth) >= judged[:, None]
+        for name, values in known.items():
+            self._floats[name][:] = values.cpu().numpy()
+            if name in ("accept_prob", "overlap"):
+                self._floats[name][unknown] = np.nan
+            self._floats[name][behind] = np.nan
+        if keep_states:
+            self._before = list(drafted.hidden[:, :-1][torch.from_numpy(~behind)])
+            self._after = list(drafted.hidden[:, 1:][torch.from_numpy(self._was_read)])
+
+    def _put(self, row: int, name: str, values: Tensor) -> None:
+        self._floats[name][row, : len(values)] = values.double().cpu().numpy()
+
+    def rollouts(self, prompt: Sequence[int], heads: Mapping[str, AcceptanceHead], embed: Embed) -> ChainRollouts:
+        """embed: the drafter's token embeddings, for heads that read the state before a token."""
+        text = [*prompt, *self._reading.answer.tokens]
+        starts = list(range(len(prompt) + 1, len(text)))
+        self._floats["repeat"] = repeat_scores(text, starts, torch.from_numpy(self._token)).double().numpy()
+        states = {
+            "before": (self._token >= 0, torch.stack(self._before) if self._before else None),
+            "after": (self._was_read, torch.stack(self._after) if self._after else None),
+        }
+        logits = {}
+        for label, head in heads.items():
+            mask, hidden = states[head.config.state]
+            logits[label] = np.full(self._token.shape, np.nan)
+            if hidden is not None:
+                logits[label][mask] = self._judged(head, mask, hidden, embed)
+        return ChainRollouts(
+            answers=[self._reading.answer],
+            answer=np.zeros(self._rounds, np.int64),
+            start=np.arange(1, self._length),
+            token=self._token,
+            num_accepted=self._num_accepted,
+            **self._floats,
+            heads=logits,
+            past_end=self._past_end,
+        )
+
+    def _judged(self, head: AcceptanceHead, mask: np.ndarray, hidden: Tensor, embed: Embed) -> Floats:
+        """Raw logits [N] of the N tokens in the mask [S, K], by their states [N, H]: all of an answer in one call."""
+
+        def of_tokens(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values[mask])).to(hidden.device)
+
+        config = head.config
+        embeds = embed(of_tokens(self._token)) if config.state == "before" else None
+        features = None
+        if config.features:
+            depth = np.broadcast_to(np.arange(1, self._depth + 1), mask.shape)
+            log_q, log_max_q, entropy, repeat = (
+                of_tokens(self._floats[key]) for key in ("log_q", "log_max_q", "entropy", "repeat")
+            )
+            place = of_tokens(depth).double()
+            temperature = torch.full_like(place, self._temperature)
+            features = head.feature_values(Confidences(log_q, log_max_q, entropy, place, temperature, repeat))
+        judged = head(hidden, embeds, features).double().cpu().numpy()
+        if not np.isfinite(judged).all():
+            raise NonFinite("output", "acceptance", None)
+        return judged

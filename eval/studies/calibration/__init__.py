@@ -1,0 +1,1 @@
+"""Are acceptance probabilities right?"""

@@ -1,0 +1,157 @@
+"""`draftsmith eval calibration`: are acceptance probabilities right, and do they say more than the draft's own q?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.command import longest_sequence
+from draftsmith.eval.bench.load import LOADING, load_models, warn_about_sampling
+from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.methods import parse_methods
+from draftsmith.eval.methods.base import Models, at_least
+from draftsmith.eval.replay.record import Recording
+from draftsmith.eval.replay.rollouts import ChainRollouts
+from draftsmith.eval.studies.calibration.figures import OVERALL, calibration_figures, summary_of
+from draftsmith.eval.studies.keeping import keep
+from draftsmith.eval.studies.policies.predictors import HEAD, judge, predictions
+from draftsmith.eval.studies.recording import recorded_chains
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.types import InputError, SamplingParams
+
+# What --quick makes of the settings.
+QUICK: dict[str, Any] = {"limit": 14, "fit_limit": 10, "depth": 6, "max_new_tokens": 96}
+
+
+@dataclass(frozen=True)
+class CalibrationConfig:
+    """Judges an acceptance head's probabilities, raw, corrected and calibrated, beside the draft's confidence, on the
+    tokens of real rounds down to and with the first rejected one.
+
+    target: model directory, hub id or embedded:target.
+    draft: the draft model; with drafter=eagle it is not needed.
+    acceptance: acceptance head directory, for this drafter.
+    prompts: chats with the two splits below, or a file whose prompts serve as both when neither is named.
+    drafter: draft for a draft model, eagle for an EAGLE head.
+    eagle: EAGLE head directory, with drafter=eagle.
+    split: prompts that are reported.
+    fit_split: prompts that the logistic fits of entropy and of q(y) are made on.
+    keep_tasks: keep prompts whose own task is one of these, separated by commas.
+    limit: report on the first so many prompts; 0 takes all.
+    fit_limit: fit on the first so many prompts; 0 takes all.
+    temperatures: of target and draft; 0 is greedy. A head warns at temperatures other than that of its labels.
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the most probable tokens of this mass; 1 keeps all.
+    depth: drafted tokens of a round.
+    max_new_tokens: longest answer.
+    quick: fewer prompts, shorter answers and drafts, instead of what is set here.
+    dtype: float32, bfloat16, float16 or auto.
+    device: cpu, cuda, cuda:1, ...
+    engine: lean (Llama family), hf (any transformers model), or auto.
+    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
+    trust_remote_code: run code that comes with a model.
+    seed: of sampling.
+    output: directory of the rollouts and of results.json.
+    """
+
+    target: str
+    acceptance: str
+    prompts: str
+    draft: str | None = None
+    drafter: Literal["draft", "eagle"] = "draft"
+    eagle: str | None = None
+    split: str | None = "test"
+    fit_split: str | None = "dev"
+    keep_tasks: str | None = None
+    limit: int = 60
+    fit_limit: int = 30
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    top_k: int = 0
+    top_p: float = 1.0
+    depth: int = 10
+    max_new_tokens: int = 256
+    quick: bool = False
+    dtype: str = "float32"
+    device: str = "cpu"
+    engine: str = "auto"
+    packed: bool = True
+    trust_remote_code: bool = False
+    seed: int = 0
+    output: Path = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.temperatures:
+            raise InputError("temperatures", "nothing", "one or more", "Name some.")
+        for name in ("limit", "fit_limit"):
+            at_least(name, getattr(self, name), 0)
+        for name in ("depth", "max_new_tokens"):
+            at_least(name, getattr(self, name), 1)
+        for temperature in self.temperatures:
+            _ = self.sampling(temperature)
+
+    def sampling(self, temperature: float) -> SamplingParams:
+        return SamplingParams(temperature, self.top_k, self.top_p)
+
+
+@sole_writer()
+def run(config: CalibrationConfig) -> Path:
+    """Record rollouts at every temperature, judge them, write output/results.json. Run again, it goes on from the
+    rollouts that are there."""
+    if config.quick:
+        config = dataclasses.replace(config, **QUICK)
+    torch.set_num_threads(1)
+    prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
+    to_fit = read_prompts(config.prompts, config.target, config.fit_split, config.keep_tasks, config.fit_limit)
+    models = load(config, [*prompts, *to_fit])
+    said = {}
+    for temperature in config.temperatures:
+        name = f"T={temperature:g}"
+        fit, judged = (
+            judge(rollouts_of(config, models, own, temperature, f"{name}-{use}"))
+            for own, use in ((to_fit, "fit"), (prompts, "reported"))
+        )
+        said[name] = judged, predictions(judged, fit, head_of(models))
+    keep("calibration", config, models, prompts, calibration_figures(said), summary_of(said), [OVERALL])
+    return config.output
+
+
+def load(config: CalibrationConfig, prompts: Sequence[BenchPrompt]) -> Models:
+    """The pair and the head. It warns of every temperature that the head's labels were not made at.
+
+    Raises:
+        InputError: a missing or unfitting model or head, or a prompt that does not fit.
+    """
+    how = {name: getattr(config, name) for name in LOADING}
+    target = load_lm(config.target, **how)
+    longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
+    named = parse_methods(f"specdec++:drafter={config.drafter}")
+    paths = {flag: getattr(config, flag) for flag in ("target", "draft", "eagle", "acceptance")}
+    first, *others = config.temperatures
+    models = load_models(named, paths, longest, config.sampling(first), target, **how)
+    for temperature in others:
+        warn_about_sampling(config.acceptance, config.sampling(temperature))
+    return models
+
+
+def head_of(models: Models) -> AcceptanceHead:
+    assert isinstance(models.acceptance, AcceptanceHead)
+    return models.acceptance
+
+
+def rollouts_of(
+    config: CalibrationConfig, models: Models, prompts: Sequence[BenchPrompt], temperature: float, name: str
+) -> ChainRollouts:
+    """Recorded in output/rollouts/NAME, or read from there."""
+    how = Recording(
+        config.sampling(temperature), config.depth, config.max_new_tokens, config.seed, models.target.info.eos_ids
+    )
+    heads = {HEAD: head_of(models)}
+    return recorded_chains(config.output / "rollouts" / name, models, config.drafter, prompts, how, heads)

@@ -1,0 +1,1 @@
+"""The experiments of HSDDW (Syu and Lee 2025)."""

@@ -1,0 +1,132 @@
+"""`draftsmith eval hsddw`: the experiments of HSDDW (Syu and Lee, 2025) on three models: entropy of accepted and
+rejected tokens, sensitivity to the window, windows over a generation, ablation, redundancy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.methods import parse_methods
+from draftsmith.eval.methods.base import at_least
+from draftsmith.eval.report.figures import Figure
+from draftsmith.eval.studies.common import (
+    Ground,
+    StudyConfig,
+    decode,
+    measured,
+    numbers,
+    prepare,
+    reduced,
+    write_results,
+)
+from draftsmith.eval.studies.hsddw.figures import (
+    Speed,
+    Watched,
+    ablation_table,
+    entropy_density,
+    entropy_table,
+    redundancy_table,
+    sensitivity,
+    summary_of,
+    tau_by_window,
+    threshold_over_answer,
+    window_examples,
+    window_over_answer,
+)
+from draftsmith.eval.studies.hsddw.watch import Watcher
+from draftsmith.modules.decoding.loop import Round
+from draftsmith.modules.decoding.trace import pool
+from draftsmith.modules.types import InputError, SamplingParams
+
+# Name in tables -> method, in the order of the paper's table 2.
+METHODS = {
+    "SD": "spec:k={k}",
+    "pre-verify": "pre-verify:k={k}",
+    "self-verify": "self-verify:k={k}",
+    "pre+self-verify": "pre+self-verify:k={k}",
+    "HSDDW": "hsddw:k={k}:max={max}",
+}
+# M2 alone, beside the target: what the hierarchy has to beat.
+M2_METHODS = {"SD, M2 drafts": METHODS["SD"], "self-verify, M2 drafts": METHODS["self-verify"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HsddwConfig(StudyConfig):
+    """Repeats the experiments of HSDDW: three models, windows that entropy ends.
+
+    draft: M1, the fast draft model.
+    mid: M2, the model between M1 and the target.
+    k: tokens that M1 drafts at most, in the tables and wherever else one window is looked at.
+    windows: values of k for the sensitivity, separated by commas.
+    max: most tokens that hsddw hands to the target at once.
+    examples: answers whose windows are shown one by one.
+    """
+
+    k: int = 10
+    windows: str = "2,4,6,8,10,12,15,20"
+    max: int = 20
+    examples: int = 2
+
+
+@sole_writer()
+def run(config: HsddwConfig) -> Path:
+    """Decode and measure, print the tables and write `output`/results.json, which is there only when complete."""
+    for role in ("draft", "mid"):
+        if not getattr(config, role):
+            raise InputError(role, "nothing", f"--{role} DIR", f"Pass --{role}: M{1 if role == 'draft' else 2}.")
+    for field in ("k", "max", "examples"):
+        at_least(field, getattr(config, field), 1)
+    if config.quick:
+        config = reduced(config, {"limit": 5, "repeats": 1}, {"windows": f"{max(2, config.k // 2)},{2 * config.k}"})
+    windows = sorted({config.k, *numbers("windows", config.windows, int)})
+    labels = [method.format(k=k, max=config.max) for method in METHODS.values() for k in windows]
+    ground = prepare(config, labels)
+    watched = [watch(config, ground, name, params) for params in config.sampling for name in METHODS]
+    speeds = [speed for params in config.sampling for speed in measure_windows(config, windows, params)]
+    figures = figures_of(config, watched, speeds)
+    return write_results(config, "hsddw", ground, figures, summary_of(config.k, watched, speeds))
+
+
+def watch(config: HsddwConfig, ground: Ground, name: str, params: SamplingParams) -> Watched:
+    """Decode all prompts with one method at `config.k`."""
+    label = METHODS[name].format(k=config.k, max=config.max)
+    drafter = parse_methods(label)[0].method.build(ground.models)
+    assert drafter is not None
+    watcher = Watcher(drafter, ground.eos_ids)
+
+    def on_round(prompt: BenchPrompt, done: Round) -> None:
+        watcher.on_round(prompt.id, done)
+
+    made = decode(config, ground, label, params, on_round, drafter)
+    lengths = {prompt.id: len(answer.tokens) for prompt, answer in zip(ground.prompts, made, strict=True)}
+    return Watched(params.temperature, name, watcher.seen, pool(answer.trace for answer in made), lengths)
+
+
+def measure_windows(config: HsddwConfig, windows: Sequence[int], params: SamplingParams) -> list[Speed]:
+    """Every method at every window, interleaved; M2 alone in a run of its own, since a run has one --draft."""
+    alone = dataclasses.replace(config, draft=config.mid, mid=None)
+    found = []
+    for run_config, methods, directory in ((config, METHODS, "bench"), (alone, M2_METHODS, "bench-m2")):
+        label_of = {(name, k): methods[name].format(k=k, max=config.max) for name in methods for k in windows}
+        rows = measured(run_config, list(label_of.values()), params, directory)
+        found += [Speed(params.temperature, name, k, rows[label]) for (name, k), label in label_of.items()]
+    return found
+
+
+def figures_of(config: HsddwConfig, watched: Sequence[Watched], speeds: Sequence[Speed]) -> list[Figure]:
+    dynamic = [item for item in watched if item.name in ("self-verify", "HSDDW")]
+    return [
+        ablation_table(config.k, speeds),
+        sensitivity(speeds),
+        tau_by_window(speeds),
+        entropy_table(watched),
+        entropy_density(watched),
+        redundancy_table(config.k, watched),
+        window_examples(dynamic, config.examples),
+        window_over_answer(dynamic, config.seed),
+        threshold_over_answer(dynamic, config.seed),
+    ]

@@ -1,0 +1,1 @@
+"""Acceptance heads beside every other way to end a draft."""

@@ -1,0 +1,208 @@
+"""`draftsmith eval policies`: what is an acceptance head worth beside every other way to end a draft?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.heads.directory import eagle_identity, head_config
+from draftsmith.data.progress import say
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.methods.base import Models, at_least, between
+from draftsmith.eval.replay.record import Answers, DrafterName, Recording
+from draftsmith.eval.replay.rollouts import ChainRollouts
+from draftsmith.eval.studies.common import Ground, StudyConfig, numbers, prepare, reduced, write_results
+from draftsmith.eval.studies.overlap import known_grams, least_third, overlap
+from draftsmith.eval.studies.policies.bench import cross_check
+from draftsmith.eval.studies.policies.cost import own_c
+from draftsmith.eval.studies.policies.figures import OVERLAP, figures_of, shown_first, summary_of
+from draftsmith.eval.studies.policies.found import Compared, Scene, compare
+from draftsmith.eval.studies.policies.heads import head_directories, load_heads
+from draftsmith.eval.studies.policies.play import Grid
+from draftsmith.eval.studies.policies.split import parted, training_texts
+from draftsmith.eval.studies.recording import recorded_chains
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.types import InputError, SamplingParams
+
+DRAFTERS: dict[DrafterName, str] = {"draft": "spec", "eagle": "eagle"}  # and a method that loads it
+# What --quick makes of the settings.
+MOST = {"dev_limit": 6, "limit": 9, "max_new_tokens": 48, "max_drafted": 8, "repeats": 1}
+QUICK_BENCH = 2
+INSTEAD = {"hs": "0.2,0.4,0.6,0.8,0.95", "ts": "0.3,0.6", "cs": "0.1,0.35"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoliciesConfig(StudyConfig):
+    """Compares stop policies of draft chains on the same text and the same coins: fixed lengths, thresholds, learning
+    while decoding, acceptance heads, and what a policy that knew more would gain. Settings are chosen on dev prompts.
+    Run again, it goes on from the rounds that are recorded.
+
+    draft: draft model; it or eagle may be left out.
+    eagle: EAGLE head directory, whose chains are a drafter too.
+    draft_heads: folder of acceptance heads for the draft model, by name: head directories or trainings' outputs. Each
+        is used at the temperatures of its labels' mode: greedy, or sampling.
+    eagle_heads: folder of acceptance heads for the EAGLE head's chains.
+    split: prompts that are reported; none takes all.
+    dev_prompts: a source of prompts that settings are chosen on, where they are in another than `prompts`.
+    dev_split: split of the prompts that settings are chosen on. Where it is the reported one, or the rows name no
+        split, the last quarter of the prompts is for choosing and the others are reported.
+    train_split: prompts whose text heads were trained on, where train_text names none.
+    train_text: directories of artefacts that heads were trained on, for the overlap of answers with them.
+    ngram: tokens of the n-grams that the overlap counts.
+    limit: report on the first so many prompts; 0 takes all.
+    dev_limit: choose on the first so many prompts of dev_split; 0 takes all.
+    max_drafted: longest draft.
+    cs: costs of a drafted token by that of a round without a draft, separated by commas; this machine's own is added.
+    hs: thresholds on the probability that some drafted token is rejected.
+    ts: thresholds on q of each drafted token.
+    bench_limit: decode so many prompts with the chosen settings for real, on the clock; 0 leaves it out.
+    """
+
+    split: str | None = "test"
+    limit: int = 120
+    max_new_tokens: int = 128
+    draft_heads: Path | None = None
+    eagle_heads: Path | None = None
+    dev_prompts: str | None = None
+    dev_split: str | None = "dev"
+    train_split: str = "train"
+    train_text: tuple[Path, ...] = ()
+    ngram: int = 8
+    dev_limit: int = 40
+    max_drafted: int = 16
+    cs: str = "0.05,0.1,0.2,0.35"
+    hs: str = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,0.95,0.98,0.99"
+    ts: str = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
+    bench_limit: int = 40
+
+    @property
+    def drafters(self) -> list[DrafterName]:
+        return [name for name in DRAFTERS if getattr(self, name)]
+
+    @property
+    def grid(self) -> Grid:
+        deepest = self.max_drafted
+        return Grid(
+            tuple(range(1, deepest + 1)),
+            tuple(numbers("ts", self.ts, float)),
+            tuple(numbers("hs", self.hs, float)),
+            tuple(sorted({max(1, deepest // 2), deepest})),
+        )
+
+    def check(self) -> None:
+        """
+        Raises:
+            InputError: settings that make no sense.
+        """
+        for name in ("max_drafted", "ngram"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("dev_limit", "bench_limit"):
+            at_least(name, getattr(self, name), 0)
+        for name in ("hs", "ts", "cs"):
+            for value in numbers(name, getattr(self, name), float):
+                between(name, value, 0, 10 if name == "cs" else 1)
+        if not self.drafters:
+            raise InputError("draft", "neither --draft nor --eagle", "a drafter", "Pass one or both.")
+        for name in DRAFTERS:
+            if getattr(self, f"{name}_heads") is not None and name not in self.drafters:
+                raise InputError(f"{name}_heads", f"heads without --{name}", f"--{name}", f"Pass --{name} too.")
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The acceptance heads of one drafter, by name, with the directory and the labels' temperatures of each (none
+    known: all)."""
+
+    heads: Mapping[str, AcceptanceHead]
+    places: Mapping[str, Path]
+    temperatures: Mapping[str, Sequence[float]]
+
+    def at(self, params: SamplingParams) -> dict[str, AcceptanceHead]:
+        """Those whose labels are of this mode."""
+        return {
+            name: head
+            for name, head in self.heads.items()
+            if not self.temperatures[name] or params.greedy in [value == 0 for value in self.temperatures[name]]
+        }
+
+
+@sole_writer()
+def run(config: PoliciesConfig) -> Path:
+    """Record, choose, play, decode, print the tables and write `output`/results.json, which is there only when
+    complete."""
+    config.check()
+    if config.quick:
+        config = reduced(config, MOST, {**INSTEAD, "bench_limit": min(config.bench_limit, QUICK_BENCH)})
+    dev, config = parted(config)
+    ground = prepare(config, [DRAFTERS[name] for name in config.drafters], dev)
+    known = {tuple(prompt.prompt_ids) for prompt in dev}
+    if both := sum(tuple(prompt.prompt_ids) in known for prompt in ground.prompts):
+        total = len(ground.prompts)
+        say(f"{both} of {total} reported prompts are among those that settings are chosen on: gains flatter.")
+    shelves = {name: shelf_of(config, ground.models, name) for name in config.drafters}
+    train = known_grams(training_texts(config), config.ngram)
+    own = {name: own_c(config, ground.models, name) for name in config.drafters}
+    found = []
+    for scene in scenes(config, ground, dev, shelves):
+        overlaps = [overlap(answer.tokens, train, config.ngram) for answer in scene.test.answers]
+        say(f"{scene.title}: {', '.join(scene.heads) or 'no head'}; c = {own[scene.drafter]:.3f} here")
+        cs = (*numbers("cs", config.cs, float), own[scene.drafter])
+        found.append(compare(scene, config.grid, cs, overlaps, least_third(overlaps), config.seed))
+    measured = [row for compared in found for row in timed(config, compared, shelves)]
+    figures, summary = figures_of(found, measured, config.seed), summary_of(found, measured)
+    if not train:
+        say("Of the text that heads were trained on nothing is known (--train-text): no table of overlaps.")
+        figures = [figure for figure in figures if figure.name != OVERLAP]
+    return write_results(config, "policies", ground, figures, summary, shown=shown_first(figures), c=own)
+
+
+def timed(config: PoliciesConfig, compared: Compared, shelves: Mapping[DrafterName, Shelf]) -> list[dict[str, Any]]:
+    """The chosen settings, decoded for real; nothing with bench_limit 0."""
+    if not config.bench_limit:
+        return []
+    return cross_check(config, compared, shelves[compared.scene.drafter].places, config.bench_limit)
+
+
+def shelf_of(config: PoliciesConfig, models: Models, drafter: DrafterName) -> Shelf:
+    """Raises:
+    InputError: a folder without heads, or a head that was trained for another drafter.
+    """
+    folder: Path | None = getattr(config, f"{drafter}_heads")
+    if folder is None:
+        return Shelf({}, {}, {})
+    places = head_directories(folder)
+    if drafter == "eagle":
+        heads = load_heads(places, models.target, eagle_identity(str(config.eagle), models.target))
+    else:
+        assert models.draft is not None
+        heads = load_heads(places, models.draft)
+    return Shelf(heads, places, {name: label_temperatures(place) for name, place in places.items()})
+
+
+def label_temperatures(directory: Path) -> list[float]:
+    """That the head's labels were made at, one or several; none where it does not say."""
+    made_with = (head_config(directory).get("sampling") or {}).get("temperature", [])
+    return list(made_with) if isinstance(made_with, list) else [float(made_with)]
+
+
+def scenes(
+    config: PoliciesConfig, ground: Ground, dev: Sequence[BenchPrompt], shelves: Mapping[DrafterName, Shelf]
+) -> Iterator[Scene]:
+    """Every drafter at every temperature, recorded in output/rollouts or read from there."""
+    for params in config.sampling:
+        how = Recording(params, config.max_drafted, config.max_new_tokens, config.seed, ground.eos_ids)
+        splits = {"dev": list(dev), "test": ground.prompts}
+        answers = {split: Answers(ground.models.target, how) for split in splits}
+        for drafter in config.drafters:
+            heads = shelves[drafter].at(params)
+            recorded: dict[str, ChainRollouts] = {
+                split: recorded_chains(
+                    config.output / "rollouts" / f"{drafter}-t{params.temperature:g}-{split}",
+                    ground.models, drafter, prompts, how, heads, True, answers[split],
+                )
+                for split, prompts in splits.items()
+            }  # fmt: skip
+            yield Scene(drafter, params, heads, recorded["dev"], recorded["test"])

@@ -1,0 +1,1 @@
+"""The experiments of SpecDec++ (Huang et al. 2024)."""

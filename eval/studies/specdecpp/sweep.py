@@ -1,0 +1,144 @@
+"""SpecDec++'s sweep: every fixed K against every threshold of every head, replayed from rollouts (figure 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftsmith.eval.replay import replay
+from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
+from draftsmith.eval.studies.pareto import pareto_front
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
+
+# SpecDec++ section 4: the head and the threshold that its headline numbers are of.
+PUBLISHED_W_REJ, PUBLISHED_DEPTH, PUBLISHED_H = 6.0, 3, 0.7
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How long a draft gets.
+
+    k: that many tokens, where it is above 0. head, h: SpecDec++'s threshold on the product of this head's outputs,
+    calibrated or as they are. t: until a token whose own q is below it, the baseline that needs no head. known, h: the
+    threshold on true probabilities min(1, p/q), which only the target knows. None of them: the greedy oracle of lemma
+    2.1, which drafts what will be accepted.
+    """
+
+    k: int = 0
+    head: str | None = None
+    h: float = 0.0
+    calibrated: bool = False
+    t: float = 0.0
+    known: bool = False
+
+    @property
+    def label(self) -> str:
+        """The setting, short."""
+        if self.k:
+            return f"K={self.k}"
+        if self.t:
+            return f"t={self.t:g}"
+        if self.known:
+            return f"h={self.h:g}, true p/q"
+        if self.head is None:
+            return "oracle"
+        return f"h={self.h:g}" + (", calibrated" if self.calibrated else "")
+
+    @property
+    def can_run(self) -> bool:
+        """A decoder can do it: neither the oracle's rule nor one that knows p."""
+        return not self.known and self != Rule()
+
+    def method(self, minimum: int, maximum: int) -> str:
+        """As `eval bench` calls it; the head is passed beside it."""
+        assert self.can_run
+        if self.k:
+            return f"spec:k={self.k}"
+        if self.t:
+            return f"confidence:t={self.t:g}:min=1:max={maximum}"
+        calibrated = ":calibrated=on" if self.calibrated else ""
+        return f"specdec++:h={self.h:g}:min={minimum}:max={maximum}{calibrated}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A rule and what it came to on some prompts."""
+
+    rule: Rule
+    totals: Totals
+
+    @property
+    def point(self) -> tuple[float, float]:
+        """Discard rate and verification rate; less of each is better."""
+        return self.totals.discard_rate, self.totals.verification_rate
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is swept. heads: names. minimum, maximum: drafted tokens under a threshold."""
+
+    ks: Sequence[int]
+    thresholds: Sequence[float]
+    heads: Sequence[str]
+    minimum: int
+    maximum: int
+
+    def rules(self) -> Iterable[Rule]:
+        """Fixed K first, then thresholds on q, then each head's thresholds, raw and calibrated, then the oracle."""
+        yield from (Rule(k=k) for k in self.ks)
+        yield from (Rule(t=t) for t in self.thresholds)
+        for head in self.heads:
+            for calibrated in (False, True):
+                yield from (Rule(head=head, h=h, calibrated=calibrated) for h in self.thresholds)
+        yield Rule()
+
+
+def sweep(rollouts: ChainRollouts, grid: Grid, heads: Mapping[str, AcceptanceHead]) -> list[Setting]:
+    """Every rule of the grid on these rollouts: the counts that decoding with it would have had, exactly."""
+    return [Setting(rule, pool(replayed(rollouts, rule, grid, heads))) for rule in grid.rules()]
+
+
+def replayed(rollouts: ChainRollouts, rule: Rule, grid: Grid, heads: Mapping[str, AcceptanceHead]) -> list[DecodeTrace]:
+    """One rule, one trace an answer."""
+    if rule.k:
+        lengths = replay.fixed_k(rollouts, rule.k)
+    elif rule.t:
+        lengths = replay.confidence(rollouts, rule.t, 1, grid.maximum)
+    elif rule.known:
+        lengths = replay.threshold(rollouts, true_probs(rollouts), rule.h, (1, grid.maximum), late=False)
+    elif rule.head is None:
+        lengths = replay.oracle(rollouts)
+    else:
+        head = heads[rule.head]
+        probs = replay.head_probs(rollouts.heads[rule.head], head, rule.calibrated)
+        lengths = replay.threshold(rollouts, probs, rule.h, (grid.minimum, grid.maximum), head.config.late)
+    return replay.replay(rollouts, lengths)
+
+
+def true_probs(rollouts: ChainRollouts) -> Floats:
+    """[S, K]: min(1, p/q) of every drafted token; greedy 1 or 0, and 0 below the first rejection, where nobody asks."""
+    if rollouts.accept_along is not None:
+        return rollouts.accept_along
+    return np.nan_to_num(rollouts.accept_prob)
+
+
+def published_head(heads: Mapping[str, AcceptanceHead]) -> str | None:
+    """The head of the paper's inputs, w_rej and depth, where it is among these; not one with tied blocks first."""
+    alike = {name: head for name, head in heads.items() if head.config.as_published}
+    for name, head in sorted(alike.items(), key=lambda item: item[1].config.tied):
+        if (head.config.w_rej / head.config.w_acc, head.config.num_blocks) == (PUBLISHED_W_REJ, PUBLISHED_DEPTH):
+            return name
+    return None
+
+
+def best(settings: Iterable[Setting], throughput: Callable[[Totals], float]) -> Setting:
+    """The fastest by `throughput` [tokens/s]; the first of equals."""
+    return max(settings, key=lambda setting: throughput(setting.totals))
+
+
+def front(settings: Sequence[Setting]) -> list[Setting]:
+    """Those on the Pareto front of discard rate and verification rate, by rising discard rate."""
+    return [settings[i] for i in pareto_front([setting.point for setting in settings])]

@@ -1,0 +1,202 @@
+"""When to stop a chain, from the probabilities that its tokens will be accepted: who predicts them, and what is made of
+them. Any drafter's chains, any predictor, one rule or the other.
+
+None of it can bias the output: what has been drafted stays in the draft (`protocols.StopPolicy`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Protocol
+
+from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
+from draftsmith.modules.acceptance.repeats import RepeatScores
+from draftsmith.modules.decoding.confidence import log_odds, log_prob_of
+from draftsmith.modules.decoding.learner import Learner
+from draftsmith.modules.decoding.protocols import DraftView
+
+ConfidenceName = Literal["q", "max_q"]
+
+
+class Judge(Protocol):
+    """Predicts P(a drafted token is accepted | its prefix was), token by token.
+
+    late: it judges the token before the one it is shown, whose state the drafter only now has.
+    learns: it has to be shown every drafted token, also where the draft ends anyway.
+    """
+
+    late: bool
+    learns: bool
+
+    def reset(self) -> None:
+        """A new prompt begins; what was learned lasts."""
+
+    def start_round(self) -> None:
+        """A new draft begins."""
+
+    def prob(self, view: DraftView) -> float:
+        """In [0, 1]; 1 where there is no token to judge yet."""
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """The verdict on the round's draft."""
+
+
+class Rule(Protocol):
+    """What to make of the probabilities."""
+
+    def enough(self, survival: float, unjudged: int) -> bool:
+        """True when one more drafted token is not worth drafting, also where nothing can be said (NaN).
+
+        survival: probability that all judged tokens of the draft are accepted. unjudged: tokens behind them.
+        """
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """The verdict on a round's draft."""
+
+
+class ThresholdRule:
+    """Enough once P(some judged token is rejected) = 1 - survival exceeds h (SpecDec++, section 3.2)."""
+
+    def __init__(self, h: float):
+        self.h = h
+
+    def enough(self, survival: float, unjudged: int) -> bool:
+        return not 1 - survival <= self.h
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Nothing is learned."""
+
+
+class RecentRatio(Learner):
+    """A ratio of two sums over all rounds and requests so far, of which the last `MEMORY` or so count: what is decoded
+    changes with time."""
+
+    MEMORY = 500
+
+    def __init__(self, above: float, below: float):
+        """The sums before the first round, as if one had been."""
+        self._above, self._below = above, below
+
+    @property
+    def value(self) -> float:
+        return self._above / self._below
+
+    def add(self, above: float, below: float) -> None:
+        """What one more round adds to the sums. What is no number teaches nothing: it would never be forgotten."""
+        if not (math.isfinite(above) and math.isfinite(below)):
+            return
+        kept = 1 - 1 / self.MEMORY
+        self._above, self._below = kept * self._above + above, kept * self._below + below
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"above": self._above, "below": self._below}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._above, self._below = state["above"], state["below"]
+
+
+class CostRule:
+    """Enough once one more token is worth less than its time.
+
+    Time is counted in target calls: a round of n drafted tokens takes 1 + c n. One more token adds, where everything
+    before it is accepted and it is too, one token: survival x acceptance of them on average, for c of time, which at
+    the pace so far would have brought c x pace tokens. Stopping where the first is less than the second maximises
+    tokens by time in the long run, when `pace` is that maximum (a ratio of expectations; Dinkelbach 1967), which the
+    pace reached comes close to. So no threshold is to be chosen.
+    """
+
+    def __init__(self, c: float):
+        """c: time of drafting one more token, and of verifying it, by the time of a round without a draft."""
+        assert c > 0
+        self.c = c
+        # As if one round had been: a draft of one token, accepted half of the time.
+        self._pace, self._acceptance = RecentRatio(1.5, 1 + c), RecentRatio(0.5, 1.0)
+
+    @property
+    def pace(self) -> float:
+        """Tokens by time, so far."""
+        return self._pace.value
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted tokens by tokens that were judged, so far: those behind the first rejected one are not."""
+        return self._acceptance.value
+
+    def enough(self, survival: float, unjudged: int) -> bool:
+        acceptance = self.acceptance
+        return not survival * acceptance ** (1 + unjudged) >= self.c * self.pace
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self._pace.add(num_accepted + 1, 1 + self.c * num_drafted)
+        self._acceptance.add(num_accepted, min(num_accepted + 1, num_drafted))
+
+
+class JudgedStop:
+    """A stop policy of a judge and a rule. What they have learned lasts from prompt to prompt.
+
+    probs: what the judge said in this round, one number for each time that it was asked.
+    """
+
+    def __init__(self, judge: Judge, rule: Rule, min_drafted: int, max_drafted: int):
+        assert 1 <= min_drafted <= max_drafted
+        self.judge, self.rule = judge, rule
+        self.min_drafted, self.max_drafted = min_drafted, max_drafted
+        self.probs: list[float] = []
+        self._survival = 1.0
+
+    def reset(self) -> None:
+        self.judge.reset()
+
+    def start_round(self) -> None:
+        self._survival, self.probs = 1.0, []
+        self.judge.start_round()
+
+    def should_stop(self, view: DraftView) -> bool:
+        judge = self.judge
+        full = view.num_drafted >= self.max_drafted
+        if full and not judge.learns:
+            return True
+        prob = judge.prob(view)
+        self.probs.append(prob)
+        self._survival *= prob
+        return full or (view.num_drafted >= self.min_drafted and self.rule.enough(self._survival, int(judge.late)))
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        if num_drafted:
+            self.judge.observe(num_drafted, num_accepted)
+            self.rule.observe(num_drafted, num_accepted)
+
+
+class OnlineJudge:
+    """Predicts from the draft's own confidence and from repetitions of the text, by a logistic fit to the verdicts so
+    far: no training before."""
+
+    late, learns = False, True
+
+    def __init__(self, confidence: ConfidenceName = "q", repeats: bool = True):
+        """confidence: of the token, or of the law's most probable one. repeats: see `repeats.Repeats.score`."""
+        self._best, self._repeats = confidence == "max_q", RepeatScores() if repeats else None
+        self.model = OnlineLogistic(1 + repeats)
+        self._seen: list[tuple[float, ...]] = []
+
+    def reset(self) -> None:
+        if self._repeats is not None:
+            self._repeats.reset()
+
+    def start_round(self) -> None:
+        self._seen = []
+
+    def prob(self, view: DraftView) -> float:
+        known: tuple[float, ...] = (log_odds(self.log_prob(view)),)
+        if self._repeats is not None:
+            known = (*known, self._repeats.score(view))
+        self._seen.append(known)
+        return self.model.prob(known)
+
+    def log_prob(self, view: DraftView) -> float:
+        """The logarithm of the probability whose log-odds are looked at."""
+        return log_prob_of(view, self._best)
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Tokens behind the first rejected one were never judged: nothing is learned of them."""
+        self.model.observe(self._seen, num_accepted)

@@ -1,1 +1,0 @@
-"""Drafters, one file each: whatever proposes tokens without being a trained head."""

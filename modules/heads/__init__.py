@@ -1,1 +1,0 @@
-"""Trainable heads, one file each; the file's name is the head's registry name."""

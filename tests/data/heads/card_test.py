@@ -1,0 +1,176 @@
+"""Model cards: complete where everything is known, and true where it is not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from draftsmith.data.heads.card import SECTIONS, model_card
+from draftsmith.data.heads.directory import head_fields, save_head
+from draftsmith.data.heads.measured import measured_of, write_measured
+from draftsmith.data.store.manifest import package_versions
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.layers import LlamaConfig
+
+LLAMA = LlamaConfig(50, 8, 16, 1, 2, 1, 4, 64, rope_theta=5e5)
+SETTINGS = {"lr": 3e-5, "init": "random", "license": "", "wandb": "off", "epochs": 3, "max_steps": 1500}
+TRAINED: dict[str, Any] = {
+    "target": {"config": "aaaa", "lm_head": "bbbb"},
+    "models": {"tokenizer": "cccc", "chat_template": "dddd", "target": {"config": "aaaa"}, "draft": {"config": "eeee"}},
+    "inputs": {"data": "ffff"},
+    "samples": {"training": {"samples": 1200, "tokens": 34567}},
+    "step": 1500,
+    "metrics": {"loss": 1.25, "tau": 2.5},
+    "packages": {"draftsmith": None, "torch": "2.8"},
+    "git_commit": "1234",
+}
+MEASURED = {
+    "settings": {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 64, "dtype": "float32",
+                 "device": "cpu", "num_threads": 1, "batch_size": 1, "repeats": 3},
+    "methods": [{"method": "eagle:k=5", "tau": 2.5, "prompts": 4, "tokens": 100, "speedup": 1.5,
+                 "by_task": {"edit": {"tau": 3.25, "prompts": 4, "tokens": 100, "speedup": 1.5}}}],
+    "prompts": {"source": "FILE", "count": 4, "sha256": "9999"},
+    "clock": "cpu", "hardware": {"cpu": "a CPU"}, "date": "today", "git_commit": "1234",
+}  # fmt: skip
+
+
+def eagle_manifest(**config: Any) -> dict[str, Any]:
+    head = head_fields(EagleHead(EagleConfig(LLAMA)))
+    return {**TRAINED, "head": head, "config": {**SETTINGS, "target": "owner/model", "data": "runs/data", **config}}
+
+
+def parts(card: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The front matter, and the text of every section by its heading."""
+    _, matter, body = card.split("---\n", 2)
+    sections = dict(part.split("\n\n", 1) for part in body.split("\n## ")[1:])
+    return yaml.safe_load(matter), sections
+
+
+def test_a_trained_heads_card_has_every_section():
+    matter, sections = parts(model_card("eagle", eagle_manifest()))
+    assert list(sections) == list(SECTIONS)
+    for words, section in {
+        "aaaa": "Target and tokenizer", "cccc": "Target and tokenizer", "dddd": "Target and tokenizer",
+        "ffff": "Data", "1,200 samples, 34,567 tokens": "Data",
+        "1,500 steps": "Training", "| `lr` | `3e-05` |": "Training", "| `init` | `random` |": "Training",
+        "| loss | 1.25 |": "Measured on held-out samples",
+        "draftsmith eval bench --target owner/model --eagle DIR --methods eagle:k=5 --prompts FILE ": "tau by task",
+        "draftsmith export --head DIR --format sglang --output DIR-sglang": "How to use it",
+        "draftsmith unknown (not installed), torch 2.8": "Versions",
+    }.items():  # fmt: skip
+        assert words in sections[section], section
+    assert "wandb" not in sections["Training"] and "epochs" not in sections["Training"]  # steps decide
+    assert "| `max_steps` | `1500` |" in sections["Training"]
+    assert "unknown:" not in str(sections)
+    assert matter["base_model"] == "owner/model" and matter["library_name"] == "draftsmith"
+
+
+@pytest.mark.parametrize("path", ["embedded:target", "/models/llama", "./runs/model"])
+def test_only_a_hub_id_is_a_base_model(path):
+    matter, _ = parts(model_card("eagle", eagle_manifest(target=path)))
+    assert "base_model" not in matter
+
+
+def test_a_licence_is_stated_or_said_not_to_be():
+    matter, sections = parts(model_card("eagle", eagle_manifest()))
+    assert (matter["license"], matter["license_name"]) == ("other", "not-stated")
+    assert (
+        sections["Licence"].startswith("Not stated.")
+        and "depends on the licence of `owner/model`" in sections["Licence"]
+    )
+    matter, sections = parts(model_card("eagle", eagle_manifest(license="apache-2.0")))
+    assert matter["license"] == "apache-2.0" and sections["Licence"].startswith("`apache-2.0`")
+
+
+@pytest.mark.parametrize("kind", ["eagle", "acceptance"])
+def test_an_imported_heads_card_says_what_it_does_not_know(kind):
+    imported = {"producer": "SafeAILab EAGLE-1", "path": "heads/theirs", "notes": ["no fc bias: the default"]}
+    card = model_card(kind, {"imported": imported, "config": {"license": "apache-2.0"}})  # as stated at its export
+    _, sections = parts(card)
+    assert list(sections) == list(SECTIONS)
+    for section in ("Target and tokenizer", "Data", "Training", "Measured on held-out samples", "Versions"):
+        assert "nknown: the head was imported" in sections[section], section
+    assert "imported from SafeAILab EAGLE-1" in card and "- no fc bias: the default" in card
+    assert "No identity is recorded" in sections["Target and tokenizer"]
+    assert "--target TARGET" in sections["tau by task"] and "None" not in card.replace("None: it", "")
+
+
+def test_the_calibration_of_an_acceptance_head_is_on_its_card():
+    head = AcceptanceHead(AcceptanceHeadConfig(8, tied=True, w_rej=6.0, calibration=(0.8, -0.1)))
+    manifest = {**TRAINED, "head": head_fields(head), "config": {**SETTINGS, "draft": "a draft"}}
+    manifest |= {"sampling": {"temperature": 0.5}, "metrics": {"ece": 0.2, "ece_platt": 0.05}}
+    _, sections = parts(model_card("acceptance", manifest))
+    text = sections["Calibration"]
+    assert '"temperature": 0.5' in text and "1.792, scale 0.8, shift -0.1" in text  # ln 6
+    assert "0.2 with the correction" in text and "0.05 with scale and shift" in text
+    use = sections["How to use it"]
+    assert "--draft 'a draft' --acceptance DIR" in use and "--format specdec_pp" in use
+    alike = model_card("acceptance", {**manifest, "head": {**manifest["head"], "w_rej": 1.0}})
+    assert "tokens alike (w_acc 1 and w_rej 1)." in alike and "no probability" not in alike
+    assert "--target TARGET" in use
+    known = model_card(
+        "acceptance", manifest, measured={**MEASURED, "settings": {**MEASURED["settings"], "target": "t"}}
+    )
+    assert "decode PROMPT --target t --draft 'a draft'" in known
+    untied = {**manifest, "head": {**manifest["head"], "tied": False}}
+    assert "specdec_pp" not in model_card("acceptance", untied)
+
+
+def test_the_width_of_an_acceptance_head_is_its_own_and_not_the_drafters():
+    for width, told in ((0, 8), (3, 3)):
+        head = AcceptanceHead(AcceptanceHeadConfig(8, num_blocks=2, features=("log_q",), width=width))
+        card = model_card("acceptance", {**TRAINED, "head": head_fields(head)})
+        assert f"2 residual block(s) of width {told}," in card
+
+
+def test_what_was_measured_is_on_the_card_with_its_counting_rule():
+    _, sections = parts(model_card("eagle", eagle_manifest(), measured=MEASURED))
+    text = sections["tau by task"]
+    assert "| edit | eagle:k=5 | 4 | 100 | 3.250 | 1.50x |" in text and "eval bench" not in text
+    assert "under greedy decoding" in text and "prefill is one of the target's calls" in text
+    sampled = {**MEASURED, "settings": {**MEASURED["settings"], "temperature": 0.7, "top_k": 20}}
+    assert "sampling at temperature 0.7, top-k 20, top-p 1" in model_card("eagle", {}, measured=sampled)
+
+
+def test_an_exports_card_says_how_to_serve_it_and_what_was_checked():
+    export = {"format": "vllm", "command": "vllm serve owner/model", "checks": ["logits as ours"]}
+    export |= {"head": {"path": "runs/head", "sha256": "7777"}, "weights": "bfloat16"}
+    card = model_card("eagle", eagle_manifest(), export=export)
+    matter, sections = parts(card)
+    assert matter["library_name"] == "vllm" and "# EAGLE head, exported for vllm" in card and "`7777`" in card
+    assert "- weights in bfloat16" in card
+    assert "vllm serve owner/model" in sections["How to use it"] and "- logits as ours" in sections["How to use it"]
+    assert "draftsmith export" not in card
+    draft = {"format": "hf-assisted", "command": "python serve.py", "target": "owner/model", "draft": "owner/draft"}
+    _, sections = parts(model_card("hf-assisted", {}, export=draft))
+    assert "`owner/draft`" in sections["Target and tokenizer"] and "Training" not in sections
+
+
+def test_a_card_is_written_anew_with_what_was_measured(tmp_path):
+    torch.manual_seed(0)
+    manifest = {**TRAINED, "config": {**SETTINGS, "target": "owner/model"}}
+    module = EagleHead(EagleConfig(LLAMA))
+    head = save_head(tmp_path / "head", module, manifest, "an old card")
+    write_measured(head, MEASURED)
+    wanted = model_card("eagle", {**manifest, "head": head_fields(module)}, measured=MEASURED)
+    assert (head / "README.md").read_text() == wanted
+    assert measured_of(head)["methods"] == MEASURED["methods"]
+    assert {file.name for file in head.iterdir()} == {
+        "config.json", "model.safetensors", "manifest.json", "README.md", "measured.json"
+    }  # fmt: skip
+
+
+def test_a_checkout_that_is_not_installed_knows_its_version(tmp_path, monkeypatch):
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    monkeypatch.setattr("draftsmith.data.store.manifest.ROOT", tmp_path)
+    assert package_versions()["draftsmith"] is None
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "draftsmith"\nversion = "1.2.3"\n')
+    assert (package_versions()["draftsmith"], package_versions()["torch"]) == ("1.2.3 (source tree)", None)

@@ -1,0 +1,259 @@
+"""Head directories: written whole, read back bit by bit, and refused where they do not belong."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.heads import directory as heads
+from draftsmith.data.heads.directory import (
+    another_mode,
+    head_config,
+    kind_of,
+    load_head,
+    save_head,
+    starting_head,
+    starting_settings,
+)
+from draftsmith.data.models.loading import load_lm
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.types import InputError, SamplingParams
+
+HIDDEN = 32
+CARD = "# A head\n"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_lm(str(tiny_llama_dir(tmp_path_factory.mktemp("target"))))
+
+
+@pytest.fixture(scope="module")
+def other_target(tmp_path_factory):
+    """The same config, other weights."""
+    return load_lm(str(tiny_llama_dir(tmp_path_factory.mktemp("other"), seed=1)))
+
+
+def acceptance_head(seed: int = 0, **changes) -> AcceptanceHead:
+    torch.manual_seed(seed)
+    head = AcceptanceHead(AcceptanceHeadConfig(HIDDEN, **changes))
+    for weight in head.parameters():
+        weight.data.normal_(std=0.3)
+    return head
+
+
+def eagle_head(target, seed: int = 0) -> EagleHead:
+    torch.manual_seed(seed)
+    return EagleHead(EagleConfig.for_target(target.config, fc_bias=True))
+
+
+def manifest_of(target) -> dict:
+    return {"target": target.info.identity, "sampling": {"temperature": 1.0}}
+
+
+@pytest.fixture
+def saved(tmp_path, target) -> Path:
+    return save_head(tmp_path / "head", eagle_head(target), manifest_of(target), CARD)
+
+
+def test_a_head_directory_holds_what_the_design_says(saved, target):
+    assert {file.name for file in saved.iterdir()} == {"config.json", "model.safetensors", "manifest.json", "README.md"}
+    config, manifest = head_config(saved), json.loads((saved / "manifest.json").read_text())
+    assert config["kind"] == "eagle" and config["sampling"] == {"temperature": 1.0}
+    assert config["target"] == manifest["target"] == target.info.identity
+    assert set(manifest["sha256"]) == {"config.json", "model.safetensors", "README.md"}
+
+
+def test_the_targets_embedding_and_lm_head_are_not_saved(saved):
+    from safetensors.torch import load_file
+
+    state = load_file(saved / "model.safetensors")
+    assert not [name for name in state if "embed" in name or "lm_head" in name]
+    assert "layers.0.input_layernorm.weight" not in state  # EAGLE-1 has none
+
+
+def test_a_loaded_head_is_frozen_and_in_the_targets_dtype(saved, target):
+    head = load_head(saved, target, kind="eagle")
+    assert not head.training and not any(p.requires_grad for p in head.parameters())
+    assert {p.dtype for p in head.parameters()} == {target.dtype}
+
+
+def test_an_acceptance_head_stays_in_float32(tmp_path, target):
+    directory = save_head(tmp_path / "head", acceptance_head(), manifest_of(target), CARD)
+
+    class Bfloat16Target:
+        info, device, dtype = target.info, target.device, torch.bfloat16
+
+    assert {p.dtype for p in load_head(directory, Bfloat16Target()).parameters()} == {torch.float32}
+
+
+def test_tied_blocks_round_trip_as_one_block(tmp_path):
+    """SpecDec++'s published code repeats one block object: its "3-layer" checkpoints have tied blocks."""
+    head = acceptance_head(tied=True, num_blocks=3)
+    assert sum(p.numel() for p in head.parameters()) == HIDDEN * HIDDEN + HIDDEN + HIDDEN + 1
+    loaded = load_head(save_head(tmp_path / "tied", head, {}, CARD))
+    assert loaded.blocks[0] is loaded.blocks[1] is loaded.blocks[2]
+    hidden = torch.randn(5, HIDDEN)
+    assert torch.equal(loaded(hidden), head(hidden))
+
+
+def test_untied_blocks_have_their_own_weights(tmp_path):
+    head = acceptance_head(num_blocks=3)
+    loaded = load_head(save_head(tmp_path / "untied", head, {}, CARD))
+    assert len({id(block) for block in loaded.blocks}) == 3
+    assert not torch.equal(loaded.blocks[0].linear.weight, loaded.blocks[1].linear.weight)
+
+
+def test_settings_come_back_as_they_were(tmp_path, target):
+    head = acceptance_head(num_blocks=1, w_rej=3.0, calibration=(0.8, -0.1))
+    assert load_head(save_head(tmp_path / "a", head, {}, CARD)).config == head.config
+    eagle = eagle_head(target)
+    assert load_head(save_head(tmp_path / "e", eagle, {}, CARD)).config == eagle.config
+
+
+@pytest.mark.parametrize("make", ["acceptance", "eagle"])
+def test_a_head_of_another_width_is_refused(tmp_path, target, make):
+    narrow = load_lm(str(tiny_llama_dir(tmp_path / "narrow", hidden=16)))
+    head = acceptance_head() if make == "acceptance" else eagle_head(target)
+    directory = save_head(tmp_path / "head", head, {}, CARD)
+    with pytest.raises(InputError, match=r"of width 32, expected width 16"):
+        load_head(directory, narrow)
+
+
+def test_a_head_of_another_vocabulary_is_refused(tmp_path, target):
+    directory = save_head(tmp_path / "head", eagle_head(target), {}, CARD)
+    with pytest.raises(InputError, match="of vocabulary"):
+        load_head(directory, load_lm(str(tiny_llama_dir(tmp_path / "wide", vocab=400))))
+
+
+def test_a_head_of_another_model_is_refused_by_identity(saved, other_target):
+    with pytest.raises(InputError, match=r"another model \(lm_head, weights differ\).*draftsmith train"):
+        load_head(saved, other_target)
+
+
+def test_a_head_of_another_kind_is_refused(saved, target):
+    with pytest.raises(InputError, match="eagle head, expected an acceptance head"):
+        load_head(saved, target, kind="acceptance")
+
+
+def test_an_unknown_kind_is_refused(tmp_path):
+    directory = save_head(tmp_path / "head", acceptance_head(), {}, CARD)
+    for name in ("config.json", "manifest.json"):
+        content = json.loads((directory / name).read_text())
+        (directory / name).write_text(json.dumps({**content, "kind": "medusa", "sha256": {}}))
+    with pytest.raises(InputError, match="kind: found medusa, expected acceptance or eagle"):
+        load_head(directory)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_changed_bytes_are_found(saved, name):
+    content = bytearray((saved / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (saved / name).write_bytes(content)
+    with pytest.raises(InputError, match=f"{name}: found missing or changed content"):
+        load_head(saved)
+
+
+def test_a_missing_weight_file_is_found(saved):
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="missing or changed"):
+        load_head(saved)
+
+
+def test_a_truncated_manifest_is_one_error(saved):
+    (saved / "manifest.json").write_text((saved / "manifest.json").read_text()[:40])
+    with pytest.raises(InputError, match=r"manifest\.json: found damaged"):
+        load_head(saved)
+
+
+def test_the_card_may_be_edited(saved, target):
+    (saved / "README.md").write_text("Measured again.")
+    load_head(saved, target)
+
+
+def test_a_directory_without_a_manifest_is_not_a_head(saved, tmp_path):
+    (saved / "manifest.json").unlink()
+    for path in (saved, tmp_path / "nowhere"):
+        with pytest.raises(InputError, match="a head directory"):
+            load_head(path)
+
+
+def test_saving_replaces_an_older_head_and_leaves_nothing_behind(saved, target):
+    save_head(saved, acceptance_head(), manifest_of(target), "# Another\n")
+    assert head_config(saved)["kind"] == "acceptance"
+    assert [path.name for path in saved.parent.iterdir()] == ["head"]
+
+
+def test_a_save_that_fails_leaves_the_older_head_whole(saved, target):
+    before = {file.name: file.read_bytes() for file in saved.iterdir()}
+    # A manifest that is no JSON fails after the weights were written: a real failure in the middle.
+    with pytest.raises(TypeError):
+        save_head(saved, acceptance_head(), {**manifest_of(target), "seed": object()}, CARD)
+    assert [path.name for path in saved.parent.iterdir()] == ["head"]
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
+    load_head(saved, target)
+
+
+def test_an_unfinished_directory_is_never_taken_for_a_head(saved):
+    partial = Path(shutil.copytree(saved, saved.with_name("partial")))
+    (partial / "manifest.json").unlink()  # what a kill before the last write leaves
+    with pytest.raises(InputError):
+        head_config(partial)
+
+
+def test_the_registry_name_is_the_file_name(target):
+    assert kind_of(acceptance_head()) == "acceptance" and kind_of(eagle_head(target)) == "eagle"
+    folder = Path(heads.__file__).parents[1] / "modules" / "heads"
+    files = {file.stem for file in folder.glob("*.py")} - {"__init__"}
+    # HEAD_MORE.py is more of the head HEAD: eagle_tree.py, its trees.
+    assert set(heads.HEADS) == {name for name in files if name.rpartition("_")[0] not in files}
+
+
+def test_a_head_to_train_on_is_float32_trainable_and_of_no_particular_model(saved, other_target):
+    head = starting_head(saved, "eagle", HIDDEN, other_target.info.vocab_size)
+    assert head.training and all(p.requires_grad and p.dtype == torch.float32 for p in head.parameters())
+    frozen = load_head(saved).state_dict()
+    assert all(torch.equal(value, frozen[name]) for name, value in head.state_dict().items())
+    assert starting_settings(saved, "eagle", HIDDEN) == head.config
+
+
+@pytest.mark.parametrize(
+    ("directory", "kind", "width", "vocab", "expected"),
+    [
+        ("head", "eagle", 16, None, "init: found .* of width 32, expected width 16"),
+        ("head", "eagle", HIDDEN, 7, "init: found .* of vocabulary .*, expected 7"),
+        ("head", "acceptance", HIDDEN, None, "eagle head, expected an acceptance head"),
+        ("nowhere", "eagle", HIDDEN, None, "init: found .*nowhere"),
+    ],
+)
+def test_a_head_that_can_not_be_trained_on_is_refused(saved, directory, kind, width, vocab, expected):
+    with pytest.raises(InputError, match=expected):
+        starting_head(saved.with_name(directory), kind, width, vocab)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "params", "expected"),
+    [
+        ({"temperature": 0.0}, SamplingParams(0.0, top_k=5), None),
+        ({"temperature": [0.5, 1.0]}, SamplingParams(0.7), None),
+        (None, SamplingParams(0.7), None),
+        ({"temperature": 1.0}, SamplingParams(), r"temperature 1.0 there, 0.0 here.*--labels mix --mode greedy --resp"),
+        ({"temperature": 0.0}, SamplingParams(0.7), r"--mode sampling --temperature 0.7 --responses .* --eagle EAGLE"),
+        ({"temperature": [0.5, 0.8]}, SamplingParams(1.0), r"temperature \[0.5, 0.8\] there, 1.0 here"),
+        ({"temperature": 1.0}, SamplingParams(1.0, top_k=9), r"top_k 0 there, 9 here.* --temperature 1 --top-k 9 "),
+    ],
+)
+def test_another_mode_than_the_labels_is_told_with_the_command_for_it(tmp_path, sampling, params, expected):
+    made = sampling and {"top_k": 0, "top_p": 1.0, **sampling}
+    labels = {"labels": "mix", "drafter": "eagle" if sampling == {"temperature": 0.0} else "draft"}
+    saved = save_head(tmp_path / "head", acceptance_head(), {"sampling": made, **labels}, "card")
+    said = another_mode(saved, params)
+    assert (said is None) is (expected is None)
+    assert expected is None or re.search(expected, str(said))

@@ -1,0 +1,208 @@
+"""Models of a hub: what is asked for, what is fetched, and what is said where that fails. The hub is a real server on
+this machine that speaks its protocol."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from fake_hub import Hub, fake_hub
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.exchange.directory import package_directory
+from draftsmith.data.models import hub as places
+from draftsmith.data.models import loading as models_module
+from draftsmith.data.models.hub import loadable, model_directory, repository
+from draftsmith.launch.cli import configure, main
+from draftsmith.launch.errors import UsageError
+from draftsmith.modules.types import InputError
+
+MODELING = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+TOKENIZATION = """
+from transformers import PreTrainedTokenizerFast
+
+class MineTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """tiny: with what other programs want beside it; other: another model; mine: brings its own code."""
+    root = tmp_path_factory.mktemp("models")
+    tiny = tiny_llama_dir(root / "tiny")
+    for name in ("consolidated.safetensors", "consolidated.00.pth", "original/consolidated.00.pth", "pytorch_model.bin",
+                 "onnx/model.safetensors", "original/params.json", "README.md"):  # fmt: skip
+        (tiny / name).parent.mkdir(exist_ok=True)
+        (tiny / name).write_bytes(b"much")
+    tiny_llama_dir(root / "other", seed=1)
+    mine = tiny_llama_dir(root / "mine")
+    config = json.loads((mine / "config.json").read_text())
+    auto = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    config |= {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": auto}
+    (mine / "config.json").write_text(json.dumps(config))
+    (mine / "modeling_mine.py").write_text(MODELING)
+    (mine / "tokenization_mine.py").write_text(TOKENIZATION)
+    settings = json.loads((mine / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "MineTokenizer"}
+    settings["auto_map"] = {"AutoTokenizer": [None, "tokenization_mine.MineTokenizer"]}
+    (mine / "tokenizer_config.json").write_text(json.dumps(settings))
+    return root
+
+
+@pytest.fixture
+def hub(models, tmp_path, monkeypatch) -> Hub:
+    from huggingface_hub import constants
+
+    with fake_hub() as found:
+        found.repositories = {
+            "org/tiny": {"main": models / "tiny", "v1": models / "other"},
+            "tiny": {"main": models / "tiny"},
+            "org/mine": {"main": models / "tiny", "v2": models / "mine"},
+            "org/private": {"main": models / "other"},
+            "org/gated": {"main": models / "other"},
+        }
+        found.tokens["org/private"] = "hf_secret"
+        found.gated.add("org/gated")
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.chdir(tmp_path)
+        places._fetch.cache_clear()
+        yield found
+        places._fetch.cache_clear()
+
+
+def weights(directory: Path) -> bytes:
+    return (directory / "model.safetensors").read_bytes()
+
+
+def test_a_model_is_fetched_as_from_pretrained_does(hub, models):
+    directory = model_directory("org/tiny")
+    assert weights(directory) == weights(models / "tiny")
+    fetched = {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()}
+    wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert wanted <= fetched
+    assert not {name for name in fetched if "consolidated" in name or "/" in name or name.endswith((".bin", ".pth"))}
+    count = len(hub.fetched)
+    assert model_directory("org/tiny") == directory and len(hub.fetched) == count
+
+
+def test_a_foreign_head_may_be_pickled(hub):
+    assert (package_directory("org/tiny") / "pytorch_model.bin").exists()
+
+
+def test_an_id_without_an_owner_is_one(hub, models):
+    assert weights(model_directory("tiny")) == weights(models / "tiny")
+    shutil.copytree(models / "other", "tiny")  # what is here counts first, as with from_pretrained
+    assert weights(model_directory("tiny")) == weights(models / "other")
+
+
+def test_a_revision_is_a_name_or_a_commit(hub, models):
+    named = model_directory("org/tiny@v1")
+    assert weights(named) == weights(models / "other")
+    places._fetch.cache_clear()
+    assert model_directory(f"org/tiny@{hub.commit('org/tiny', 'v1')}") == named
+    assert loadable("org/tiny@v1") == str(named) and loadable("org/tiny") == "org/tiny"
+    with pytest.raises(InputError, match=r"no revision v9 of org/tiny"):
+        model_directory("org/tiny@v9")
+
+
+@pytest.mark.parametrize(
+    ("words", "setting", "value"),
+    [
+        ("data responses --prompts p --output o --target org/tiny --revision v1", "target", "org/tiny@v1"),
+        ("eval bench --prompts p --output o --target org/tiny --draft org/d@v2 --revision v1", "draft", "org/d@v2"),
+        ("import org/head --output o --revision v1 --target org/tiny", "directory", "org/head@v1"),
+        ("data prompts --source org/rows --output o --target org/tiny@v3 --revision v1", "revision", "v1"),
+    ],
+)
+def test_revision_is_of_the_first_model_and_an_at_of_every_one(words, setting, value):
+    args = words.split()
+    name = args[0] if args[0] == "import" else " ".join(args[:2])
+    _, config = configure(name, args[len(name.split()) :])
+    assert str(getattr(config, setting)) == value
+
+
+def test_a_revision_needs_a_hub_id():
+    for target in ("embedded:target", "org/tiny@v2"):
+        with pytest.raises(UsageError, match="--revision: found v1"):
+            configure("decode", ["Hi", "--target", target, "--revision", "v1"])
+
+
+def test_help_shows_the_revision(capsys):
+    configure("decode", ["--help"])
+    assert "--revision" in capsys.readouterr().out
+
+
+def test_a_private_repository_needs_its_token(hub, models, monkeypatch):
+    with pytest.raises(InputError, match=r"or a private one.*hf auth login, or set HF_TOKEN"):
+        model_directory("org/private")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert weights(model_directory("org/private")) == weights(models / "other")
+
+
+def test_a_gated_repository_says_what_to_do(hub):
+    with pytest.raises(InputError, match=r"org/gated, which is gated.*Accept its terms"):
+        model_directory("org/gated")
+
+
+@pytest.mark.parametrize("path", ["runs/targt", "targt", "org/tiny-it"])
+def test_a_mistyped_path_says_where_it_was_looked_for(hub, path):
+    with pytest.raises(InputError, match=f"no directory {path} here, and no such repository on the hub") as error:
+        model_directory(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", ["./targt", "/no/such", "~/x", "a/b/c", "a b", "x" * 5000, "org/na me@v1", "org/x@"])
+def test_what_can_be_no_repository_is_not_asked_for(path):
+    assert repository(path) is None if len(path) < 100 else True
+    with pytest.raises(InputError, match="model: found"):
+        model_directory(path)
+
+
+def test_without_a_network_the_cache_serves(hub, monkeypatch):
+    from huggingface_hub import constants
+
+    directory = model_directory("org/tiny@v1")
+    places._fetch.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert model_directory("org/tiny@v1") == directory
+    with pytest.raises(InputError, match=r"no directory org/else here, nor in the hub's cache.*HF_HUB_OFFLINE"):
+        model_directory("org/else")
+
+
+def test_a_hub_that_is_away_is_one_line(hub, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(InputError, match="the hub cannot be asked"):
+        model_directory("org/tiny")
+
+
+def test_code_of_a_repository_runs_only_when_it_is_trusted(hub, tmp_path, monkeypatch, capsys):
+    """Config, weights and tokenizer bring code, which is fetched with them."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    monkeypatch.setattr(models_module, "_trusted", False)
+    words = ["decode", "Hi", "--method", "ar", "--max-new-tokens", "4", "--target", "org/mine", "--revision", "v2"]
+    assert main(words) == 2
+    assert "--trust-remote-code" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "modules").exists()
+    assert main([*words, "--trust-remote-code"]) == 0
+    assert "tau 1.00" in capsys.readouterr().out
+    assert list((tmp_path / "modules").rglob("tokenization_mine.py"))

@@ -1,0 +1,298 @@
+"""The identity of a model is all of it: what changes it, what does not, and who compares it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_llama_dir
+from transformers import AutoModelForCausalLM
+
+from draftsmith.data.features import open_texts
+from draftsmith.data.heads.directory import load_head, save_head
+from draftsmith.data.models import digests
+from draftsmith.data.models.identity import encoding_hash
+from draftsmith.data.models.loading import load_lm, text_identity, tokenizer_identity
+from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.launch.cli import main
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.types import InputError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "draftsmith" / "digests"
+
+
+def identity(directory: Path, **how: Any) -> dict[str, str]:
+    return load_lm(str(directory), **how).info.identity
+
+
+def scale_projections(directory: Path, factor: float = 1.15) -> Path:
+    """What an SFT or a merged LoRA does: other layers, the same output embedding."""
+    state = load_file(directory / "model.safetensors")
+    state |= {name: tensor * factor for name, tensor in state.items() if "_proj" in name}
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    return tiny_llama_dir(tmp_path_factory.mktemp("pristine"))
+
+
+@pytest.fixture
+def copy(pristine, tmp_path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "copy"))
+
+
+@pytest.fixture
+def scaled(copy) -> Path:
+    return scale_projections(copy)
+
+
+@pytest.mark.parametrize("engine", ["lean", "hf"])
+def test_one_changed_value_is_another_model(pristine, copy, engine):
+    state = load_file(copy / "model.safetensors")
+    state["model.layers.1.mlp.down_proj.weight"][3, 5] += 0.01
+    save_file(state, copy / "model.safetensors", {"format": "pt"})
+    before, after = identity(pristine, engine=engine), identity(copy, engine=engine)
+    assert [key for key in before if before[key] != after[key]] == ["weights"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards_types_engines_and_prefixes_are_the_same_model(tmp_path, tied):
+    # bfloat16 weights, so that each type holds them exactly.
+    first = tiny_llama_dir(tmp_path / "first", tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_pretrained(first, dtype=torch.bfloat16)
+    model.save_pretrained(first)
+    expected = identity(first)
+    assert identity(first, engine="hf") == identity(first, dtype="float16") == expected
+    for name, dtype, size in (("float32", torch.float32, "5GB"), ("shards", torch.bfloat16, "20KB")):
+        other = Path(shutil.copytree(first, tmp_path / name))
+        (other / "model.safetensors").unlink()
+        model.to(dtype).save_pretrained(other, max_shard_size=size)
+        assert identity(other) == identity(other, engine="hf") == expected, name
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    state = {name.removeprefix("model."): tensor for name, tensor in load_file(first / "model.safetensors").items()}
+    if tied:  # some files have it, some have not
+        state["lm_head.weight"] = state["embed_tokens.weight"].clone()
+    save_file(state, tmp_path / "shards" / "model.safetensors", {"format": "pt"})  # which counts before an index
+    assert identity(tmp_path / "shards") == expected
+
+
+def test_what_decides_token_ids_is_in_the_encoding(pristine, copy):
+    before = tokenizer_identity(str(pristine))
+    file = copy / "tokenizer.json"
+    original = json.loads(file.read_text())
+
+    def now(**changes: Any) -> dict[str, str]:
+        file.write_text(json.dumps({**original, **changes}))
+        return tokenizer_identity(str(copy))
+
+    assert now(truncation={"max_length": 5, "strategy": "LongestFirst", "direction": "Right", "stride": 0}) == before
+    merges = original["model"]["merges"]
+    as_text = [" ".join(pair) if isinstance(pair, list) else pair for pair in merges]
+    assert now(model={**original["model"], "merges": as_text, "ignore_merges": False}) == before
+    fewer = now(model={**original["model"], "merges": merges[:-1]})
+    lower = now(normalizer={"type": "Lowercase"})
+    for other in (fewer, lower):
+        assert other["tokenizer"] == before["tokenizer"] and other["encoding"] != before["encoding"]
+    assert fewer["encoding"] != lower["encoding"]
+
+
+def test_a_switch_beside_the_tokenizer_counts(copy):
+    before = encoding_hash(copy)
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**settings, "add_bos_token": True}))
+    assert encoding_hash(copy) != before
+
+
+class Counted:
+    """How often a file was read for its hashes."""
+
+    def __init__(self, monkeypatch):
+        self.files: list[Path] = []
+        read = digests._read
+        monkeypatch.setattr(digests, "_read", lambda file: self.files.append(file) or read(file))
+
+
+def settle(directory: Path) -> None:
+    """As if it had been written a minute ago."""
+    for file in directory.glob("*.safetensors"):
+        os.utime(file, (time.time() - 60,) * 2)
+
+
+def test_weights_are_read_once_for_their_hash(copy, monkeypatch, own_cache):
+    counted = Counted(monkeypatch)
+    settle(copy)
+    first = identity(copy)
+    assert identity(copy) == first and len(counted.files) == 1
+    link = copy.with_name("link")
+    link.symlink_to(copy)
+    assert identity(link) == first and len(counted.files) == 1  # as from a hub's cache
+    assert [file.suffix for file in own_cache.iterdir()] == [".json"]
+
+
+def test_a_change_that_keeps_size_and_time_is_seen(copy, monkeypatch):
+    settle(copy)
+    before, about = identity(copy), (copy / "model.safetensors").stat()
+    scale_projections(copy)
+    os.utime(copy / "model.safetensors", ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert (copy / "model.safetensors").stat().st_size == about.st_size
+    assert identity(copy)["weights"] != before["weights"]
+
+
+def test_a_file_of_this_moment_is_not_remembered(copy, monkeypatch, own_cache):
+    scale_projections(copy)
+    identity(copy)
+    assert not own_cache.exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"stamp": 1}', None])
+def test_a_damaged_memory_is_no_memory(copy, monkeypatch, own_cache, content):
+    counted = Counted(monkeypatch)
+    settle(copy)
+    expected = identity(copy)
+    (entry,) = own_cache.iterdir()
+    if content is None:  # a changed hash in it
+        good = entry.read_text()
+        digest = next(iter(json.loads(good)["tensors"].values()))[2]
+        content = good.replace(digest, "0" * 64)
+    entry.write_text(content)
+    assert identity(copy) == expected and len(counted.files) == 2
+    assert identity(copy) == expected and len(counted.files) == 2  # mended
+
+
+def test_a_memory_that_cannot_be_written_costs_time_only(copy, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    settle(copy)
+    assert identity(copy) == identity(copy)
+
+
+def test_many_at_once_leave_one_whole_memory(copy, own_cache):
+    settle(copy)
+    files = [copy / "model.safetensors"]
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(digests.tensor_digests(files))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and all(one == found[0] for one in found)
+    (entry,) = own_cache.iterdir()
+    assert digests._remembered(files[0]) == found[0], entry
+
+
+# Who compares it.
+
+
+def test_data_of_a_fine_tuned_target_is_refused_everywhere(chain, tmp_path, capsys):
+    tuned = scale_projections(Path(shutil.copytree(chain.target, tmp_path / "tuned")))
+    responses, out = chain.directory("responses"), tmp_path / "out"
+    labels, made = chain.directory("acceptance"), chain.directory("features")
+    for words in (
+        f"data features --responses {responses} --target {tuned}",
+        f"data acceptance --responses {responses} --target {tuned} --draft {chain.draft}",
+        f"train eagle --data {made} --target {tuned}",
+        f"train eagle --data {responses} --target {tuned}",
+        f"train acceptance --data {labels} --draft {tuned}",
+    ):
+        assert main([*words.split(), "--output", str(out)]) == 2, words
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert ".weights: " in error and "Make it again: draftsmith data" in error, error
+
+
+@pytest.fixture
+def head(pristine, tmp_path) -> Path:
+    target = load_lm(str(pristine))
+    layer = EagleConfig.for_target(target.config)
+    return save_head(tmp_path / "head", EagleHead(layer), {"target": target.info.identity}, "card")
+
+
+def test_a_head_of_a_fine_tuned_target_is_refused(pristine, scaled, head, capsys):
+    words = ["decode", "Hi", "--method", "eagle:k=2", "--eagle", str(head), "--max-new-tokens", "4"]
+    assert main([*words, "--target", str(pristine)]) == 0
+    capsys.readouterr()
+    assert main([*words, "--target", str(scaled)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "trained for another model (weights differ)" in error and "draftsmith train eagle --init" in error
+
+
+def test_an_exported_head_is_not_imported_as_one_of_another_model(pristine, scaled, head, tmp_path, capsys):
+    exported = tmp_path / "exported"
+    words = f"export --format vllm --head {head} --target {pristine} --output {exported}"
+    assert main(words.split()) == 0
+    capsys.readouterr()
+    assert main(f"import {exported} --target {scaled} --output {tmp_path / 'ours'}".split()) == 2
+    assert "another model than the head was trained for (weights differ)" in capsys.readouterr().err
+    assert main(f"check {exported} --format vllm --target {scaled}".split()) == 1
+    assert "the model's weights" in " ".join(capsys.readouterr().out.split())
+    assert main(f"import {exported} --target {pristine} --output {tmp_path / 'ours'}".split()) == 0
+
+
+def forget(recorded: dict[str, Any]) -> dict[str, Any]:
+    """An identity as earlier versions wrote it."""
+    kept = {key: value for key, value in recorded.items() if key not in ("weights", "encoding", "tokenizer")}
+    return {key: forget(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def test_an_old_head_opens_and_says_what_was_not_compared(pristine, scaled, tmp_path, capsys):
+    target = load_lm(str(pristine))
+    old = EagleHead(EagleConfig.for_target(target.config))
+    saved = save_head(tmp_path / "old", old, {"target": forget(target.info.identity)}, "card")
+    for _ in range(2):
+        load_head(saved, load_lm(str(scaled)))
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1 and "tokenizer, weights" in warnings[0] and "not compared" in warnings[0]
+    assert str(saved) in warnings[0]
+
+
+def test_an_old_head_whose_manifest_has_the_tokenizer_is_held_to_it(pristine, tmp_path):
+    target = load_lm(str(pristine))
+    about = {"target": forget(target.info.identity), "models": {"tokenizer": "0" * 16}}
+    saved = save_head(tmp_path / "old", EagleHead(EagleConfig.for_target(target.config)), about, "card")
+    with pytest.raises(InputError, match=r"\(tokenizer differ\)"):
+        load_head(saved, target)
+
+
+def test_old_data_opens_and_says_what_was_not_compared(chain, tmp_path, capsys):
+    directory = Path(shutil.copytree(chain.directory("responses"), tmp_path / "responses"))
+    raw = json.loads((directory / "manifest.json").read_text())
+    kept = {**forget(raw["identity"]), "tokenizer": raw["identity"]["tokenizer"]}
+    (directory / "manifest.json").write_text(json.dumps({**raw, "identity": kept}))
+    given = load_lm(str(chain.target)).info.identity
+    for _ in range(2):
+        open_texts(directory, str(chain.target), given)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert f"{directory} does not record encoding, target.tokenizer, target.weights" in warning
+    with pytest.raises(InputError, match=r"tokenizer: .*target\.config: |target\.config: .*tokenizer: "):
+        open_artefact(directory, identity={"tokenizer": "other", "target": {**given, "config": "other"}})
+
+
+def test_another_tokenization_is_refused_although_the_vocabulary_is_the_same(chain, tmp_path):
+    other = Path(shutil.copytree(chain.target, tmp_path / "other"))
+    raw = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps({**raw, "normalizer": {"type": "Lowercase"}}))
+    assert (
+        Manifest.read(chain.directory("prompts")).identity["encoding"] == text_identity(str(chain.target))["encoding"]
+    )
+    with pytest.raises(InputError, match=r"another encoding: \w+ here, \w+ given"):
+        open_artefact(chain.directory("prompts"), "prompts", text_identity(str(other)))
+
+
+def test_labels_of_an_eagle_head_are_not_those_of_its_target(chain):
+    recorded = Manifest.read(chain.directory("acceptance")).identity["draft"]
+    for given in ({"draft": {**recorded, "eagle": "e" * 16}},):
+        with pytest.raises(InputError, match=r"draft\.eagle: None here"):
+            open_artefact(chain.directory("acceptance"), "acceptance", given)

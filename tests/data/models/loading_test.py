@@ -1,0 +1,272 @@
+"""Loading models: what is accepted, what becomes one line of error, and what identifies a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_llama_dir
+
+from draftsmith.data.answering.batched import answer, pad_right
+from draftsmith.data.models.loading import (
+    check_same_tokenizer,
+    load_lm,
+    load_tokenizer,
+    resolve_model,
+    tokenizer_identity,
+)
+from draftsmith.launch.cli import main
+from draftsmith.modules.targets.hf import HFLM
+from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.types import InputError, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    return tiny_llama_dir(tmp_path_factory.mktemp("pristine"))
+
+
+@pytest.fixture
+def directory(pristine, tmp_path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(pristine, tmp_path / "model"))
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**raw, **changes}))
+
+
+def change_state(directory: Path, change) -> None:
+    state = load_file(directory / "model.safetensors")
+    change(state)
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+
+
+def gpt2(directory: Path) -> Path:
+    """Sizes under other names (n_embd), learned positions, Conv1D weights."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=40, initializer_range=0.3, eos_token_id=3,
+        bos_token_id=None,
+    )  # fmt: skip
+    transformers.GPT2LMHeadModel(config).save_pretrained(directory)
+    return directory
+
+
+def gpt_neox(directory: Path) -> Path:
+    """Partial rotary positions, parallel residual."""
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=40, initializer_range=0.3, eos_token_id=3, bos_token_id=None,
+    )  # fmt: skip
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("make", [gpt2, gpt_neox])
+def test_another_architecture_runs_on_the_transformers_engine(make, tmp_path):
+    lm = load_lm(str(make(tmp_path)))
+    assert isinstance(lm, HFLM)
+    assert (lm.info.hidden_size, lm.info.vocab_size, lm.info.num_layers, lm.info.max_position) == (16, 50, 2, 40)
+    assert lm.info.eos_ids == (3,)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+
+    def logits(tokens):
+        with torch.no_grad():
+            return oracle(torch.tensor([tokens])).logits[0]
+
+    tokens = [5, 1, 9, 2, 7]
+    close = {"atol": 1e-4, "rtol": 0}
+    torch.testing.assert_close(lm.lm_head(lm.features(torch.tensor([tokens])))[0], logits(tokens), **close)
+    session = lm.session(20)
+    session.extend(tokens)
+    tree = session.extend([4, 6, 8, 8], [-1, -1, 1, 0], num_logits=4).logits
+    torch.testing.assert_close(tree[2], logits([*tokens, 6, 8])[-1], **close)
+    session.keep(5, [6, 7])
+    torch.testing.assert_close(session.extend([11]).logits[0], logits([*tokens, 6, 8, 11])[-1], **close)
+    rows, first = lm.batch_session([[1, 2, 3], [4]], 10)
+    torch.testing.assert_close(first, torch.stack([logits([1, 2, 3])[-1], logits([4])[-1]]), **close)
+    second = rows.step(torch.tensor([7, 8]))
+    torch.testing.assert_close(second, torch.stack([logits([1, 2, 3, 7])[-1], logits([4, 8])[-1]]), **close)
+
+
+def test_engines_and_what_they_run(pristine, tmp_path):
+    assert isinstance(load_lm(str(pristine)), LlamaLM)
+    assert isinstance(load_lm(str(pristine), engine="hf"), HFLM)
+    with pytest.raises(InputError, match="model_type: found gpt2"):
+        load_lm(str(gpt2(tmp_path)), engine="lean")
+    with pytest.raises(InputError, match="engine: found vllm"):
+        load_lm(str(pristine), engine="vllm")
+
+
+def test_a_rope_type_that_only_transformers_knows_falls_back_to_it(directory):
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 128}
+    change_config(directory, rope_parameters=yarn)
+    assert isinstance(load_lm(str(directory)), HFLM)
+    with pytest.raises(InputError, match="rope_type: found yarn"):
+        load_lm(str(directory), engine="lean")
+
+
+def test_both_engines_describe_the_model_alike(pristine):
+    lean, hf = load_lm(str(pristine)).info, load_lm(str(pristine), engine="hf").info
+    assert lean == hf
+    assert lean.eos_ids == (load_tokenizer(str(pristine)).eos_token_id,)
+
+
+def test_identity_is_the_weights_and_the_config_not_how_they_were_loaded(pristine, directory, tmp_path):
+    identity = load_lm(str(pristine)).info.identity
+    assert load_lm(str(directory)).info.identity == identity
+    assert load_lm(str(directory), dtype="bfloat16").info.identity == identity
+    change_config(directory, transformers_version="5.0.0", use_cache=False)
+    assert load_lm(str(directory)).info.identity == identity
+    change_config(directory, rms_norm_eps=1e-3)
+    other = load_lm(str(directory)).info.identity
+    assert other["config"] != identity["config"] and other["lm_head"] == identity["lm_head"]
+    retrained = load_lm(str(tiny_llama_dir(tmp_path / "other", seed=1))).info.identity
+    assert retrained["config"] == identity["config"] and retrained["lm_head"] != identity["lm_head"]
+
+
+@pytest.mark.parametrize("engine", ["lean", "hf"])
+def test_end_tokens_are_those_of_the_generation_config_first(directory, engine):
+    change_config(directory, eos_token_id=[1, 2])
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    assert load_lm(str(directory), engine=engine).info.eos_ids == (1, 2)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert load_lm(str(directory), engine=engine).info.eos_ids == (7,)
+
+
+def test_dtypes(directory):
+    assert load_lm(str(directory), dtype="bfloat16").dtype == torch.bfloat16
+    change_config(directory, dtype="bfloat16")
+    assert load_lm(str(directory), dtype="auto").dtype == torch.bfloat16
+    with pytest.raises(InputError, match="dtype: found int8"):
+        load_lm(str(directory), dtype="int8")
+
+
+def test_weights_are_frozen(pristine):
+    assert not any(p.requires_grad for p in load_lm(str(pristine)).model.parameters())
+    assert not any(p.requires_grad for p in load_lm(str(pristine), engine="hf").model.parameters())
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+def drop(state):
+    del state[DOWN]
+
+
+def add(state):
+    state["model.layers.1.mlp.side_proj.weight"] = torch.zeros(2, 2)
+
+
+def reshape(state):
+    state[DOWN] = state[DOWN][:, :-1].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [(drop, DOWN), (add, "side_proj"), (reshape, DOWN)], ids=["missing", "extra", "wrong shape"]
+)
+def test_tensors_that_do_not_fit_the_config_are_named(directory, change, named):
+    change_state(directory, change)
+    with pytest.raises(InputError, match=named.removeprefix("model.")):
+        load_lm(str(directory))
+
+
+@pytest.mark.parametrize("change", [drop, reshape])
+def test_the_transformers_engine_makes_up_no_weights(directory, change):
+    change_state(directory, change)
+    with pytest.raises(InputError, match="model"):
+        load_lm(str(directory), engine="hf")
+
+
+@pytest.mark.parametrize("engine", ["lean", "hf"])
+def test_a_tied_model_without_its_embedding_is_refused(tmp_path, engine):
+    tiny_llama_dir(tmp_path, tie_word_embeddings=True)
+    change_state(tmp_path, lambda state: state.pop("model.embed_tokens.weight"))
+    with pytest.raises(InputError, match=r"embed_tokens\.weight"):
+        load_lm(str(tmp_path), engine=engine)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def overwrite(file: Path) -> None:
+    file.write_bytes(b"not a safetensors file")
+
+
+@pytest.mark.parametrize("engine", ["lean", "hf"])
+@pytest.mark.parametrize("spoil", [truncate, overwrite, Path.unlink])
+def test_a_damaged_or_missing_weight_file_is_one_error(directory, spoil, engine):
+    spoil(directory / "model.safetensors")
+    with pytest.raises(InputError) as error:
+        load_lm(str(directory), engine=engine)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("engine", ["lean", "hf"])
+def test_a_truncated_config_is_one_error(directory, engine):
+    truncate(directory / "config.json")
+    with pytest.raises(InputError, match=r"config\.json: found damaged"):
+        load_lm(str(directory), engine=engine)
+
+
+def test_paths_that_are_no_models(tmp_path, directory, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"without config\.json"):
+        load_lm(str(tmp_path / "empty"))
+    for path in (str(tmp_path / "nowhere"), "./nowhere", "nowhere", str(directory / "config.json")):
+        with pytest.raises(InputError, match="model: found"):
+            load_lm(path)
+    with pytest.raises(InputError, match="path: found embedded:nothing"):
+        resolve_model("embedded:nothing")
+
+
+def test_tokenizers_are_compared_by_content(pristine, directory, tmp_path):
+    check_same_tokenizer(str(pristine), str(directory))
+    tokenizer = load_tokenizer(str(directory))
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(str(directory))
+    check_same_tokenizer(str(pristine), str(directory))  # the same vocabulary
+    assert tokenizer_identity(str(pristine))["chat_template"] != tokenizer_identity(str(directory))["chat_template"]
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.save_pretrained(str(directory))
+    with pytest.raises(InputError, match="draft: found"):
+        check_same_tokenizer(str(pristine), str(directory))
+    with pytest.raises(InputError, match="without tokenizer files"):
+        load_tokenizer(str(gpt2(tmp_path / "bare")))
+
+
+def test_a_token_that_the_model_does_not_have_is_one_error(directory, capsys):
+    tokenizer = load_tokenizer(str(directory))
+    tokenizer.add_tokens(["<|new|>"])  # and no embedding for it: an index error on a CPU, a lost device on a GPU
+    tokenizer.save_pretrained(str(directory))
+    for engine in ("lean", "hf"):
+        words = ["decode", "say <|new|>", "--target", str(directory), "--method", "ar", "--engine", engine]
+        assert main(words) == 2
+        assert "tokens: found id " in capsys.readouterr().err.splitlines()[-1]
+    lm = load_lm(str(directory))
+    with pytest.raises(InputError, match="ids below"):
+        answer(lm, [[1, 2], [lm.info.vocab_size]], SamplingParams(), 4, None)
+    with pytest.raises(InputError, match="ids below"):
+        pad_right([[-1]], lm)
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma2Config(vocab_size=32, num_key_value_heads=1, head_dim=8, final_logit_softcapping=30.0, **sizes)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="final_logit_softcapping"):
+        load_lm(str(tmp_path))

@@ -1,0 +1,104 @@
+"""Features in fp8: what rounding in float64, done without torch's fp8, gives; and half the bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from draftsmith.data.store.feature_codec import decode, encode, read, rounded, token_bytes, token_scale
+from draftsmith.data.store.manifest import Manifest
+
+
+def like_hidden_states(tokens: int = 64, size: int = 96) -> torch.Tensor:
+    """Tokens of scales from 1e-4 to 1e3, each with a few values far above the others."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(tokens, size, generator=generator, dtype=torch.float64)
+    values[:, :3] *= 40
+    return (values * torch.logspace(-4, 3, tokens, dtype=torch.float64)[:, None]).float()
+
+
+def nearest_e4m3(value: float) -> float:
+    """The nearest number of 1 sign, 4 exponent and 3 mantissa bits (bias 7, subnormals), ties to even."""
+    if value == 0:
+        return 0.0
+    exponent = max(math.frexp(value)[1] - 1, -6)
+    step = 2.0 ** (exponent - 3)
+    return round(value / step) * step  # Python rounds ties to even
+
+
+def test_every_value_is_the_nearest_one_that_fp8_has_at_the_tokens_scale():
+    features = like_hidden_states()
+    decoded = rounded(features, "fp8")
+    assert decoded.dtype == torch.bfloat16
+    for row, got in zip(features.double(), decoded.double(), strict=True):
+        scale = 2.0 ** math.ceil(math.log2(float(row.abs().max()) / 448))
+        assert got.tolist() == [nearest_e4m3(value / scale) * scale for value in row.tolist()]
+
+
+def test_the_error_is_bounded_by_the_value_and_for_small_ones_by_the_tokens_largest():
+    features = like_hidden_states().double()
+    error = (rounded(features, "fp8").double() - features).abs()
+    largest = features.abs().amax(-1, keepdim=True)
+    scale = torch.exp2(torch.ceil(torch.log2(largest / 448)))
+    assert torch.all(error <= torch.maximum(features.abs() * 2**-4, scale * 2**-10))
+    assert torch.all(scale <= largest * 2**-7.8)  # less than twice largest / 448
+    assert error.max() > 0
+
+
+def test_what_was_rounded_once_stays_as_it_is():
+    once = rounded(like_hidden_states(), "fp8")
+    assert torch.equal(rounded(once, "fp8"), once)
+    assert torch.equal(rounded(once, "bf16"), once)
+
+
+@pytest.mark.parametrize("largest", [448.0, 448.1, 224.0, 1.0, 2.0**-30, 1e-30, 3e38])
+def test_the_largest_value_fills_the_range_without_leaving_it(largest):
+    row = torch.tensor([[largest, -largest / 3]])
+    ratio = float(row[0, 0].double() / token_scale(row).double())
+    assert 224 < ratio <= 448
+    assert rounded(row, "fp8").isfinite().all()
+
+
+def test_zeros_stay_and_a_token_that_is_not_finite_is_seen():
+    features = torch.zeros(3, 4)
+    features[1, 2], features[2, 0] = math.inf, math.nan
+    decoded = rounded(features, "fp8")
+    assert torch.equal(decoded[0], torch.zeros(4, dtype=torch.bfloat16))
+    assert not decoded[1].isfinite().all() and not decoded[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_safetensors_file_gives_back_what_was_encoded(tmp_path, dtype):
+    features = like_hidden_states(5, 32)
+    save_file({"0000007" + suffix: tensor for suffix, tensor in encode(features, dtype).items()}, tmp_path / "x")
+    with safe_open(tmp_path / "x", framework="pt") as file:
+        assert torch.equal(read(file, "0000007"), decode(encode(features, dtype)))
+        stored = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118  (no dictionary)
+    assert stored == 5 * token_bytes(32, dtype)
+
+
+def test_an_artefact_in_fp8_is_that_of_bf16_rounded_with_half_the_bytes(chain, remake, capsys):
+    from draftsmith.data.inspect import InspectConfig
+    from draftsmith.data.inspect import run as inspect
+    from draftsmith.data.store.datasets import FeatureDataset
+
+    plain, directory = FeatureDataset(chain.directory("features")), remake("features", feature_dtype="fp8")
+    coded = FeatureDataset(directory)
+    for before, after in zip(plain, coded, strict=True):
+        assert after["features"].dtype == torch.bfloat16 and after["features"].shape == before["features"].shape
+        # 2^-4 of fp8 and 2^-8 of bf16; small values as their token's scale has it.
+        torch.testing.assert_close(after["features"], before["features"], rtol=0.07, atol=0.01)
+        assert not torch.equal(after["features"], before["features"])
+    described = {f.name: (f.dtype, f.shape) for f in Manifest.read(directory).fields}
+    assert described["features"] == ("float8_e4m3fn", ("T", "H"))
+    assert described["features.scale"] == ("bfloat16", ("T",))
+    tokens = Manifest.read(directory).counts["tokens"]
+    written = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    assert tokens * 34 < written < tokens * 34 + 11 * 400  # 32 values and a scale; and headers for each row
+    capsys.readouterr()
+    inspect(InspectConfig(directory))
+    assert "all finite" in capsys.readouterr().out

@@ -1,0 +1,218 @@
+"""Files are there whole or not at all, on a disk that is full too: a real one, where the tests may mount it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from bad_input.row import Ground
+
+from draftsmith.data.store import files
+from draftsmith.data.store.files import (
+    CannotWrite,
+    append,
+    copy_file,
+    make_directory,
+    whole_directory,
+    write_json,
+    write_table,
+    write_tensors,
+    write_text,
+    write_torch,
+)
+from draftsmith.data.store.reading import misfit, read_lines
+from draftsmith.launch.cli import main
+from draftsmith.launch.errors import user_message
+from draftsmith.modules.types import InputError
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from draftsmith.launch.cli import main
+for line in Path(sys.argv[1]).read_text().splitlines():
+    room, *words = line.split()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(room), resource.RLIM_INFINITY))
+    code = main(words)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print("code", code, file=sys.stderr, flush=True)
+"""
+
+
+QUICK = ("compare", "prompts")  # of the commands below
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory) -> Ground:
+    return Ground(tmp_path_factory.mktemp("ground"))
+
+
+@pytest.fixture
+def full_disk(tmp_path_factory):
+    """A file system of 64 KiB with 8 of them free."""
+    place = tmp_path_factory.mktemp("disk")
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "draftsmith-test", str(place)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    (place / "filler").write_bytes(bytes(56 * 1024))
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def commands(ground: Ground, out: Path) -> dict[str, list[str]]:
+    """Of the issue's list. Name -> words."""
+    models = f"--target {ground.target} --draft {ground.draft}"
+    bench = f"eval bench {models} --prompts {ground.chats} --methods ar,spec:k=2 --repeats 1 --limit 2"
+    found = {
+        "report": f"eval report {ground.bench} --output {out}/report.html",
+        "compare": f"eval compare {ground.bench} {ground.bench} --output {out}/tables.md",
+        "bench with traces": f"{bench} --max-new-tokens 16 --traces 2 --output {out}/bench",
+        "trace": f"decode Hi {models} --max-new-tokens 64 --trace {out}/t.jsonl",
+        "export": f"export --format vllm --head {ground.eagle} --target {ground.target} --output {out}/vllm",
+        "import": f"import {ground.exported} --target {ground.target} --output {out}/ours",
+        "prompts": f"data prompts --source {ground.chats} --target {ground.target} --output {out}/prompts",
+    }
+    return {name: words.split() for name, words in found.items()}
+
+
+def leftovers(out: Path) -> list[str]:
+    """Halves of files, and what says that something is complete."""
+    complete = ("manifest.json", "results.json", "report.html", "tables.md", "training.json")
+    return [str(path) for path in out.rglob("*") if ".tmp" in path.name or path.name in complete]
+
+
+def test_a_full_disk_is_one_line_of_every_command(ground, full_disk, capsys):
+    for name, words in commands(ground, full_disk).items():
+        if name in ("compare", "trace"):  # which are small
+            (full_disk / "more").write_bytes(bytes(8 * 1024))
+        capsys.readouterr()
+        code = main(words)
+        said = capsys.readouterr().err
+        errors = [line for line in said.splitlines() if line.startswith("draftsmith: error: ")]
+        assert (code, len(errors)) == (2, 1), (name, said)
+        assert "Traceback" not in said and "No space left" in errors[0] and "MB free" in errors[0], (name, errors)
+        assert leftovers(full_disk) == [], name
+        for path in full_disk.iterdir():
+            if path.name != "filler":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_a_limit_of_file_sizes_is_one_line_of_every_command(ground, tmp_path):
+    """The same without a right to mount: the operating system refuses each file beyond 300 bytes."""
+    listed = {name: words for name, words in commands(ground, tmp_path / "out").items() if name in QUICK}
+    (tmp_path / "list").write_text("".join(f"300 {' '.join(words)}\n" for words in listed.values()))
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "list")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("\ncode 2\n") + done.stderr.startswith("code 2") == len(listed), done.stderr
+    assert done.stderr.count("draftsmith: error: ") == done.stderr.count("File too large") == len(listed), done.stderr
+    assert leftovers(tmp_path / "out") == []
+
+
+WRITERS = {
+    "text": lambda path: write_text(path, "x" * 20_000),
+    "JSON": lambda path: write_json(path, ["x"] * 9_000),
+    "tensors": lambda path: write_tensors(path, {"a": torch.zeros(9_000)}),
+    "torch": lambda path: write_torch(path, {"a": torch.zeros(9_000)}),
+    "table": lambda path: write_table(path, pa.table({"a": list(range(20_000))})),
+    "copy": lambda path: copy_file(Path(torch.__file__), path),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_does_not_fit_leaves_what_was_there(full_disk, name):
+    path = full_disk / "kept"
+    path.write_text("before")
+    with pytest.raises(CannotWrite, match=r"kept: found No space left on device; 0\.0 MB free.*Free some space"):
+        WRITERS[name](path)
+    assert path.read_text() == "before"
+    assert sorted(found.name for found in full_disk.iterdir()) == ["filler", "kept"]
+    path.unlink()
+
+
+def test_a_line_that_does_not_fit_is_taken_back(full_disk):
+    path = full_disk / "journal"
+    append(path, "one\n")
+    with pytest.raises(CannotWrite, match="No space left"):
+        append(path, "x" * 20_000 + "\n")
+    assert path.read_text() == "one\n"
+    path.unlink()
+
+
+def test_a_directory_is_replaced_whole(tmp_path):
+    with whole_directory(tmp_path / "d") as partial:
+        (partial / "a").touch()
+    with pytest.raises(KeyError), whole_directory(tmp_path / "d") as partial:
+        (partial / "b").touch()
+        raise KeyError
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["a"]
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(errno.ENOSPC, "Free some space"), (errno.EDQUOT, "Free some space"), (errno.EROFS, "can be written"),
+     (errno.EIO, "Check the disk"), (errno.EACCES, "may write")],
+)  # fmt: skip
+def test_what_the_system_refuses_has_its_remedy(tmp_path, monkeypatch, number, said):
+    def refuse(*paths: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.os, "replace", refuse)
+    with pytest.raises(CannotWrite, match=said):
+        write_text(tmp_path / "a", "text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_a_library_meets_is_one_line():
+    said = user_message(OSError(errno.ENOSPC, "No space left on device", "/somewhere"))
+    assert said is not None and said.startswith("/somewhere: found No space left on device")
+
+
+def test_half_a_surrogate_pair_is_written(tmp_path):
+    write_json(tmp_path / "a.json", {"text": "a\ud800b"})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"text": "a\ud800b"}
+    write_text(tmp_path / "a.txt", "a\ud800b")
+    assert (tmp_path / "a.txt").read_text() == "a?b"
+
+
+def test_a_file_in_the_way_of_a_directory(tmp_path):
+    (tmp_path / "a").touch()
+    for path in (tmp_path / "a", tmp_path / "a" / "b"):
+        with pytest.raises(CannotWrite, match="Choose another path"):
+            make_directory(path)
+
+
+@pytest.mark.parametrize(
+    ("found", "shape", "wrong"),
+    [
+        ({"a": 1}, {"a": int}, None),
+        ({"a": 1, "later": None}, {"a": int, "b?": str}, None),
+        ({"a": 1}, {"a": float}, None),
+        ({"a": True}, {"a": int}, "a: true"),
+        ({"a": 1}, {"a": bool}, "a: 1"),
+        ({"a": None}, {"a": (int, None)}, None),
+        ({"a": [{"b": "c"}, {"b": 3}]}, {"a": [{"b": str}]}, "a[1].b: 3"),
+        ({"a": {"x": 1, "y": "2"}}, {"a": {"*": int}}, 'a.y: "2"'),
+        ({"a": {"b": 1}}, {"a": ({"b": str}, None)}, "a.b: 1"),
+        ({}, {"a": (int, None)}, "no a"),
+        ([], {"a": int}, "[]"),
+    ],
+)
+def test_what_does_not_fit_a_shape_is_named(found, shape, wrong):
+    said = misfit(found, shape)
+    assert said is None if wrong is None else said is not None and said[0] == wrong
+
+
+def test_a_damaged_line_is_named_by_its_number(tmp_path):
+    (tmp_path / "lines").write_text('{"a": 1}\n{"a"')
+    with pytest.raises(InputError, match="damaged in line 2"):
+        list(read_lines(tmp_path / "lines", {"a": int}))

@@ -1,0 +1,202 @@
+"""Opening artefacts: what is unfinished, damaged or made with something else is told in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from draftsmith.data.responses import ResponsesConfig
+from draftsmith.data.store.datasets import FeatureDataset
+from draftsmith.data.store.files import write_json
+from draftsmith.data.store.manifest import (
+    MANIFEST,
+    STARTED,
+    Manifest,
+    command_line,
+    decisive,
+    file_sha256,
+    open_artefact,
+)
+from draftsmith.data.store.shards import Rows
+from draftsmith.modules.types import InputError
+
+STAGES = ("prompts", "responses", "acceptance", "features")
+
+
+@pytest.fixture
+def copy(chain, tmp_path):
+    """A copy of an artefact to damage."""
+
+    def make(stage: str):
+        return shutil.copytree(chain.directory(stage), tmp_path / stage)
+
+    return make
+
+
+def test_every_differing_key_is_listed_with_the_command_that_makes_it_again(chain):
+    manifest = Manifest.read(chain.directory("acceptance"))
+    other = {
+        "target": {**manifest.identity["target"], "lm_head": "aaaa"},
+        "tokenizer": "bbbb",
+        "draft": {"config": "cccc"},
+    }
+    with pytest.raises(InputError) as caught:
+        open_artefact(chain.directory("acceptance"), "acceptance", other)
+    message = str(caught.value)
+    assert "\n" not in message
+    for ours, key in (("aaaa", "target.lm_head"), ("bbbb", "tokenizer"), ("cccc", "draft.config")):
+        assert f"{key}: " in message and f"{ours} given" in message
+    assert "target.config" not in message
+    assert f"Make it again: {manifest.command}" in message
+
+
+def test_a_hash_that_a_stage_could_not_know_does_not_count_but_a_missing_model_does(chain):
+    directory = chain.directory("responses")
+    open_artefact(directory, "responses", {"target": {"unheard_of": "x"}})
+    with pytest.raises(InputError, match=r"draft\.config: None here, x given"):
+        open_artefact(directory, "responses", {"draft": {"config": "x"}})
+
+
+def test_another_kind_is_refused(chain):
+    with pytest.raises(InputError, match="found an artefact of kind prompts, expected kind responses"):
+        open_artefact(chain.directory("prompts"), "responses")
+
+
+def test_a_directory_that_is_none(tmp_path):
+    with pytest.raises(InputError, match="no such directory"):
+        Manifest.read(tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"no manifest\.json"):
+        Manifest.read(tmp_path)
+
+
+def test_a_damaged_manifest_and_another_schema(copy):
+    directory = copy("prompts")
+    raw = json.loads((directory / MANIFEST).read_text())
+    write_json(directory / MANIFEST, {**raw, "schema_version": 99})
+    with pytest.raises(InputError, match="schema version 99, expected version 1"):
+        Manifest.read(directory)
+    for content in ("{", "[]", json.dumps({**raw, "surprise": 1})):
+        (directory / MANIFEST).write_text(content)
+        with pytest.raises(InputError, match=r"damaged|expected an object"):
+            Manifest.read(directory)
+
+
+def shard_of(directory, stage: str):
+    return directory / ("shard-00001.safetensors" if stage == "features" else "shard-00001.parquet")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
+def test_a_damaged_shard_is_named_and_only_it_is_made_again(copy, chain, make_stage, stage, damage):
+    directory = copy(stage)
+    shard, whole = shard_of(directory, stage), file_sha256(shard_of(directory, stage))
+    content = bytearray(shard.read_bytes())
+    if damage == "truncated":
+        shard.write_bytes(content[:-1])
+    elif damage == "altered":
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    else:
+        shard.unlink()
+    expected = {"truncated": "bytes", "altered": "sha256", "missing": "no file"}[damage]
+    with pytest.raises(
+        InputError, match=rf"{shard.name}: found .*{expected}.*rebuilds just this shard: draftsmith data"
+    ):
+        open_artefact(directory)
+    if damage == "altered":
+        shard.unlink()  # as the remedy says
+    kept = (directory / "shard-00000.parquet").stat().st_mtime_ns
+    make_stage(stage, dataclasses.replace(chain.configs[stage], output=directory))
+    open_artefact(directory)
+    assert file_sha256(shard) == whole
+    assert (directory / "shard-00000.parquet").stat().st_mtime_ns == kept
+
+
+def test_without_hashing_a_file_of_the_right_size_passes(copy):
+    directory = copy("features")
+    shard = shard_of(directory, "features")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    FeatureDataset(directory, check="size")
+    with pytest.raises(InputError, match="sha256"):
+        FeatureDataset(directory)
+
+
+def test_another_configuration_in_the_same_directory_lists_what_differs(chain, make_stage, copy, pair):
+    directory = copy("responses")
+    changed = dataclasses.replace(chain.configs["responses"], output=directory, temperature=0.5, seed=3)
+    with pytest.raises(InputError) as caught:
+        make_stage("responses", changed)
+    assert "config.seed: 0, now 3; config.temperature: 1.0, now 0.5" in str(caught.value)
+    other = dataclasses.replace(chain.configs["responses"], output=directory, target=str(pair[1]))
+    with pytest.raises(InputError, match=r"identity\.target\.config: \w+, now \w+; identity\.target\.lm_head"):
+        make_stage("responses", other)
+
+
+def test_a_stage_that_an_earlier_version_began_goes_on_with_a_warning(chain, make_stage, copy, capsys):
+    directory = copy("responses")
+    started = json.loads((directory / STARTED).read_text())
+    later = {"identity.encoding", "identity.target.weights", "identity.target.tokenizer"}
+    assert later <= started["state"].keys()
+    kept = {key: value for key, value in started["state"].items() if key not in later}
+    (directory / STARTED).write_text(json.dumps({**started, "state": kept}))
+    make_stage("responses", dataclasses.replace(chain.configs["responses"], output=directory))
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "not compared" in line]
+    assert all(key in warning for key in later)
+
+
+def test_what_does_not_change_the_content_may_change(chain, make_stage, copy):
+    directory = copy("responses")
+    before = file_sha256(directory / MANIFEST)
+    make_stage("responses", dataclasses.replace(chain.configs["responses"], output=directory, num_threads=0))
+    assert file_sha256(directory / MANIFEST) == before
+
+
+def test_a_directory_that_holds_something_else_is_left_alone(chain, make_stage, tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(InputError, match=r"holds thesis\.tex"):
+        make_stage("prompts", dataclasses.replace(chain.configs["prompts"], output=tmp_path))
+
+
+def test_the_manifest_says_what_the_design_promises(chain):
+    manifest = Manifest.read(chain.directory("acceptance"))
+    assert set(manifest.identity) == {"tokenizer", "encoding", "chat_template", "target", "draft"}
+    assert manifest.inputs == {"responses": Manifest.read(chain.directory("responses")).digest}
+    assert manifest.sampling == {"temperature": 1.0, "top_k": 40, "top_p": 0.95}  # the responses' own
+    assert manifest.counts["rows"] == sum(e.rows for e in manifest.files) == 11
+    assert manifest.packages["torch"] and manifest.seed == 0
+    assert {f.name: f.shape for f in manifest.fields}["accept_prob"] == ("R",)
+
+
+def test_the_digest_follows_the_content_and_not_the_place(chain):
+    manifest = Manifest.read(chain.directory("prompts"))
+    assert dataclasses.replace(manifest, command="x", git_commit="y", config={}).digest == manifest.digest
+    assert dataclasses.replace(manifest, counts={"rows": 1}).digest != manifest.digest
+    assert dataclasses.replace(manifest, files=manifest.files[:-1]).digest != manifest.digest
+
+
+def test_a_command_line_names_what_is_not_default(tmp_path):
+    config = ResponsesConfig(tmp_path / "a b", "t", tmp_path / "o", top_k=5, trust_remote_code=True)
+    assert command_line("data responses", config) == (
+        f"draftsmith data responses --prompts '{tmp_path}/a b' --target t --output {tmp_path}/o --top-k 5 "
+        "--trust-remote-code true"
+    )
+    assert "server.dialect" in decisive(config) and "prompts" not in decisive(config)
+
+
+def test_a_command_line_has_lists_of_paths_as_they_are_given():
+    places = dataclasses.make_dataclass("Places", [("texts", tuple, ())])
+    assert command_line("eval policies", places((Path("a"), Path("b")))) == (
+        """draftsmith eval policies --texts '["a", "b"]'"""
+    )
+
+
+def test_rows_are_found_across_shards(chain):
+    rows = Rows(chain.directory("prompts"), Manifest.read(chain.directory("prompts")), ["id"])
+    assert [row["id"] for row in rows.read(2, 8)] == [f"row-{i}" for i in range(2, 8)]
+    assert len(rows) == 11 and len(rows.read(9, 99)) == 2

@@ -1,0 +1,191 @@
+"""One writer a directory: real processes, one of them killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_world import make_tiny_world
+
+from draftsmith.data.store import writer
+from draftsmith.data.store.writer import HOLDER, LOCK, occupied, read_holder, sole_writer, writing_alone
+from draftsmith.launch.cli import main
+from draftsmith.modules.types import InputError
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from draftsmith.data.store.writer import writing_alone
+with writing_alone(Path(sys.argv[1])):
+    if len(sys.argv) > 2 and os.fork() == 0:  # a worker that outlives its parent
+        time.sleep(60)
+    (Path(sys.argv[1]) / "half.txt").write_text("half")
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Starts a process that holds `tmp_path / "out"`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLD, str(tmp_path / "out"), *more]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):  # the test has killed it
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_second_writer_is_told_who_is_there(holder, tmp_path):
+    process = holder()
+    with pytest.raises(InputError) as told, writing_alone(tmp_path / "out"):
+        pytest.fail("two writers")
+    for part in (f"process {process.pid} on {socket.gethostname()}", "since 2", "Wait for its end"):
+        assert part in str(told.value)
+    assert read_holder(tmp_path / "out").pid == process.pid
+
+
+@pytest.mark.parametrize("more", [(), ("forks",)], ids=["alone", "with a child that lives on"])
+def test_a_killed_writer_is_followed_at_once(holder, tmp_path, capsys, more):
+    process = holder(*more)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with writing_alone(tmp_path / "out"):
+        assert read_holder(tmp_path / "out").pid == os.getpid()
+    assert f"process {process.pid}" in (said := capsys.readouterr().err) and "taking over" in said
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["half.txt"]
+
+
+def test_two_benches_into_one_output(holder, tmp_path, capsys):
+    """The command of the issue. The first one is held open by a process that has the directory."""
+    world = make_tiny_world(tmp_path)
+    words = ["eval", "bench", "--target", world["target"], "--draft", world["draft"], "--prompts", world["prompts"]]
+    words += ["--methods", "spec:k=2", "--limit", "2", "--repeats", "1", "--max-new-tokens", "4"]
+    process = holder()
+    capsys.readouterr()
+    assert main([*words, "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"process {process.pid}" in said
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert main([*words, "--output", str(tmp_path / "out")]) == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "results.json" in names and not {LOCK, HOLDER} & names
+
+
+def test_every_command_with_an_output_directory_is_alone_in_it():
+    """Of the source: `sole_writer` on what writes, or `writing_alone` in it."""
+    root = Path(writer.__file__).parents[1]
+    files = "data/prompts data/responses data/acceptance data/features data/exchange/export data/exchange/import_head"
+    files += " train/eagle train/acceptance train/throughput eval/bench eval/generation eval/latency"
+    files += " eval/lossless/command eval/tuning/tune eval/tuning/check"
+    files += " eval/studies/calibration eval/studies/eagle2 eval/studies/hsddw"
+    files += " eval/studies/policies launch/specdecpp launch/demo launch/embedded"
+    for name in files.split():
+        source = (root / f"{name}.py").read_text("utf-8")
+        assert "@sole_writer(" in source or "with writing_alone(config.output)" in source, name
+
+
+def test_a_process_may_hold_a_directory_twice_and_leaves_nothing(tmp_path):
+    with writing_alone(tmp_path / "out"), writing_alone(tmp_path / "out"):
+        assert not occupied(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "kept").mkdir()
+    with writing_alone(tmp_path / "kept"):
+        (tmp_path / "kept" / "file").touch()
+        assert occupied(tmp_path / "kept")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["file"]
+
+
+def left_by(directory: Path, **more: object) -> Path:
+    """What a writer on another machine left without an end."""
+    directory.mkdir()
+    about = {
+        "pid": 1,
+        "host": "elsewhere",
+        "command": "draftsmith train",
+        "since": "2026-01-01",
+        "job": "",
+        "slurm": "",
+    }
+    (directory / HOLDER).write_text(json.dumps({**about, **more}))
+    return directory
+
+
+def test_another_machines_writer_is_watched_for_signs_of_life(tmp_path, monkeypatch):
+    """A file system whose locks hold on one machine only: the lock is free, and the other still touches its file."""
+    directory = left_by(tmp_path / "out")
+    monkeypatch.setattr(writer, "SILENT_S", 3.0)
+    touching = f"import os, time\nwhile True: os.utime({str(directory / HOLDER)!r}); time.sleep(0.1)"
+    process = subprocess.Popen([sys.executable, "-c", touching])
+    try:
+        with pytest.raises(InputError, match="process 1 on elsewhere"), writing_alone(directory):
+            pytest.fail("two writers")
+    finally:
+        process.kill()
+        process.wait()
+    monkeypatch.setattr(writer, "SILENT_S", 0.3)
+    with writing_alone(directory):
+        assert read_holder(directory).pid == os.getpid()
+
+
+def test_a_requeued_slurm_job_need_not_wait(tmp_path, monkeypatch):
+    directory = left_by(tmp_path / "out", slurm="77")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setattr(writer, "_shows_life", lambda path: pytest.fail("waited"))
+    with writing_alone(directory):
+        assert read_holder(directory).slurm == "77"
+
+
+def test_a_sign_of_life_is_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "BEAT_S", 0.05)
+    with writing_alone(tmp_path):
+        os.utime(tmp_path / HOLDER, (0, 0))
+        deadline = time.monotonic() + 10
+        while (tmp_path / HOLDER).stat().st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert (tmp_path / HOLDER).stat().st_mtime > 0
+
+
+def test_ranks_of_one_job_write_together_and_not_into_anothers(tmp_path, monkeypatch):
+    @sole_writer(shared=True)
+    def run(config):
+        return read_holder(config.output)
+
+    class Config:
+        output = tmp_path / "out"
+
+    monkeypatch.setattr(writer, "OWN_JOB_S", 0.4)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "first"}.items():
+        monkeypatch.setenv(name, value)
+    with writing_alone(Config.output, shared=True):
+        assert read_holder(Config.output).job == "torchrun first"
+        monkeypatch.setenv("RANK", "1")
+        assert run(Config).pid == os.getpid()
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+        with pytest.raises(InputError, match="where process"):
+            run(Config)
+        monkeypatch.setenv("RANK", "0")
+    assert not Config.output.exists()
+
+
+def test_a_damaged_holder_file_keeps_nobody_out(tmp_path):
+    (tmp_path / HOLDER).write_text("{")
+    with writing_alone(tmp_path):
+        assert read_holder(tmp_path).pid == os.getpid()

@@ -1,0 +1,340 @@
+"""The bench end to end on tiny models, every count against another way to know it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_models import tiny_llama_dir, tiny_tokenizer
+
+from draftsmith.data.heads.directory import load_head, save_head
+from draftsmith.data.heads.measured import measured_of
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
+from draftsmith.eval.bench import command as bench
+from draftsmith.eval.bench.command import BenchConfig
+from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.bench.rows import read_rows
+from draftsmith.eval.bench.tables import caption
+from draftsmith.launch.cli import main
+from draftsmith.modules.types import InputError
+
+METHODS = "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.3:calibrated=on,eagle:k=2,hf,hf-assisted:k=3"
+NEW_TOKENS = 20
+SCHEMA = {
+    "method", "prompts", "tokens", "wall_s", "cpu_s", "tokens_per_s", "speedup", "tau", "num_target_calls",
+    "num_draft_tokens", "num_discarded", "discard_rate", "verification_rate", "matches_ar",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(models, tmp_path_factory) -> BenchConfig:
+    output = tmp_path_factory.mktemp("bench")
+    return BenchConfig(
+        **models, methods=METHODS, split="test", max_new_tokens=NEW_TOKENS, ignore_eos=True, repeats=2, output=output
+    )
+
+
+@pytest.fixture(scope="module")
+def results(config) -> dict:
+    bench.run(config)
+    return json.loads((config.output / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def per_prompt(config, results) -> list[dict]:
+    return read_rows(config.output)
+
+
+def test_the_baseline_is_measured_although_it_was_not_listed(results):
+    assert [row["method"] for row in results["methods"]] == ["ar", *METHODS.split(",")]
+    first = results["methods"][0]
+    assert (first["speedup"], first["speedup_ci95"], first["tau"]) == (1.0, [1.0, 1.0], 1.0)
+
+
+def test_every_row_has_the_documented_fields_and_the_identity_of_counts(results):
+    for row in results["methods"]:
+        assert set(row) >= SCHEMA
+        assert (row["prompts"], row["tokens"]) == (5, 5 * NEW_TOKENS)
+        assert row["num_draft_tokens"] + row["num_target_calls"] == row["tokens"] + row["num_discarded"]
+        assert row["tau"] == row["tokens"] / row["num_target_calls"]
+        assert row["discard_rate"] == row["num_discarded"] / row["tokens"]
+        assert row["verification_rate"] == row["num_target_calls"] / row["tokens"]
+        seconds = row["cpu_s"]
+        assert results["meta"]["clock"] == "cpu" and row["tokens_per_s"] == pytest.approx(row["tokens"] / seconds)
+        assert row["speedup_ci95"][0] <= row["speedup"] <= row["speedup_ci95"][1]
+
+
+def test_greedy_output_of_every_method_is_the_targets_own(results, per_prompt, models):
+    """The oracle is the argmax of plain transformers forwards, without cache, loop or `generate`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["target"], dtype=torch.float32).eval()
+    assert all(row["matches_ar"] is True for row in results["methods"])
+    rows = {(row["method"], row["id"]): row["token_ids"] for row in per_prompt}
+    tokenizer = load_chat_tokenizer(models["target"])
+    for line in Path(models["prompts"]).read_text().splitlines()[:5]:
+        row = json.loads(line)
+        ids = list(prompt_ids(tokenizer, row["messages"]))
+        length = len(ids)
+        with torch.no_grad():
+            for _ in range(NEW_TOKENS):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        for method in ("ar", *METHODS.split(",")):
+            assert rows[method, row["id"]] == ids[length:], method
+
+
+def test_drafts_are_sometimes_right_and_sometimes_wrong(results):
+    """Else the test above would prove little. The random EAGLE head may be always wrong."""
+    for row in results["methods"]:
+        if row["method"].startswith(("spec", "hf-assisted")):
+            assert 0 < row["num_accepted"] < row["num_draft_tokens"], row["method"]
+
+
+def test_prompts_and_tasks_add_up_to_the_whole(results, per_prompt):
+    counts = ("tokens", "num_target_calls", "num_draft_tokens", "num_discarded", "num_accepted", "draft_calls")
+    for row in results["methods"]:
+        own = [item for item in per_prompt if item["method"] == row["method"]]
+        for count in counts:
+            assert row[count] == sum(item[count] for item in own)
+            assert row[count] == sum(part[count] for part in row["by_task"].values())
+        assert row["cpu_s"] == pytest.approx(sum(item["cpu_s"] for item in own))
+        assert {task: part["prompts"] for task, part in row["by_task"].items()} == {"a": 3, "b": 2}
+
+
+def test_meta_says_how_to_take_the_numbers_again(results, config):
+    meta = results["meta"]
+    assert meta["settings"]["methods"] == METHODS and meta["settings"]["max_new_tokens"] == NEW_TOKENS
+    assert meta["methods"]["specdec++:h=0.3:calibrated=on"] == {
+        "drafter": "draft", "h": 0.3, "min": 2, "max": 20, "calibrated": True
+    }  # fmt: skip
+    # A build's local tag (+cpu, +cu130) is in torch's own version and not always in the distribution's.
+    assert meta["seed"] == 0 and meta["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert set(meta["target"]) >= {"config", "lm_head", "tokenizer"} and meta["hardware"]["cpu_count"] >= 1
+    assert sorted(path.name for path in config.output.iterdir()) == ["prompts.parquet", "results.json"]
+
+
+def test_sampling_repeats_with_its_seed_and_is_not_compared(config, tmp_path):
+    sampling = dataclasses.replace(
+        config, methods="spec:k=3,hf", temperature=0.8, top_k=10, repeats=1, limit=2, output=tmp_path
+    )
+    tokens = []
+    for seed in (0, 0, 1):
+        found = bench.bench(dataclasses.replace(sampling, seed=seed))
+        assert [row["matches_ar"] for row in found["methods"]] == [None] * 3
+        tokens.append([row["token_ids"] for row in read_rows(tmp_path)])
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert len(tokens[0]) == 3 * 2  # the third prompt of the file warmed up and was left out
+
+
+def test_an_answer_ends_at_the_end_token_unless_told_otherwise(config, per_prompt, tmp_path):
+    """A random model seldom ends by itself, so its end token is set to one that it does emit."""
+    first = per_prompt[0]
+    target = tmp_path / "target"
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.target)
+    model.generation_config.eos_token_id = first["token_ids"][7]
+    model.save_pretrained(target)
+    transformers.AutoTokenizer.from_pretrained(config.target).save_pretrained(str(target))
+    methods, output = "spec:k=3,hf-assisted:k=3", tmp_path / "out"
+    ending = dataclasses.replace(config, target=str(target), methods=methods, ignore_eos=False, limit=1, output=output)
+    found = bench.bench(ending)
+    end = first["token_ids"].index(first["token_ids"][7])
+    for row in found["methods"]:
+        assert (row["tokens"], row["ended"], row["matches_ar"]) == (end + 1, 1, True)
+        assert row["num_draft_tokens"] + row["num_target_calls"] == row["tokens"] + row["num_discarded"]
+
+
+def test_a_prompts_artefact_gives_the_same_prompts_as_its_file(models, tmp_path):
+    arguments = ["--source", models["prompts"], "--target", models["target"], "--output", str(tmp_path / "prompts")]
+    assert main(["data", "prompts", *arguments]) == 0
+    from_file = read_prompts(models["prompts"], models["target"])
+    assert read_prompts(str(tmp_path / "prompts"), models["target"]) == from_file
+    only_a = read_prompts(models["prompts"], models["target"], split="test", keep_tasks="a", limit=2)
+    assert only_a == [prompt for prompt in from_file if prompt.task == "a"][:2]
+    with pytest.raises(InputError, match="splits test, train"):
+        read_prompts(models["prompts"], models["target"], split="dev")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"prompts": "absent.jsonl"}, "absent.jsonl"),
+        ({"target": "absent/dir/model"}, "absent/dir/model"),
+        ({"methods": "medusa"}, "'medusa'"),
+        ({"methods": "spec:depth=3"}, "'depth'"),
+        ({"methods": "spec", "draft": None}, "Pass --draft DIR"),
+        ({"eagle": "ACCEPTANCE", "methods": "eagle"}, "acceptance head"),
+        ({"device": "tpu9"}, "device"),
+        ({"repeats": "0"}, "repeats"),
+        ({"temperature": "-1"}, "temperature"),
+        ({"top_p": "lots"}, "--top-p"),
+        ({"limit": "-1"}, "limit"),
+        ({"keep_tasks": "c"}, "tasks a, b"),
+        ({"tasks": "absent.jsonl"}, "exactly one of them"),
+        ({"prompts": None}, "exactly one of them"),
+        ({"prompts": None, "tasks": "absent.jsonl"}, "absent.jsonl"),
+        ({"temperatures": "0,hot"}, "temperatures: found '0,hot'"),
+        ({"temperatures": "0,0.0"}, "each temperature once"),
+        ({"temperatures": "0,-1"}, "temperature: found -1"),
+    ],
+)
+def test_wrong_input_ends_with_code_2_and_one_line(models, tmp_path, capsys, change, expected):
+    arguments = {**models, "output": str(tmp_path), **change}
+    arguments = {k: models["acceptance"] if v == "ACCEPTANCE" else v for k, v in arguments.items() if v is not None}
+    assert main(["eval", "bench", *(word for key, value in arguments.items() for word in (f"--{key}", value))]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("draftsmith: error: ") and err.count("\n") == 1 and expected in err
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_a_prompt_that_fills_the_context_is_an_error(models, tmp_path, capsys):
+    row = {"id": "too-long", "messages": [{"role": "user", "content": "rename " * 400}]}
+    (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n")
+    arguments = ["--target", models["target"], "--prompts", str(tmp_path / "long.jsonl"), "--output", str(tmp_path)]
+    assert main(["eval", "bench", *arguments]) == 2
+    assert "prompt too-long" in capsys.readouterr().err
+
+
+def test_models_that_do_not_fit_are_told_apart(models, tmp_path, capsys):
+    wider = tiny_llama_dir(tmp_path / "wider", vocab=len(tiny_tokenizer()) + 16)
+    other = tiny_llama_dir(tmp_path / "other", seed=5)
+    head = ["--acceptance", models["acceptance"], "--methods", "specdec++"]
+    capsys.readouterr()  # what saving the models said
+    for draft, extra, expected in [
+        (wider, ["--methods", "spec"], "vocabulary"),
+        (other, head, "trained for another model"),
+    ]:
+        arguments = ["--target", models["target"], "--prompts", models["prompts"], "--output", str(tmp_path / "out")]
+        assert main(["eval", "bench", *arguments, "--draft", str(draft), *extra]) == 2
+        err = capsys.readouterr().err
+        assert expected in err and err.count("\n") == 1
+
+
+def test_an_artefact_of_another_tokenizer_is_refused(models, tmp_path):
+    artefact = tmp_path / "prompts"
+    arguments = ["--source", models["prompts"], "--target", models["target"], "--output", str(artefact)]
+    assert main(["data", "prompts", *arguments]) == 0
+    manifest = json.loads((artefact / "manifest.json").read_text())
+    manifest["identity"]["tokenizer"] = "0" * 16
+    (artefact / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="tokenizer: 0000000000000000 here"):
+        read_prompts(str(artefact), models["target"])
+
+
+def test_a_head_made_for_another_mode_is_warned_about(config, tmp_path, capsys):
+    draft = load_lm(config.draft)
+    head = load_head(config.acceptance)
+    for temperature, warned in ((1.0, True), (0.0, False)):
+        sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        save_head(tmp_path / "head", head, {"target": draft.info.identity, "sampling": sampling}, "card")
+        small = dataclasses.replace(config, methods="specdec++", limit=1, repeats=1, output=tmp_path / "out")
+        bench.bench(dataclasses.replace(small, acceptance=str(tmp_path / "head")))
+        assert ("labels of another mode (temperature 1.0 there, 0.0 here)" in capsys.readouterr().err) is warned
+
+
+BATCHED = "spec:k=3,specdec++:h=0.7:min=1:max=6,eagle:k=2,confidence:t=0.2:max=6:drafter=eagle,self-verify:k=5"
+
+
+def test_batches_of_prompts_have_the_same_answers_and_counts(config, results, per_prompt, tmp_path):
+    batched = dataclasses.replace(config, methods=BATCHED, batch_size=2, repeats=1, output=tmp_path)
+    found = bench.bench(batched)
+    assert found["meta"]["settings"]["batch_size"] == 2
+    assert all(row["matches_ar"] is True for row in found["methods"])
+    counts = ("tokens", "num_target_calls", "num_draft_tokens", "num_accepted", "draft_calls", "tau")
+    alone = {row["method"]: row for row in results["methods"]}
+    for row in found["methods"]:
+        if row["method"] in alone:
+            assert {count: row[count] for count in counts} == {count: alone[row["method"]][count] for count in counts}
+    own = {row["id"]: row["token_ids"] for row in per_prompt if row["method"] == "ar"}
+    lines = read_rows(tmp_path)
+    assert all(line["token_ids"] == own[line["id"]] for line in lines)
+    # Five prompts in groups of two, tasks alternating: a group's clocks are shared evenly and belong to no task.
+    spec = [line for line in lines if line["method"] == "spec:k=3"]
+    assert [line["group"] for line in spec] == [0, 0, 1, 1, 2]
+    assert spec[0]["cpu_s"] == spec[1]["cpu_s"] and spec[2]["cpu_s"] == spec[3]["cpu_s"]
+    assert all("by_task" not in row for row in found["methods"])
+    assert "2 prompts at a time" in caption(found) and "at a time" not in caption(results)
+
+
+def test_sampled_batches_repeat_with_their_seed(config, tmp_path):
+    sampling = dataclasses.replace(
+        config, methods="spec:k=3", temperature=0.8, top_k=10, repeats=1, limit=4, output=tmp_path
+    )
+    tokens = []
+    for seed, size in ((0, 2), (0, 2), (1, 2)):
+        bench.bench(dataclasses.replace(sampling, seed=seed, batch_size=size))
+        tokens.append([row["token_ids"] for row in read_rows(tmp_path)])
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"methods": "eagle2"}, "methods: found eagle2 with batch_size 4, expected some of ar, spec, specdec++,"),
+        ({"methods": "spec,hf"}, "methods: found hf with batch_size 4"),
+        ({"methods": "pld"}, "Measure it with --batch-size 1."),
+        ({"engine": "hf"}, "engine: found hf with batch_size 4"),
+        ({"batch_size": "0"}, "batch_size: found 0"),
+    ],
+)
+def test_what_can_not_be_batched_is_told_before_anything_is_loaded(tmp_path, capsys, change, expected):
+    arguments = {"target": "absent", "prompts": "absent", "draft": "absent", "eagle": "absent", "batch_size": "4",
+                 "output": str(tmp_path), **change}  # fmt: skip
+    assert main(["eval", "bench", *(word for key, value in arguments.items() for word in (f"--{key}", value))]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("draftsmith: error: ") and err.count("\n") == 1 and expected in err
+
+
+def test_a_model_that_only_transformers_runs_is_told_apart(config, tmp_path):
+    raw = json.loads((Path(config.target) / "config.json").read_text())
+    other = tmp_path / "gelu"
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**raw, "hidden_act": "gelu"}))
+    model.save_pretrained(other)
+    tiny_tokenizer().save_pretrained(str(other))
+    with pytest.raises(InputError, match=r"target: found a model that only transformers can run.*--batch-size 1"):
+        bench.bench(dataclasses.replace(config, target=str(other), methods="ar", batch_size=2, output=tmp_path / "out"))
+
+
+@pytest.mark.slow
+def test_the_shipped_pair_in_batches_of_four(tmp_path):
+    arguments = ["--target", "embedded:target", "--draft", "embedded:draft", "--prompts", "embedded:prompts"]
+    arguments += ["--split", "test", "--limit", "6", "--max-new-tokens", "48", "--repeats", "1", "--batch-size", "4"]
+    assert main(["eval", "bench", *arguments, "--methods", "spec:k=5,confidence", "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["methods"]
+    assert [row["matches_ar"] for row in rows] == [True] * 3 and rows[1]["tau"] > 1.5
+
+
+def test_a_card_shows_what_results_json_says_and_the_heads_still_load(config, models, tmp_path):
+    heads = {flag: shutil.copytree(models[flag], tmp_path / flag) for flag in ("eagle", "acceptance")}
+    methods = "spec:k=3,specdec++:h=0.7:max=6,eagle:k=2"
+    paths = {flag: str(path) for flag, path in heads.items()}
+    carded = dataclasses.replace(config, **paths, methods=methods, repeats=1, card=True, output=tmp_path / "out")
+    found = bench.bench(carded)
+    wanted = {row["method"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["methods"]}
+    for flag, label in (("eagle", "eagle:k=2"), ("acceptance", "specdec++:h=0.7:max=6")):
+        card, measured = (heads[flag] / "README.md").read_text(), measured_of(heads[flag])
+        parts = {"all": wanted[label], **wanted[label]["by_task"]}
+        assert set(parts) == {"all", "a", "b"}
+        for task, part in parts.items():
+            numbers = f"{part['prompts']} | {part['tokens']:,} | {part['tau']:.3f} | {part['speedup']:.2f}x"
+            assert f"| {task} | {label} | {numbers} |" in card
+        assert "emitted tokens per target call under greedy decoding" in card and "spec:k=3" not in card
+        assert [row["method"] for row in measured["methods"]] == [label]
+        assert measured["methods"][0]["by_task"]["b"]["tau"] == wanted[label]["by_task"]["b"]["tau"]
+        assert measured["prompts"] == found["meta"]["prompts"] and measured["settings"]["max_new_tokens"] == NEW_TOKENS
+        assert load_head(heads[flag]).config == load_head(models[flag]).config
+    # What was measured of other weights is not of this head, and a head in another's place has nothing measured.
+    save_head(heads["eagle"], load_head(heads["acceptance"]), {}, "card")
+    assert measured_of(heads["eagle"]) is None and not (heads["eagle"] / "measured.json").exists()
+    shutil.copy(heads["acceptance"] / "measured.json", heads["eagle"])
+    (heads["acceptance"] / "measured.json").write_text('{"head_sha256": "0"}')
+    assert measured_of(heads["eagle"]) is not None and measured_of(heads["acceptance"]) is None
+
+
+def test_a_card_of_no_head_is_refused_before_anything_is_measured(config, tmp_path):
+    nothing = dataclasses.replace(config, methods="spec:k=3", card=True, output=tmp_path)
+    with pytest.raises(InputError, match="card: found no method that uses a head"):
+        bench.bench(nothing)

@@ -1,0 +1,151 @@
+"""Runs against each other: ratios and intervals by hand, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.eval.bench.compare import compare, open_bench
+from draftsmith.eval.bench.measure import BenchPrompt, Measured
+from draftsmith.eval.bench.rows import failed_row, measured_row, write_rows
+from draftsmith.launch.cli import main
+from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+
+META: dict[str, Any] = {
+    "kind": "bench", "clock": "cpu",
+    "settings": {"top_k": 0, "top_p": 1.0, "dtype": "float32", "max_new_tokens": 8, "ignore_eos": False, "turns": "all",
+                 "batch_size": 1, "device": "cpu", "num_threads": 1, "engine": "auto", "packed": True},
+    "target": {"config": "aaaa", "tokenizer": "bbbb"},
+    "prompts": {"sha256": "c" * 64}, "hardware": {"cpu": "a CPU", "cpu_count": 2},
+    "versions": {"torch": "2.8"}, "models": {}, "heads": {"eagle": {"path": "first", "sha256": "d" * 64}},
+}  # fmt: skip
+
+
+def item(number: int, tokens: list[int], cpu_s: float, rounds: int) -> Measured:
+    """An answer of one prefill token, and the rest spread over so many rounds."""
+    per_round, rest = divmod(len(tokens) - 1, rounds)
+    steps = [DecodeStep(5, per_round - 1 + (i < rest), per_round + (i < rest), 5) for i in range(rounds)]
+    trace = DecodeTrace(steps, prefill_emitted=1)
+    prompt = BenchPrompt(str(number), [1, 2], "task", number=number)
+    return Measured(prompt, number, tokens, trace, False, cpu_s, cpu_s, (cpu_s,), (cpu_s,))
+
+
+def write(directory: Path, methods: dict[str, list[Measured]], more: tuple = (), **changes: Any) -> str:
+    directory.mkdir()
+    rows = [measured_row(each, method, 0.0) for method, items in methods.items() for each in items]
+    write_rows(directory / "prompts.parquet", [*rows, *more])
+    (directory / "results.json").write_text(json.dumps({"meta": {**META, **changes}, "methods": []}))
+    return str(directory)
+
+
+ANSWERS = [[1, 2, 3, 4, 5], [5, 6, 7, 8, 9, 1, 2]]
+AR = [item(0, ANSWERS[0], 4.0, 4), item(1, ANSWERS[1], 6.0, 6)]
+SLOW = [item(0, ANSWERS[0], 2.0, 2), item(1, ANSWERS[1], 3.0, 3)]  # 2x, 3 and 4 calls
+FAST = [item(0, ANSWERS[0], 1.0, 1), item(1, [*ANSWERS[1][:6], 0], 3.0, 3)]  # 4x and 2x, 2 and 4 calls
+
+
+@pytest.fixture
+def runs(tmp_path) -> tuple[str, str]:
+    other_head = {"eagle": {"path": "second", "sha256": "e" * 64}}
+    return (
+        write(tmp_path / "a", {"ar": AR, "eagle:k=5": SLOW, "hf": AR}),
+        write(tmp_path / "b", {"ar": AR, "eagle:k=5": FAST, "pld": AR}, heads=other_head),
+    )
+
+
+def test_ratios_differences_and_intervals_by_hand(runs):
+    (table,) = compare(*(open_bench(path) for path in runs), seed=0)
+    rows = {row["method"]: row for row in table.rows}
+    assert list(rows) == ["ar", "eagle:k=5"]
+    row = rows["eagle:k=5"]
+    # 12 tokens in 5 s and in 4 s; ar takes 10 s.
+    assert row["speed"] == row["gain"] == pytest.approx(5 / 4)
+    assert (row["gain_a"], row["gain_b"]) == (pytest.approx(2.0), pytest.approx(2.5))
+    assert (row["tau_a"], row["tau_b"]) == (12 / 7, 12 / 6) and row["tau"] == 12 / 6 - 12 / 7
+    # Resamples are the first prompt twice (2 s against 1 s, 5 tokens in 3 and in 2 calls), the second twice (equal) or
+    # both, and each extreme has probability 1/4.
+    assert (row["speed_low"], row["speed_high"]) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert (row["gain_low"], row["gain_high"]) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert (row["tau_low"], row["tau_high"]) == (pytest.approx(0.0), pytest.approx(5 / 2 - 5 / 3))
+    assert row["equal"] == "1 of 2" and rows["ar"]["equal"] == "2 of 2" and rows["ar"]["speed"] == 1.0
+
+
+def test_the_command_prints_notes_and_writes_markdown(runs, tmp_path, capsys):
+    assert main(["eval", "compare", *runs, "--output", str(tmp_path / "out" / "c.md")]) == 0
+    printed, written = capsys.readouterr().out, (tmp_path / "out" / "c.md").read_text()
+    for note in ("Only in A, greedy: hf.", "Only in B, greedy: pld.", "different models or heads"):
+        assert note in printed and note in written
+    assert "heads.eagle.sha256 dddddddddddd and eeeeeeeeeeee" in written
+    assert (
+        "| eagle:k=5 | 1.250x | 1.00 to 2.00 | 2.00x | 2.50x | 1.250x | 1.00 to 2.00 | 1.71 | 2.00 | +0.286 |"
+        in written
+    )
+
+
+def test_tokens_per_second_of_different_machines_are_left_out(tmp_path):
+    first = write(tmp_path / "a", {"ar": AR, "spec": SLOW})
+    for name, changes in (
+        ("cpu", {"hardware": {"cpu": "another CPU", "cpu_count": 2}}),
+        ("torch", {"versions": {"torch": "2.9"}}),
+        ("threads", {"settings": {**META["settings"], "num_threads": 4}}),
+    ):
+        second = write(tmp_path / name, {"ar": AR, "spec": FAST}, **changes)
+        (table,) = compare(open_bench(first), open_bench(second), seed=0)
+        titles = [column.title for column in table.columns]
+        assert "tokens/s B/A" not in titles and {"speed-up A", "tau B"} <= set(titles)
+        assert table.rows[1]["gain"] == pytest.approx(5 / 4) and "speed" not in table.rows[1]
+
+
+def test_prompts_that_one_run_failed_on_are_left_out_of_both(tmp_path):
+    first = write(tmp_path / "a", {"ar": AR, "spec": SLOW})
+    failed = tuple(failed_row(AR[1].prompt, 1, method, 0.0, "too long") for method in ("ar", "spec"))
+    second = write(tmp_path / "b", {"ar": AR[:1], "spec": FAST[:1]}, failed)
+    (table,) = compare(open_bench(first), open_bench(second), seed=0)
+    assert table.rows[1]["speed"] == 2.0 and table.rows[1]["speed_ci"] == "" and table.rows[1]["equal"] == "1 of 1"
+
+
+def test_runs_of_different_work_are_refused_in_one_line_that_lists_all(tmp_path, capsys):
+    first = write(tmp_path / "a", {"ar": AR})
+    other = {
+        "target": {"config": "ffff", "tokenizer": "9999"},
+        "settings": {**META["settings"], "top_k": 5, "dtype": "bfloat16"},
+        "prompts": {"sha256": "0" * 64},
+    }
+    second = write(tmp_path / "b", {"ar": AR}, **other)
+    assert main(["eval", "compare", first, second]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    for part in ("dtype float32 and bfloat16", "prompts.sha256 cccccccccccc and 000000000000", "top_k 0 and 5",
+                 "target.config aaaa and ffff", "target.tokenizer bbbb and 9999"):  # fmt: skip
+        assert part in err
+
+
+def test_a_run_of_an_earlier_version_is_compared_with_a_note(tmp_path, capsys):
+    first = write(tmp_path / "a", {"ar": AR})
+    second = write(tmp_path / "b", {"ar": AR}, target={**META["target"], "weights": "1111", "encoding": "2222"})
+    third = write(tmp_path / "c", {"ar": AR}, target={**META["target"], "weights": "3333", "encoding": "2222"})
+    assert main(["eval", "compare", first, second]) == 0
+    assert "target.encoding, target.weights" in " ".join(capsys.readouterr().out.split())
+    assert main(["eval", "compare", second, third]) == 2
+    assert "target.weights 1111 and 3333" in capsys.readouterr().err
+
+
+def test_what_is_no_finished_run_is_told(tmp_path, capsys):
+    run = write(tmp_path / "a", {"ar": AR})
+    (tmp_path / "unfinished").mkdir()
+    study = write(tmp_path / "study", {"ar": AR}, kind="tune")
+    older = write(tmp_path / "older", {"ar": AR})
+    (tmp_path / "older" / "prompts.parquet").unlink()
+    for paths, expected in (
+        ([run], "found 1 of them"),
+        ([run, str(tmp_path / "absent")], "Check the path."),
+        ([run, str(tmp_path / "unfinished")], "it goes on"),
+        ([run, study], "results of kind tune"),
+        ([run, older], "no prompts.parquet"),
+    ):
+        assert main(["eval", "compare", *paths]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and expected in err

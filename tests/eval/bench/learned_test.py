@@ -1,0 +1,146 @@
+"""What outlives an answer is found in every method, whatever it is: put back where work is repeated, and kept apart for
+every way of sampling."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from quick_heads import varied_acceptance_head, varied_tree_head
+
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.bench.learned import known, learners_of, remember, teach
+from draftsmith.eval.bench.measure import BatchRunner, BenchPrompt, EngineRunner, OneByOne, measure
+from draftsmith.eval.bench.runners import one_by_one
+from draftsmith.eval.methods import METHODS, parse_method
+from draftsmith.eval.methods.base import Models
+from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
+from draftsmith.modules.acceptance.policies import RecentRatio
+from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.types import SamplingParams
+
+PARAMS, COUNT = SamplingParams(1.0), 24
+GROUPS = [[BenchPrompt(str(n), [7 + n, 30, 9 * n + 1])] for n in range(3)]
+# Every method of this engine, those with more ways to go by several.
+LEARNING = ["online:c=0.1:max=5", "online:c=0.1:max=5:by=max_q:repeats=off", "cost:c=0.02:max=5",
+            "eagle2:nodes=auto:topk=2", "eagle2:nodes=auto:depth=auto:topk=2:value=head"]  # fmt: skip
+OTHERS = ["ar", "spec:k=3", "specdec++:h=0.4:min=1:max=5", "confidence:t=0.3:max=5", "self-verify:k=4", "eagle:k=3",
+          "eagle-tree", "eagle2:nodes=5:depth=2:topk=2", "pre-verify:k=3", "pre+self-verify:k=3", "hsddw:k=3:max=6",
+          "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3", "pearl:k=2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lms(models) -> Models:
+    target, draft = load_lm(models["target"]), load_lm(models["draft"])
+    torch.manual_seed(0)
+    eagle = EagleHead(EagleConfig.for_target(target.config)).eval().requires_grad_(False)
+    head = varied_acceptance_head(draft.info.hidden_size)
+    return Models(target, draft, draft, eagle, head, capacity=300)
+
+
+def for_method(lms: Models, label: str) -> Models:
+    tree = "value=head" in label
+    return replace(lms, acceptance=varied_tree_head(lms.target.info.hidden_size)) if tree else lms
+
+
+def runner(lms: Models, label: str, batch: bool = False):
+    method, models = parse_method(label), for_method(lms, label)
+    if batch:
+        session = models.target.rows_session(1, models.capacity)
+        return BatchRunner(models.target, session, method.build_batch(models, 1), PARAMS, ())
+    return OneByOne(EngineRunner(models.target, method.build(models), PARAMS, ()))
+
+
+def answers(made, *numbers: int) -> list:
+    """Tokens and rounds of the prompts by number, one after the other."""
+    return [made([GROUPS[n][0].prompt_ids], COUNT, [n])[0] for n in numbers]
+
+
+def check_nothing_else_lasts(made) -> None:
+    """The rounds of an answer are those of a fresh drafter, once what was found to have been learned is put back."""
+    restore = remember(made)
+    fresh = answers(made, 1)
+    answers(made, 0, 2, 0)
+    restore()
+    assert answers(made, 1) == fresh
+
+
+def test_every_method_is_looked_at():
+    assert {label.partition(":")[0] for label in [*LEARNING, *OTHERS]} == set(METHODS) - {"hf", "hf-assisted"}
+
+
+@pytest.mark.parametrize("label", [*LEARNING, *OTHERS])
+def test_what_outlives_an_answer_is_found_whatever_holds_it(lms, label):
+    made = runner(lms, label)
+    check_nothing_else_lasts(made)
+    assert bool(learners_of(made)) == (label in LEARNING)
+    if parse_method(label).batchable:
+        check_nothing_else_lasts(runner(lms, label, batch=True))
+
+
+@pytest.mark.parametrize("label", LEARNING)
+def test_ways_of_sampling_share_a_drafter_only_where_nothing_is_learned(lms, label):
+    greedy, sampling = one_by_one(parse_method(label), for_method(lms, label), [SamplingParams(), PARAMS], ())
+    before = known(sampling)
+    greedy(GROUPS[0][0].prompt_ids, COUNT, 0)
+    assert known(sampling) == before != known(greedy)
+    first, second = one_by_one(parse_method("spec:k=3"), lms, [SamplingParams(), PARAMS], ())
+    assert first.drafter is second.drafter
+
+
+def test_state_that_nobody_marked_is_noticed(lms):
+    made = runner(lms, "spec:k=1")
+    stop = made.runner.drafter.stop
+    stop.observe = lambda drafted, accepted: setattr(stop, "max_drafted", stop.max_drafted + 1)
+    with pytest.raises(AssertionError):
+        check_nothing_else_lasts(made)
+
+
+@pytest.mark.parametrize("label", LEARNING)
+def test_what_was_learned_survives_as_json(lms, label):
+    made, other = runner(lms, label), runner(lms, label)
+    answers(made, 0, 2)
+    teach(other, json.loads(json.dumps(known(made))))
+    assert known(other) == known(made) != known(runner(lms, label))
+    assert answers(other, 1) == answers(made, 1)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_what_is_remembered_is_put_back_and_the_same_work_done(lms, batch):
+    made = runner(lms, LEARNING[0], batch)
+    answers(made, 0)
+    before, restore = known(made), remember(made)
+    first = answers(made, 1)
+    after = known(made)
+    restore()
+    assert known(made) == before != after
+    assert answers(made, 1) == first and known(made) == after
+
+
+def test_repeats_teach_nothing_more(lms):
+    once, thrice = (runner(lms, LEARNING[0]) for _ in range(2))
+    for number, group in enumerate(GROUPS):
+        found = [
+            measure({"online": made}, group, number, COUNT, repeats, [number])["online"][0]
+            for made, repeats in ((once, 1), (thrice, 3))
+        ]
+        assert found[0].tokens == found[1].tokens and found[0].trace == found[1].trace
+    assert known(once) == known(thrice)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nothing_is_learned_from_what_is_no_number(bad):
+    """One such round would never be forgotten."""
+    ratio, model, rule = RecentRatio(1.0, 2.0), OnlineLogistic(2), TreeRule(TreeTimes(1.0, 1.0, (1.0, 2.0, 3.0)))
+    before = known([ratio, model, rule])
+    ratio.add(bad, 1.0)
+    model.observe([(bad, 0.5), (0.5, bad)], 1)
+    rule.choose([bad, bad])
+    rule.observe(2, 1, 1)
+    assert known([ratio, model]) == before[:2]
+    values = [value for state in known(rule) for value in state.values()]
+    assert len(values) == 6 and all(map(math.isfinite, values))

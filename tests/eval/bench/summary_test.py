@@ -1,0 +1,206 @@
+"""Rows of results.json, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from draftsmith.eval.bench.measure import BenchPrompt, Measured, medians_of
+from draftsmith.eval.bench.rows import failed_row, failures_of, measured_row, of_methods, read_rows, write_rows
+from draftsmith.eval.bench.summary import distinct_4grams, summarise
+from draftsmith.eval.bench.tables import by_task, caption, folded, markdown_table, results_table
+from draftsmith.eval.report.tables import markdown
+from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+
+
+def measured(
+    tokens: list[int], steps: list[DecodeStep], cpu_s: float, wall_s: float, task: str = "", group: int = 0
+) -> Measured:
+    trace = DecodeTrace(steps, prefill_emitted=1)
+    return Measured(BenchPrompt("id", [1, 2], task), group, tokens, trace, False, wall_s=wall_s, cpu_s=cpu_s)
+
+
+AR = [
+    measured([1, 2, 3], [DecodeStep(0, 0, 1, 0)] * 2, cpu_s=3.0, wall_s=6.0, task="a"),
+    measured([4, 5, 6, 7], [DecodeStep(0, 0, 1, 0)] * 3, cpu_s=5.0, wall_s=9.0, task="b", group=1),
+]
+# Prompt 1: prefill emits 1; a round drafts 4, accepts 1, emits 2. Prompt 2: prefill 1; drafts 2, accepts 2, emits 3.
+SPEC = [
+    measured([1, 2, 3], [DecodeStep(4, 1, 2, 4)], cpu_s=1.0, wall_s=4.0, task="a"),
+    measured([4, 5, 6, 7], [DecodeStep(2, 2, 3, 2)], cpu_s=3.0, wall_s=5.0, task="b", group=1),
+]
+
+
+def test_a_row_holds_sums_and_ratios_of_sums():
+    row = summarise({"ar": AR, "spec": SPEC}, "cpu", seed=0, compare=True)[1]
+    assert (row["method"], row["prompts"], row["tokens"]) == ("spec", 2, 7)
+    assert (row["wall_s"], row["cpu_s"]) == (9.0, 4.0)
+    assert row["tokens_per_s"] == 7 / 4
+    assert row["speedup"] == row["speedup_cpu"] == (7 / 4) / (7 / 8)
+    assert row["speedup_wall"] == pytest.approx((7 / 9) / (7 / 15))
+    assert (row["num_target_calls"], row["num_draft_tokens"], row["num_accepted"]) == (4, 6, 3)
+    assert row["num_discarded"] == 6 + 4 - 7
+    assert row["tau"] == 7 / 4 and row["discard_rate"] == 3 / 7 and row["verification_rate"] == 4 / 7
+    assert row["matches_ar"] is True and row["num_differing"] == 0
+    assert set(row["by_task"]) == {"a", "b"} and row["by_task"]["b"]["speedup"] == pytest.approx((4 / 3) / (4 / 5))
+    # A task's tau is its own ratio: 3 tokens in 2 calls, 4 in 2.
+    assert (row["by_task"]["a"]["tau"], row["by_task"]["b"]["tau"]) == (1.5, 2.0)
+
+
+def test_the_clock_chooses_which_time_counts():
+    row = summarise({"ar": AR, "spec": SPEC}, "wall", seed=0, compare=True)[1]
+    assert row["tokens_per_s"] == 7 / 9 and row["speedup"] == row["speedup_wall"]
+
+
+def test_the_interval_is_seeded_and_holds_the_bootstrap_extremes():
+    rows = [summarise({"ar": AR, "spec": SPEC}, "cpu", seed=seed, compare=True)[1] for seed in (0, 0, 1)]
+    assert rows[0]["speedup_ci95"] == rows[1]["speedup_ci95"]
+    # With two prompts a resample is one of three: twice the first (3x), twice the second (5/3x), or both (2x). Each
+    # extreme has probability 1/4, far above 2.5 %, so the interval runs from one to the other.
+    assert rows[0]["speedup_ci95"] == pytest.approx([5 / 3, 3.0])
+    assert summarise({"ar": AR[:1]}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
+
+
+def test_what_was_timed_together_is_resampled_together():
+    # Groups of two prompts, each with an equal share of its group's seconds: whole groups give 3x and 5/3x, as above
+    # with their tokens halved, while resampling prompts would mix a share with its mate's.
+    def halves(items: list[Measured]) -> list[Measured]:
+        return [dataclasses.replace(i, wall_s=i.wall_s / 2, cpu_s=i.cpu_s / 2, tokens=t)
+                for i in items for t in (i.tokens[:1], i.tokens[1:])]  # fmt: skip
+
+    row = summarise({"ar": halves(AR), "spec": halves(SPEC)}, "cpu", seed=0, compare=True)[1]
+    assert row["speedup_ci95"] == pytest.approx([5 / 3, 3.0])
+    one_group = [dataclasses.replace(item, group=0) for item in AR]
+    assert summarise({"ar": one_group}, "cpu", seed=0, compare=True)[0]["speedup_ci95"] is None
+
+
+def test_a_group_of_several_tasks_has_no_row_by_task():
+    mixed = [dataclasses.replace(item, group=0) for item in AR]
+    assert "by_task" not in summarise({"ar": mixed}, "cpu", seed=0, compare=True)[0]
+
+
+def test_different_output_is_reported_and_unfair_comparison_is_not_made():
+    other = [SPEC[0], dataclasses.replace(SPEC[1], tokens=[4, 5, 6, 8])]
+    row = summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=True)[1]
+    assert (row["matches_ar"], row["num_differing"]) == (False, 1)
+    assert summarise({"ar": AR, "spec": other}, "cpu", seed=0, compare=False)[1]["matches_ar"] is None
+
+
+def test_distinct_4grams_of_a_loop():
+    # 1 2 1 2 1 2 1 has four 4-grams, 1212 and 2121 twice each; the other answer has one.
+    loop, other = (measured(tokens, [], 1, 1) for tokens in ([1, 2, 1, 2, 1, 2, 1], [5, 6, 7, 8]))
+    assert distinct_4grams([loop]) == 2 / 4
+    assert distinct_4grams([loop, other]) == 3 / 5
+    assert distinct_4grams([measured([1, 2], [], 1, 1)]) is None
+
+
+def test_medians_over_repeats_are_taken_for_each_clock():
+    generation = Generation([1], DecodeTrace(prefill_emitted=1), True)
+    runs = [([generation], 3.0, 1.0), ([generation], 1.0, 9.0), ([generation], 2.0, 2.0)]
+    (item,) = medians_of(0, [BenchPrompt("id", [1])], runs)
+    assert (item.wall_s, item.cpu_s) == (2.0, 2.0)
+
+
+SETTINGS = {"temperature": 0.0, "dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3}
+
+
+def results_of(methods: dict[str, list[Measured]], *temperatures: float) -> dict:
+    rows = [row for t in temperatures or (0.0,) for row in summarise(methods, "cpu", 0, True, t)]
+    return json.loads(json.dumps({"meta": {"clock": "cpu", "settings": SETTINGS}, "methods": rows}))
+
+
+def shown(width: int, *tables) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    for table in tables:
+        console.print(table)
+    return console.export_text()
+
+
+def test_tables_fit_in_100_columns_and_say_the_same():
+    long_name = "specdec++:h=0.7:min=2:max=20:calibrated=on"
+    results = results_of({"ar": AR, long_name: SPEC, "spec:k=5": SPEC})
+    text = shown(100, results_table(results), folded(by_task(results, 0.0)))
+    assert "…" not in text and all(len(line) <= 100 for line in text.splitlines())
+    markdown = markdown_table(results)
+    assert f"| {long_name} | 1.8 | 2.00x | 1.67-3.00 | 1.75 | 1.50-2.00 | 43% | yes |" in markdown
+    for part in ("2.00x", "1.67-3.00", "1.75", "43%", "2 prompts, 7 tokens", "greedy", "CPU time"):
+        assert part in text and (part in markdown)
+
+
+def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
+    # Task a: 3 tokens in 1 s against 3 s, 2 calls. Task b: 4 tokens in 3 s against 5 s, 2 calls; twice, so that tasks
+    # weigh differently. Pooled: 11 tokens in 7 s against 13 s, 6 calls.
+    twice = [SPEC[0], SPEC[1], dataclasses.replace(SPEC[1], group=2)]
+    row = summarise({"ar": [AR[0], AR[1], dataclasses.replace(AR[1], group=2)], "spec": twice}, "cpu", 0, True)[1]
+    assert (row["speedup"], row["tau"]) == (pytest.approx(13 / 7), 11 / 6)
+    assert (row["macro_speedup"], row["macro_tau"]) == (pytest.approx((3 + 5 / 3) / 2), (1.5 + 2.0) / 2)
+    table = by_task(results_of({"ar": AR, "spec": SPEC}), 0.0)
+    assert [column.title for column in table.columns] == [
+        "method", "a", "a: tau", "b", "b: tau", "all, pooled", "all, pooled: tau", "mean of tasks", "mean of tasks: tau"
+    ]  # fmt: skip
+    assert "| spec | 3.00x | 1.50 | 1.67x | 2.00 | 2.00x | 1.75 | 2.33x | 1.75 |" in markdown(table)
+
+
+def test_turns_of_one_question_are_resampled_together():
+    # Two questions of two turns. Question 1 is 3x in both turns, question 2 is 1x in both: resamples are 1x, 3x or the
+    # mix of both, (8/4)/(8/8) = 2x, never something between, and the extremes have probability 1/4 each.
+    def turns(per_turn: float, question: int) -> list[Measured]:
+        one = [measured([1, 2], [DecodeStep(1, 0, 1, 1)], per_turn, per_turn, group=question) for _ in range(2)]
+        return [dataclasses.replace(item, prompt=dataclasses.replace(item.prompt, turn=i + 1))
+                for i, item in enumerate(one)]  # fmt: skip
+
+    ar, fast = [*turns(3.0, 0), *turns(1.0, 1)], [*turns(1.0, 0), *turns(1.0, 1)]
+    row = summarise({"ar": ar, "fast": fast}, "cpu", 0, True)[1]
+    assert row["speedup"] == pytest.approx(2.0) and row["speedup_ci95"] == pytest.approx([1.0, 3.0])
+    assert row["tau_ci95"] == [1.0, 1.0]
+
+
+def test_each_temperature_has_its_own_rows_and_its_own_table():
+    results = results_of({"ar": AR, "spec": SPEC}, 0.0, 1.0)
+    assert [(row["method"], row["temperature"]) for row in results["methods"]] == [
+        ("ar", 0.0), ("spec", 0.0), ("ar", 1.0), ("spec", 1.0)
+    ]  # fmt: skip
+    assert by_task(results, 1.0).title == "Speed-up and tau by task, temperature 1"
+    assert "greedy and temperature 1" in caption(results)
+    assert "Greedy:\n\n| method" in markdown_table(results) and "Temperature 1:\n\n| method" in markdown_table(results)
+
+
+def test_failed_prompts_are_named_under_the_table():
+    failures = [{"task": "qa", "id": "7"}, {"task": "qa", "id": "7"}, {"task": "", "id": "x"}]
+    results = {**results_of({"ar": AR}), "failures": failures}
+    assert caption(results).endswith(" Left out because they failed (2): qa 7, x.")
+    assert "failed" not in caption(results_of({"ar": AR}))
+
+
+def test_results_of_earlier_versions_are_still_shown():
+    results = results_of({"ar": AR, "spec": SPEC})
+    for row in results["methods"]:
+        del row["temperature"], row["tau_ci95"]
+    assert "| spec | 1.8 | 2.00x | 1.67-3.00 | 1.75 |  | 43% | yes |" in markdown_table(results)
+
+
+def test_rows_come_back_as_they_were_measured(tmp_path):
+    prompt = BenchPrompt("id", [1, 2], "a", number=3, turn=2)
+    runs = {"wall_s_runs": (4.0, 6.0), "cpu_s_runs": (1.0, 1.5)}
+    item = dataclasses.replace(SPEC[0], prompt=prompt, group=3, **runs)
+    failed = failed_row(prompt, 3, "ar", 0.5, "too long")
+    write_rows(tmp_path / "prompts.parquet", [measured_row(item, "ar", 0.5), failed])
+    read = read_rows(tmp_path)
+    assert of_methods(read, 0.5) == {"ar": [item]} and of_methods(read, 0.0) == {}
+    assert failures_of(read) == [
+        {"prompt": 3, "id": "id", "task": "a", "turn": 2, "temperature": 0.5, "error": "too long"}
+    ]
+    assert read[0]["rounds"] == [{"num_drafted": 4, "num_accepted": 1, "num_emitted": 2, "draft_calls": 4}]
+
+
+def test_many_methods_go_into_rows_of_the_table_by_task():
+    methods = {f"spec:k={k}": SPEC for k in range(1, 21)}
+    text = shown(80, folded(by_task(results_of({"ar": AR, **methods}), 0.0))).splitlines()
+    for method in methods:
+        (place,) = (i for i, line in enumerate(text) if line.split()[:1] == [method])
+        assert text[place].split()[1:] == ["3.00x", "1.50", "1.67x", "2.00", "2.00x", "1.75", "2.33x", "1.75"]

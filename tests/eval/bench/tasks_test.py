@@ -1,0 +1,260 @@
+"""Task files, turns, temperatures and prompts that fail, on the tiny models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import CONTEXT
+
+from draftsmith.data.text.template import load_chat_tokenizer
+from draftsmith.eval.bench import command as bench
+from draftsmith.eval.bench.command import BenchConfig
+from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompt_runner import Asking
+from draftsmith.eval.bench.rows import BASELINE, failures_of, read_rows
+from draftsmith.eval.bench.tasks import task_sources
+from draftsmith.launch.cli import main
+from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.decoding.trace import DecodeTrace
+from draftsmith.modules.types import InputError
+
+NEW_TOKENS = 6
+FILES = {
+    "talk.jsonl": [
+        {"question_id": 81, "category": "writing", "turns": ["Rename a to b", "Now to c", "And to d"]},
+        {"question_id": 82, "category": "writing", "turns": ["Explain this function"]},
+        {"question_id": 83, "category": "writing", "turns": ["Sort these imports"]},
+    ],
+    "share.json": [
+        {"id": "s", "conversations": [
+            {"from": "system", "value": "Be brief."}, {"from": "human", "value": "Say hello"},
+            {"from": "gpt", "value": "A RECORDED ANSWER"}, {"from": "human", "value": "Say it again"},
+        ]},
+    ],
+    "plain.jsonl": [{"prompt": "Add a docstring", "task": "own"}, {"prompt": "rename " * 400}, {"prompt": "Wrap it"}],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("tasks")
+    for name, rows in FILES.items():
+        text = json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / name).write_text(text)
+    (directory / "README.md").write_text("no prompts")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def config(models, tasks, tmp_path_factory) -> BenchConfig:
+    return BenchConfig(
+        target=models["target"], draft=models["draft"], tasks=str(tasks), methods="spec:k=3", limit=2, repeats=2,
+        max_new_tokens=NEW_TOKENS, ignore_eos=True, temperatures="0,1", traces=1,
+        output=tmp_path_factory.mktemp("tasks-bench"),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(config) -> tuple[int, dict, list[dict]]:
+    """Exit code, results.json and rows."""
+    code = bench.run(config)
+    return code, json.loads((config.output / "results.json").read_text()), read_rows(config.output)
+
+
+def test_each_file_is_a_task_and_limited_by_itself(found):
+    _, _, rows = found
+    asked = {(row["task"], row["id"], row["turn"]) for row in rows}
+    talk = {("talk", "81", turn) for turn in (1, 2, 3)} | {("talk", "82", 1)}
+    assert asked == talk | {("share", "s", 1), ("share", "s", 2), ("plain", "0", 1), ("plain", "1", 1)}
+
+
+def test_a_later_turn_holds_the_answers_of_ar(found, config):
+    """The oracle writes the conversation by hand with the tokenizer's own template."""
+    _, _, rows = found
+    tokenizer = load_chat_tokenizer(config.target)
+    for temperature in (0.0, 1.0):
+        own = {(row["method"], row["id"], row["turn"]): row for row in rows if row["temperature"] == temperature}
+        for name, opening, users in (
+            ("81", [], ["Rename a to b", "Now to c", "And to d"]),
+            ("s", [{"role": "system", "content": "Be brief."}], ["Say hello", "Say it again"]),
+        ):
+            messages = [*opening]
+            for turn, text in enumerate(users, start=1):
+                messages.append({"role": "user", "content": text})
+                ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
+                row = own["ar", name, turn]
+                assert row["prompt_ids"] == list(ids["input_ids"] if hasattr(ids, "keys") else ids)
+                assert own["spec:k=3", name, turn]["prompt_tokens"] == row["prompt_tokens"]
+                said = tokenizer.decode(row["token_ids"], skip_special_tokens=True)
+                messages.append({"role": "assistant", "content": said})
+    greedy = [row for row in rows if row["temperature"] == 0 and row["error"] is None]
+    answers = {(row["method"], row["id"], row["turn"]): row["token_ids"] for row in greedy}
+    assert all(answers["spec:k=3", name, turn] == answers["ar", name, turn] for _, name, turn in answers)
+
+
+def test_temperatures_have_rows_of_their_own_against_their_own_baseline(found):
+    _, results, rows = found
+    assert [(row["method"], row["temperature"]) for row in results["methods"]] == [
+        ("ar", 0.0), ("spec:k=3", 0.0), ("ar", 1.0), ("spec:k=3", 1.0)
+    ]  # fmt: skip
+    assert [row["matches_ar"] for row in results["methods"]] == [True, True, None, None]
+    for row in results["methods"]:
+        own = [r for r in rows if (r["method"], r["temperature"]) == (row["method"], row["temperature"])]
+        own = [r for r in own if r["error"] is None]
+        base = [r for r in rows if (r["method"], r["temperature"]) == ("ar", row["temperature"])]
+        rate, base_rate = (sum(r["tokens"] for r in part) / sum(r["cpu_s"] for r in part) for part in (own, base))
+        assert row["speedup"] == pytest.approx(rate / base_rate)
+        assert set(row["by_task"]) == {"talk", "share", "plain"} and row["by_task"]["share"]["prompts"] == 2
+        assert row["macro_tau"] == pytest.approx(sum(part["tau"] for part in row["by_task"].values()) / 3)
+
+
+def test_a_prompt_that_is_too_long_is_reported_and_the_others_are_measured(found):
+    code, results, rows = found
+    assert code == 1
+    (first, second) = results["failures"]
+    assert (first["task"], first["id"], first["turn"]) == ("plain", "1", 1)
+    assert first["error"].endswith(f"no room for an answer in the target's context of {CONTEXT}")
+    assert (first["temperature"], second["temperature"]) == (0.0, 1.0)
+    assert results["methods"][0]["prompts"] == 7 and failures_of(rows) == results["failures"]
+
+
+def test_every_repeat_and_every_round_is_kept(found):
+    _, _, rows = found
+    for row in (row for row in rows if row["error"] is None):
+        assert len(row["wall_s_runs"]) == len(row["cpu_s_runs"]) == 2
+        assert row["cpu_s"] == pytest.approx(sum(row["cpu_s_runs"]) / 2)  # the median of two
+        assert row["tokens"] == row["prefill_emitted"] + sum(r["num_emitted"] for r in row["rounds"])
+        assert row["num_target_calls"] == row["prefill_calls"] + len(row["rounds"])
+
+
+def test_the_first_prompt_of_each_task_is_traced_at_both_temperatures(found, config):
+    _, _, rows = found
+    lines = [json.loads(line) for line in (config.output / "trace.jsonl").read_text().splitlines()]
+    keys = {(line["method"], line["temperature"], line["id"], line["task"], line["turn"]) for line in lines}
+    traced = {("talk", "81", 1), ("talk", "81", 2), ("talk", "81", 3), ("share", "s", 1), ("share", "s", 2),
+              ("plain", "0", 1)}  # fmt: skip
+    assert keys == {(m, t, i, task, n) for m in ("ar", "spec:k=3") for t in (0.0, 1.0) for task, i, n in traced}
+    written = json.loads((config.output / "texts.json").read_text())
+    assert written["prompts"].keys() == {f"{line['prompt']}/{line['turn']}" for line in lines}
+    assert "Rename a to b" in "".join(written["prompts"].values())
+    texts = written["tokens"]
+    tokenizer = load_chat_tokenizer(config.target)
+    for line in lines:
+        assert all(texts[str(token)] == tokenizer.decode([token]) for token in line["emitted"])
+        if line.get("drafted"):
+            accepted, probs = line["num_accepted"], line["accept_prob"]
+            assert len(probs) == min(accepted + 1, len(line["drafted"]))  # down to the first rejected token
+            if line["temperature"] == 0:
+                assert probs == [1.0] * accepted + [0.0] * (len(probs) - accepted)
+            else:
+                assert all(0 < p <= 1 for p in probs[:accepted]) and all(0 <= p < 1 for p in probs[accepted:])
+    answer = {(r["method"], r["temperature"], r["prompt"], r["turn"]): r["token_ids"] for r in rows}
+    for key in {(line["method"], line["temperature"], line["prompt"], line["turn"]) for line in lines}:
+        own = [line for line in lines if (line["method"], line["temperature"], line["prompt"], line["turn"]) == key]
+        assert [token for line in own for token in line["emitted"]] == answer[key]
+
+
+@pytest.mark.parametrize(("turns", "expected"), [("first", "Say hello"), ("last", "A RECORDED ANSWER")])
+def test_only_the_first_or_only_the_last_turn(config, tasks, tmp_path, turns, expected):
+    one = dataclasses.replace(
+        config, tasks=str(tasks / "share.json"), turns=turns, temperatures=None, traces=0, repeats=1, output=tmp_path
+    )
+    assert bench.run(one) == 0
+    rows = [row for row in read_rows(tmp_path) if row["method"] == BASELINE]
+    text = load_chat_tokenizer(config.target).decode(rows[0]["prompt_ids"])
+    assert len(rows) == 1 and expected in text and ("Say it again" in text) is (turns == "last")
+
+
+def test_groups_of_several_prompts_go_turn_by_turn(config, tasks, found, tmp_path):
+    together = dataclasses.replace(config, batch_size=2, temperatures="0", traces=0, repeats=1, output=tmp_path)
+    assert bench.run(together) == 1
+    rows = read_rows(tmp_path)
+    alone = {(row["id"], row["turn"]): row["token_ids"] for row in found[2] if row["temperature"] == 0}
+    assert {(row["id"], row["turn"]): row["token_ids"] for row in rows} == alone
+    groups = {(row["task"], row["id"], row["turn"]): row["group"] for row in rows}
+    assert groups["talk", "81", 3] == groups["talk", "82", 1] and len(set(groups.values())) == 3  # one a file
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results["methods"][0]["by_task"]) == {"talk", "share", "plain"}
+
+
+def test_a_set_in_the_layout_of_fastchat_is_named_by_its_folders(tmp_path):
+    for task in ("qa", "sum"):
+        (tmp_path / task / "reference_answer").mkdir(parents=True)
+        (tmp_path / task / "question.jsonl").write_text('{"question_id": 1, "turns": ["Hello"]}\n')
+    (tmp_path / "gsm8k.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    names = [name for name, _ in task_sources(None, str(tmp_path))]
+    assert names == ["gsm8k", "qa", "sum"]
+    assert task_sources(None, f"{tmp_path}/qa/question.jsonl") == [("qa", f"{tmp_path}/qa/question.jsonl")]
+
+
+def test_sources_are_named_by_their_files(tasks, tmp_path):
+    assert task_sources("file.jsonl", None) == [("", "file.jsonl")]
+    assert [name for name, _ in task_sources(None, str(tasks))] == ["plain", "share", "talk"]
+    both = f"{tasks / 'talk.jsonl'}, embedded:prompts"
+    assert task_sources(None, both) == [("talk", str(tasks / "talk.jsonl")), ("prompts", "embedded:prompts")]
+    (tmp_path / "talk.jsonl").write_text("{}")
+    for wrong, expected in (
+        (f"{tasks},{tmp_path}", "two files named talk"),
+        (str(tmp_path.parent / "nowhere"), "does not exist"),
+        (str(tmp_path / "empty"), "without one"),
+    ):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(InputError, match=expected):
+            task_sources(None, wrong)
+
+
+def asking(runner, **changes) -> Asking:
+    settings = dict(chat=None, context=50, room=50, max_new_tokens=4, repeats=1, seed=0)
+    return Asking({0.0: {"ar": answer, "other": runner}}, **{**settings, **changes})
+
+
+def answer(prompts, max_new_tokens, seeds):
+    return [Generation([1], DecodeTrace(prefill_emitted=1), True) for _ in prompts]
+
+
+def raising(error: BaseException):
+    def runner(prompts, max_new_tokens, seeds):
+        if [13] in prompts:
+            raise error
+        return answer(prompts, max_new_tokens, seeds)
+
+    return runner
+
+
+UNLUCKY, FINE = BenchPrompt("unlucky", [13], "t", number=0), BenchPrompt("fine", [7], "t", number=1)
+
+
+@pytest.mark.parametrize("error", [ValueError("no\nsuch shape"), RuntimeError("no\nsuch shape")])
+def test_a_prompt_that_a_method_fails_on_is_left_out_for_all_methods(error):
+    ask = asking(raising(error)).ask
+    rows = [row for number, prompt in enumerate((UNLUCKY, FINE)) for row in ask([prompt], number, 0.0)]
+    assert [(row["method"], row["id"], row["error"] is None) for row in rows] == [
+        ("ar", "unlucky", False), ("other", "unlucky", False), ("ar", "fine", True), ("other", "fine", True)
+    ]  # fmt: skip
+    assert rows[0]["error"] == f"other: {type(error).__name__}: no such shape"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), AssertionError("a defect"), KeyError("a defect")])
+def test_interruptions_and_defects_are_not_taken_for_bad_prompts(error):
+    with pytest.raises(type(error)):
+        list(asking(raising(error)).ask([UNLUCKY], 0, 0.0))
+    with pytest.raises(type(error)):
+        asking(raising(error)).warm_up([UNLUCKY, FINE], 1)
+
+
+def test_the_warm_up_takes_a_prompt_that_works():
+    asking(raising(ValueError("x"))).warm_up([UNLUCKY, FINE], 1)
+    with pytest.raises(InputError, match="none that could be measured; the last one: other: ValueError: x"):
+        asking(raising(ValueError("x"))).warm_up([UNLUCKY], 1)
+
+
+def test_a_run_in_which_every_prompt_fails_is_an_error(models, tmp_path, capsys):
+    (tmp_path / "long.jsonl").write_text('{"id": "far", "prompt": "' + "rename " * 400 + '"}\n')
+    arguments = ["--target", models["target"], "--prompts", str(tmp_path / "long.jsonl")]
+    assert main(["eval", "bench", *arguments, "--output", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("draftsmith: error: prompts: found ") and err.count("\n") == 1 and "prompt far" in err
+    assert not (tmp_path / "out" / "results.json").exists()

@@ -1,0 +1,95 @@
+"""The trace of a bench: its lines add up to the counts of the results, and each is a legal round."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import pytest
+
+from draftsmith.eval.bench import command as bench
+from draftsmith.eval.bench.command import BenchConfig
+from draftsmith.eval.bench.rows import read_rows
+from draftsmith.eval.methods import METHODS as ALL
+from draftsmith.eval.methods.chains import Autoregressive
+from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
+
+METHODS = (
+    "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.4:calibrated=on,confidence:t=0.5,cost:c=0.2,"
+    "online:c=0.2:max=5,online:c=0.1:drafter=eagle,"
+    "confidence:t=0.5:drafter=eagle,self-verify:k=4,self-verify:k=4:drafter=eagle,eagle:k=2,eagle-tree,"
+    "eagle2:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,pld:k=4,lookahead:w=4:n=3:g=4,pearl:k=2,hf"
+)
+
+
+def test_every_own_method_is_traced_below():
+    own = {name for name in ALL if ALL[name] not in (Autoregressive, HFGenerate, HFAssisted)}
+    assert own == {label.partition(":")[0] for label in METHODS.split(",")} - {"hf"}
+
+
+@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampling"])
+def traced(request, models, tmp_path_factory):
+    output = tmp_path_factory.mktemp("trace")
+    config = BenchConfig(
+        **models, mid=models["target"], methods=METHODS, split="test", limit=3, max_new_tokens=16, ignore_eos=True,
+        repeats=2, temperature=request.param, output=output, traces=3,
+    )  # fmt: skip
+    bench.run(config)
+    lines = [json.loads(line) for line in (output / "trace.jsonl").read_text().splitlines()]
+    rows = json.loads((output / "results.json").read_text())["methods"]
+    tokens = read_rows(output)
+    return request.param, lines, rows, tokens
+
+
+def test_lines_add_up_to_the_results(traced):
+    _, lines, rows, per_prompt = traced
+    by_method = defaultdict(list)
+    for line in lines:
+        by_method[line["method"]].append(line)
+    assert set(by_method) == {row["method"] for row in rows} - {"hf"}
+    for row in rows:
+        if row["method"] == "hf":
+            continue
+        own = by_method[row["method"]]
+        assert {line["prompt"] for line in own} == {0, 1, 2}  # each once, whatever the repeats
+        drafted = sum(line.get("num_drafted", 0) for line in own)
+        assert len(own) == row["num_target_calls"]  # the prefill is a line too
+        assert drafted == row["num_draft_tokens"]
+        emitted = sum(len(line["emitted"]) for line in own)
+        assert emitted == row["tokens"]
+        assert drafted + len(own) == emitted + row["num_discarded"]
+        answers = [line["token_ids"] for line in per_prompt if line["method"] == row["method"]]
+        rebuilt = [[t for line in own if line["prompt"] == n for t in line["emitted"]] for n in range(3)]
+        assert rebuilt == answers
+
+
+def test_every_line_is_a_round(traced):
+    temperature, lines, _, _ = traced
+    for line in lines:
+        assert line["target_s"] > 0
+        if line.get("prefill"):
+            assert line["round"] == 0 and len(line["emitted"]) == 1
+            continue
+        node = -1
+        for child in line["accepted"]:
+            assert line["parents"][child] == node
+            node = child
+        assert line["num_accepted"] == len(line["accepted"]) and line["num_emitted"] == len(line["emitted"])
+        assert line["num_drafted"] == len(line["drafted"]) or line["method"].startswith("pearl")
+        chosen = [line["drafted"][child] for child in line["accepted"]]
+        own = [] if line["next_token"] is None else [line["next_token"]]
+        assert line["emitted"] == (chosen + own)[: line["num_emitted"]]
+        assert all(0 <= q <= 1 for q in line.get("q", []))
+        if line["method"].startswith(("spec", "confidence", "self-verify")) and line["drafted"]:
+            assert len(line["q"]) == len(line["entropy"]) == len(line["drafted"]) and line["draft_s"] > 0
+        if line["method"].startswith(("specdec++", "cost")):
+            # This head reads a token one forward after it was drafted, and is not asked where a draft is full.
+            assert len(line["drafted"]) - len(line.get("head", [])) in ((0,) if not line["drafted"] else (1, 2))
+        if line["method"].startswith("online"):
+            assert len(line.get("head", [])) == len(line["drafted"])
+        assert all(0 <= prob <= 1 for prob in line.get("head", []))
+        if line["method"].startswith("eagle2") and line["drafted"]:
+            assert len(line["value"]) == len(line["drafted"]) and max(line["value"]) <= 0
+        assert ("beside" in line) == (line["method"].startswith("pearl") and bool(line["drafted"]))
+    assert temperature or all(line["next_token"] is not None for line in lines if "pearl" not in line["method"]
+                              and not line.get("prefill"))  # fmt: skip

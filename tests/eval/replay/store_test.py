@@ -1,0 +1,86 @@
+"""Rollouts come back from disk as they were, and recording goes on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, TreeRollouts, joined
+from draftsmith.eval.replay.store import load, recorded, save
+from draftsmith.modules.types import InputError
+
+
+def chains(number: int, rounds: int) -> ChainRollouts:
+    rng = np.random.default_rng(number)
+    answer = Answer(f"row-{number}", "rename", 7, list(range(rounds + 1)), number % 2 == 0, 40)
+
+    def floats() -> np.ndarray:
+        values = rng.normal(size=(rounds, 3))
+        values[rng.random((rounds, 3)) < 0.2] = np.nan
+        return values
+
+    return ChainRollouts(
+        [answer], np.zeros(rounds, np.int64), np.arange(1, rounds + 1), rng.integers(-1, 9, (rounds, 3)),
+        rng.integers(0, 3, rounds), floats(), floats(), floats(), floats(), floats(), {"a/b": floats(), "c": floats()},
+        rng.integers(0, 3, rounds),
+    )  # fmt: skip
+
+
+def trees(number: int, rounds: int) -> TreeRollouts:
+    rng = np.random.default_rng(number)
+    answer = Answer(f"row-{number}", "", 7, list(range(rounds + 1)), True, 40)
+    floats = rng.normal(size=(2, rounds, 4))
+    return TreeRollouts(
+        [answer], np.zeros(rounds, np.int64), np.arange(1, rounds + 1), 3, rng.integers(-1, 9, (rounds, 4, 4)),
+        floats[0], floats[1],
+    )  # fmt: skip
+
+
+def assert_same(first, second) -> None:
+    assert type(first) is type(second)
+    for field in dataclasses.fields(first):
+        a, b = getattr(first, field.name), getattr(second, field.name)
+        if field.name == "heads":
+            assert list(a) == list(b)
+            a, b = np.array(list(a.values())), np.array(list(b.values()))
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+        else:
+            assert a == b
+
+
+@pytest.mark.parametrize("make", [chains, trees])
+def test_a_round_trip_changes_nothing(tmp_path, make):
+    whole = joined([make(0, 5), make(1, 0), make(2, 2)])
+    assert whole.answer.tolist() == [0, 0, 0, 0, 0, 2, 2]
+    save(whole, tmp_path)
+    assert_same(load(tmp_path), whole)
+
+
+def test_recording_goes_on_with_the_answers_that_are_missing(tmp_path):
+    prompts, asked = [BenchPrompt(f"row-{n}", [1]) for n in range(3)], []
+
+    def record(prompt: BenchPrompt, number: int) -> ChainRollouts:
+        asked.append(prompt.id)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return chains(number, 4)
+
+    with pytest.raises(KeyboardInterrupt):
+        recorded(tmp_path, prompts, {"depth": 3}, record)
+    found = recorded(tmp_path, prompts, {"depth": 3}, record)
+    assert asked == ["row-0", "row-1", "row-1", "row-2"]
+    assert_same(found, joined([chains(n, 4) for n in range(3)]))
+
+
+def test_rollouts_of_other_settings_are_not_taken(tmp_path):
+    prompts = [BenchPrompt("row-0", [1])]
+    recorded(tmp_path, prompts, {"depth": 3}, lambda prompt, number: chains(0, 4))
+    with pytest.raises(InputError, match="depth"):
+        recorded(tmp_path, prompts, {"depth": 4}, lambda prompt, number: chains(0, 4))
+    with pytest.raises(InputError, match="none in"):
+        load(tmp_path / "elsewhere")

@@ -1,0 +1,335 @@
+"""The comparison of stop policies: on rollouts made by hand, by sums on paper, and as a command on tiny models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hand_rollouts import hand_rollouts
+from quick_heads import varied_acceptance_head
+
+from draftsmith.data.heads.directory import eagle_identity, save_head
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.methods import parse_method
+from draftsmith.eval.replay.rollouts import ChainRollouts
+from draftsmith.eval.report.figures import Table, from_json
+from draftsmith.eval.studies.overlap import known_grams, least_third, overlap
+from draftsmith.eval.studies.policies.bars import bar_rows
+from draftsmith.eval.studies.policies.figures import figures_of
+from draftsmith.eval.studies.policies.found import Compared, Scene, compare
+from draftsmith.eval.studies.policies.play import (
+    FITTED,
+    FIXED,
+    KNOWN,
+    ORACLE,
+    Gain,
+    Grid,
+    Player,
+    Policy,
+    gain,
+    judges_of,
+    rate,
+)
+from draftsmith.eval.studies.policies.quality import labelled_tokens
+from draftsmith.eval.studies.policies.split import parted, training_texts
+from draftsmith.eval.studies.policies.study import PoliciesConfig, Shelf
+from draftsmith.launch.cli import main
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.types import InputError, SamplingParams
+
+GRID = Grid(ks=(1, 2, 4), ts=(0.3, 0.6), hs=(0.3, 0.7), maxima=(2, 4))
+CS = (0.1, 0.5)
+GREEDY = SamplingParams()
+
+
+def head_of(**changes) -> AcceptanceHead:
+    return AcceptanceHead(AcceptanceHeadConfig(8, num_blocks=1, **changes)).requires_grad_(False)
+
+
+def hand(answers: int, seed: int) -> ChainRollouts:
+    rng = np.random.default_rng(seed)
+    return hand_rollouts((rng.random((answers, 25)) < 0.7).tolist(), depth=4, seed=seed)
+
+
+def scene_of(params: SamplingParams) -> Scene:
+    """Made by hand; when sampling, the judge that knows p/q knows the coin."""
+    dev, test = hand(6, 0), hand(7, 1)
+    if not params.greedy:
+        dev, test = (dataclasses.replace(own, accept_along=np.nan_to_num(own.accept_prob)) for own in (dev, test))
+    return Scene("draft", params, {"head": head_of(w_rej=6.0)}, dev, test)
+
+
+@pytest.fixture(scope="module")
+def compared() -> Compared:
+    scene = scene_of(SamplingParams(1.0))
+    shares = np.linspace(0, 1, 7).tolist()
+    return compare(scene, GRID, CS, shares, least_third(shares), seed=0)
+
+
+def player(agreed: list[list[bool]], **kwargs) -> Player:
+    rollouts = hand_rollouts(agreed, depth=4)
+    return Player(rollouts, judges_of(rollouts, rollouts, {}))
+
+
+def test_time_is_a_round_and_c_a_drafted_token():
+    """The draft agrees with everything but every third token; 12 tokens follow the first."""
+    own = player([[i % 3 != 0 for i in range(13)]])
+    # K=2: rounds accept two tokens and add the target's own: 4 rounds, 8 drafted, and the prefill.
+    assert own.pairs(Policy("k", 2), 0.5).tolist() == [[13, 1 + 4 + 0.5 * 8]]
+    # K=4: the same rounds draft two tokens more, but for the last: nothing is left to draft behind it.
+    assert own.pairs(Policy("k", 4), 0.1)[0, 1] == pytest.approx(1 + 4 + 0.1 * 16)
+    assert own.pairs(Policy("oracle"), 0.5).tolist() == own.pairs(Policy("k", 2), 0.5).tolist()
+    assert own.best((Policy("k", 1), Policy("k", 2), Policy("k", 4)), 0.1) == Policy("k", 2)
+
+
+def test_dear_drafts_are_short_and_cheap_ones_long():
+    own = player([[True] * 7 + [False] * 6, [True] * 13])
+    ks = [Policy("k", k) for k in (1, 2, 4)]
+    assert own.best(ks, 0.01).value == 4 and own.best(ks, 5.0).value == 1
+
+
+def test_a_gain_is_a_ratio_of_sums_and_its_interval_of_paired_prompts():
+    own, base = np.array([[10.0, 4.0], [30.0, 6.0]]), np.array([[10.0, 5.0], [30.0, 6.0]])
+    assert rate(own) == 4.0
+    found = gain(own, base, seed=0)
+    assert found.value == pytest.approx(0.1)  # 40/10 over 40/11
+    # The resamples: both prompts, twice the first (5/4 - 1), twice the second (nothing).
+    assert (found.low, found.high) == (0.0, 0.25)
+    alone = gain(own, base, 0, mask=[True, False])
+    assert alone.value == 0.25 and np.isnan(alone.low) and alone.text == "+25.0%"
+
+
+def test_settings_are_chosen_on_dev_and_judged_on_others(compared):
+    scene = compared.scene
+    dev = Player(scene.dev, judges_of(scene.dev, scene.dev, scene.heads))
+    for at in compared.at:
+        rates = {k: rate(dev.pairs(Policy("k", k), at.c)) for k in GRID.ks}
+        assert rates[at.fixed.policy.value] == max(rates.values())
+        for chosen in at.chosen.values():
+            assert chosen.policy in chosen.family.policies
+            expected = rate(dev.pairs(chosen.policy, at.c)) / max(rates.values()) - 1
+            assert chosen.dev_gain == pytest.approx(expected)
+        assert compared.gain(at, at.fixed) == Gain(0.0, 0.0, 0.0)
+    assert [at.own for at in compared.at] == [False, True]
+
+
+def test_a_policy_that_knows_the_coin_beats_those_that_do_not(compared):
+    """In these rollouts `accept_along` is the coin itself: the first token that will be rejected is the last."""
+    at = compared.at[0]
+    coin = compared.totals(at, at.chosen[f"{KNOWN}, cost rule"])
+    rounds = coin.num_target_calls - coin.prompts
+    assert coin.num_discarded <= rounds  # one a round that met a rejection
+    best = max(compared.gain(at, chosen).value for chosen in at.of("free"))
+    assert compared.gain(at, at.chosen[f"{KNOWN}, cost rule"]).value > best
+    assert compared.totals(at, at.chosen[ORACLE]).num_discarded == 0
+
+
+def test_the_logistic_of_q_is_fitted_on_dev_only():
+    scene = scene_of(GREEDY)
+    fitted = judges_of(scene.test, scene.dev, {})[FITTED]()
+    swapped = judges_of(scene.dev, scene.test, {})[FITTED]()
+    log_q = scene.test.log_q[0, 0]
+    # The same confidence means another probability where the fit is another.
+    x = np.log(np.exp(log_q) / (1 - np.exp(log_q)))
+    view = dataclasses.make_dataclass("View", ["num_drafted"])(1)
+    first = np.log(fitted.prob(view) / (1 - fitted.prob(view)))
+    again = judges_of(scene.test, scene.dev, {})[FITTED]().prob(view)
+    assert fitted.prob(view) == again and np.isfinite([x, first]).all()
+    assert swapped.prob(view) != fitted.prob(view)
+
+
+def test_families_are_what_is_compared():
+    heads = {"published": head_of(w_rej=6.0), "new": head_of(w_rej=1.0, state="before", features=("log_q",))}
+    families = {family.name: family for family in GRID.families(heads, knows_p=False)}
+    assert f"{KNOWN}, cost rule" not in families and "new: raw, threshold" not in families
+    assert families["published: raw, h 0.7 as published"].policies == (
+        Policy("h", 0.7, "published, raw", minimum=2, maximum=4),
+    )
+    assert "new: raw, h 0.7 as published" not in families
+    assert len(families["published: calibrated, threshold"].policies) == 2 * 2
+    assert {family.role for family in families.values()} == {"fixed", "free", "looking", "fitted", "head", "oracle"}
+
+
+def test_bars_say_what_was_reached(compared):
+    rows = bar_rows([compared], [])
+    assert len(rows) == 4 * len(CS)
+    for row in rows:
+        assert row["reached"] in ("yes", "no")
+    # The head is held against both kinds of training-free policies, with one bar.
+    beside = [row for row in rows if row["what"] == "head over the training-free that looks for repetitions"]
+    assert {row["bar"] for row in beside} == {0.01}
+    for at, row in zip(compared.at, beside, strict=True):
+        expected = compared.gain(at, at.best("head"), at.best("looking")).value
+        assert row["value"] == pytest.approx(expected, rel=1e-4, abs=1e-9)
+    over = {row["c"]: row for row in rows if row["what"] == "head over the best fixed K"}
+    for at in compared.at:
+        head = at.best("head")
+        assert over[at.name]["value"] == pytest.approx(compared.gain(at, head).value, rel=1e-4)
+        assert over[at.name]["bar"] == 0.035
+        assert head.dev_gain == max(chosen.dev_gain for chosen in at.of("head"))
+    greedy = compare(scene_of(GREEDY), GRID, CS, [0.0] * 7, least_third([0.0] * 7), 0)
+    assert {row["bar"] for row in bar_rows([greedy], [])} == {0.08, 0.03}
+    assert bar_rows([dataclasses.replace(greedy, scene=dataclasses.replace(greedy.scene, heads={}))], []) == []
+
+
+def test_figures_cover_policies_tasks_overlap_and_quality(compared):
+    figures = {figure.name: figure for figure in figures_of([compared], [], 0)}
+    gains = {row["policy"]: row for row in figures["policies-gains-draft-t1"].rows}
+    at = compared.at[0]
+    assert gains[FIXED]["c0"] == at.fixed.policy.label
+    assert gains[ORACLE]["c0"] == compared.gain(at, at.chosen[ORACLE]).text
+    tasks = {row["task"]: row["prompts"] for row in figures["policies-by-task"].rows}
+    assert tasks == {"even": 4, "odd": 3}
+    thirds = [row for row in figures["policies-overlap"].rows if row["at"] == at.name]
+    assert [(row["count"], round(row["overlap"], 3)) for row in thirds] == [(3, 0.167), (4, 0.75)]
+    quality = {row["predictor"]: row for row in figures["policies-quality"].rows}
+    tokens = labelled_tokens(compared.scene)
+    brier = np.square(tokens.said["head"].prob.numpy() - tokens.label.numpy()).mean()
+    assert quality["head"]["brier"] == pytest.approx(brier, rel=1e-4)
+    assert quality["head"]["tokens"] == compared.scene.test.judged().sum()
+    for figure in figures.values():
+        if isinstance(figure, Table):
+            assert all(column.key in row for row in figure.rows[:1] for column in figure.columns), figure.name
+
+
+def test_overlap_by_hand():
+    known = known_grams([[1, 2, 3, 4], [7, 8]], 3)
+    assert known == {(1, 2, 3), (2, 3, 4)}
+    assert overlap([0, 1, 2, 3, 9], known, 3) == pytest.approx(1 / 3)
+    assert overlap([1, 2], known, 3) == 0.0
+    assert least_third([0.5, 0.1, 0.9, 0.1]).tolist() == [False, True, False, True]
+
+
+def test_heads_are_used_in_the_mode_of_their_labels():
+    heads = {name: head_of() for name in ("greedy", "warm", "range", "unknown")}
+    shelf = Shelf(heads, {}, {"greedy": [0.0], "warm": [1.0], "range": [0.0, 0.5, 1.0], "unknown": []})
+    assert list(shelf.at(GREEDY)) == ["greedy", "range", "unknown"]
+    assert list(shelf.at(SamplingParams(0.7))) == ["warm", "range", "unknown"]
+
+
+def test_policies_are_methods_of_the_bench():
+    found = [
+        Policy("k", 3).method("draft", 0.1), Policy("k", 3).method("eagle", 0.1),
+        Policy("t", 0.4, maximum=9).method("eagle", 0.1), Policy("entropy", maximum=6).method("draft", 0.1),
+        Policy("h", 0.7, "a, raw", 2, 9).method("draft", 0.1), Policy("h", 0.7, "a", maximum=9).method("eagle", 0.1),
+    ]  # fmt: skip
+    assert found == [
+        "spec:k=3", "eagle:k=3", "confidence:t=0.4:min=1:max=9:drafter=eagle", "self-verify:k=6",
+        "specdec++:h=0.7:min=2:max=9", "specdec++:h=0.7:min=1:max=9:drafter=eagle:calibrated=on",
+    ]  # fmt: skip
+    for method in found:
+        parse_method(method)
+    assert Policy("h", 0.5, FITTED).method("draft", 0.1) is Policy("oracle").method("draft", 0.1) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"draft": None}, "draft"), ({"eagle_heads": "x"}, "eagle_heads"), ({"hs": "0.5,1"}, "hs"),
+     ({"ngram": 0}, "ngram"), ({"cs": "0"}, "cs"), ({"max_drafted": 0}, "max_drafted")],
+)  # fmt: skip
+def test_impossible_settings_are_refused(changes, field):
+    given = {"target": "t", "prompts": "p", "draft": "d", "output": Path("o"), **changes}
+    with pytest.raises(InputError) as error:
+        PoliciesConfig(**given).check()
+    assert error.value.field == field
+
+
+def some_prompts(path, count: int, **more: str) -> str:
+    rows = [{"id": f"p{i}", "prompt": "Rename a to b: " * (i + 1), **more} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("given", [{}, {"split": "none", "dev_split": "none"}, {"split": "none"}])
+def test_a_file_without_splits_is_parted_by_a_rule(models, tmp_path, given):
+    prompts = some_prompts(tmp_path / "plain.jsonl", 9)
+    config = PoliciesConfig(target=models["target"], prompts=prompts, draft="d", limit=5, output=tmp_path, **given)
+    dev, reported = parted(config)
+    assert [prompt.id for prompt in dev] == ["p6", "p7", "p8"]  # the last quarter, rounded up
+    assert (reported.split, reported.limit, reported.bench_limit) == (None, 5, 5)
+    dev, reported = parted(dataclasses.replace(config, limit=0, dev_limit=1))
+    assert [prompt.id for prompt in dev] == ["p6"] and reported.limit == 6
+    assert list(training_texts(config)) == []
+
+
+def test_other_prompts_may_be_for_choosing(models, tmp_path):
+    prompts, dev_prompts = some_prompts(tmp_path / "a.jsonl", 3), some_prompts(tmp_path / "b.jsonl", 2)
+    config = PoliciesConfig(
+        target=models["target"], prompts=prompts, draft="d", dev_prompts=dev_prompts, output=tmp_path
+    )
+    dev, reported = parted(config)
+    assert [prompt.id for prompt in dev] == ["p0", "p1"] and (reported.split, reported.limit) == (None, 120)
+    tagged = some_prompts(tmp_path / "c.jsonl", 4, split="dev")
+    dev, reported = parted(dataclasses.replace(config, dev_prompts=tagged, dev_limit=3))
+    assert len(dev) == 3
+
+
+def test_none_is_no_split_and_prompts_are_never_in_both_parts(models, tmp_path):
+    tagged = some_prompts(tmp_path / "c.jsonl", 8, split="dev")
+    config = PoliciesConfig(
+        target=models["target"], prompts=tagged, draft="d", split="none", dev_split="none", output=tmp_path
+    )
+    dev, reported = parted(config)
+    assert [prompt.id for prompt in dev] == ["p6", "p7"] and (reported.split, reported.limit) == (None, 6)
+    with pytest.raises(InputError, match="dev_split: found dev, with split none"):
+        parted(dataclasses.replace(config, dev_split="dev"))
+    with pytest.raises(InputError, match="dev_split: found none, with split dev"):
+        parted(dataclasses.replace(config, split="dev"))
+    with pytest.raises(InputError, match="prompts: found 1 prompt"):
+        parted(dataclasses.replace(config, prompts=some_prompts(tmp_path / "one.jsonl", 1)))
+
+
+def test_the_command_on_tiny_models(models, tmp_path, capsys):
+    """Both drafters, both modes."""
+    target, draft = load_lm(models["target"]), load_lm(models["draft"])
+    config = AcceptanceHeadConfig(32, num_blocks=1, w_rej=1.0, state="before", features=("log_q", "entropy"))
+    before = AcceptanceHead(config)
+    torch.nn.init.normal_(before.out.weight)
+    for folder, identity in (
+        ("draft", draft.info.identity), ("eagle", eagle_identity(models["eagle"], target))
+    ):  # fmt: skip
+        for name, head, temperature in (("old", varied_acceptance_head(32), 0.0), ("new", before, 1.0)):
+            sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+            save_head(tmp_path / folder / name, head, {"target": identity, "sampling": sampling}, "card")
+    argv = ["eval", "policies", "--target", models["target"], "--draft", models["draft"], "--eagle", models["eagle"]]
+    argv += ["--draft_heads", str(tmp_path / "draft"), "--eagle_heads", str(tmp_path / "eagle")]
+    argv += ["--prompts", models["prompts"], "--dev_split", "test", "--limit", "3", "--dev_limit", "2"]
+    argv += ["--max_drafted", "4", "--max_new_tokens", "10", "--cs", "0.2", "--hs", "0.3,0.7", "--ts", "0.5"]
+    argv += ["--bench_limit", "0", "--ngram", "3", "--output", str(tmp_path / "out")]
+    assert main(argv) == 0
+    kept = tmp_path / "out" / "results.json"
+    results = json.loads(kept.read_text())
+    assert results["meta"]["kind"] == "policies" and set(results["meta"]["c"]) == {"draft", "eagle"}
+    figures = {figure.name: figure for figure in from_json(results["figures"])}
+    scenes = {row["scene"] for row in figures["policies-bars"].rows}
+    assert scenes == {"draft model, greedy", "draft model, T=1", "EAGLE chain, greedy", "EAGLE chain, T=1"}
+    policies = [row["policy"] for row in figures["policies-gains-eagle-t1"].rows]
+    assert "new: calibrated, cost rule" in policies and not any(name.startswith("old") for name in policies)
+    argv[argv.index("--eagle_heads") + 1] = str(tmp_path / "draft")
+    capsys.readouterr()
+    assert main(argv) == 2
+    assert "trained for another model" in capsys.readouterr().err
+    # One drafter alone, from what was recorded with both.
+    for flag in ("--eagle", "--eagle_heads"):
+        del argv[argv.index(flag) : argv.index(flag) + 2]
+    assert main(argv) == 0
+    again = {figure.name: figure for figure in from_json(json.loads(kept.read_text())["figures"])}
+    assert again["policies-gains-draft-t1"] == figures["policies-gains-draft-t1"]
+    assert not any("eagle" in name for name in again)
+
+
+def test_the_command_on_prompts_without_splits(models, tmp_path, capsys):
+    prompts = some_prompts(tmp_path / "plain.jsonl", 4)
+    argv = ["eval", "policies", "--target", models["target"], "--draft", models["draft"], "--prompts", prompts]
+    argv += ["--split", "none", "--temperatures", "0", "--max_drafted", "3", "--max_new_tokens", "6", "--cs", "0.2"]
+    argv += ["--hs", "0.5", "--ts", "0.5", "--bench_limit", "0", "--output", str(tmp_path / "out")]
+    assert main(argv) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "chosen on 1 prompts of the last 1; the first 3 are reported" in said
+    assert "no table of overlaps" in said
+    figures = from_json(json.loads((tmp_path / "out" / "results.json").read_text())["figures"])
+    assert "policies-overlap" not in {figure.name for figure in figures}

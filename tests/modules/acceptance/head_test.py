@@ -1,0 +1,125 @@
+"""The acceptance head's arithmetic and its stop rule against the paper's, written out."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP, interpolate
+from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.losses import acceptance_loss
+from draftsmith.modules.types import AcceptanceBatch
+
+HIDDEN = 8
+
+
+def make_head(seed: int = 0, **changes) -> AcceptanceHead:
+    torch.manual_seed(seed)
+    head = AcceptanceHead(AcceptanceHeadConfig(HIDDEN, **changes))
+    for weight in head.parameters():
+        weight.data.normal_(std=0.5)
+    return head.requires_grad_(False)
+
+
+def logit_by_definition(head: AcceptanceHead, hidden: torch.Tensor) -> float:
+    """D blocks x + SiLU(W x + b), then one logit, in float64."""
+    x = hidden.double()
+    for block in head.blocks:
+        z = block.linear.weight.double() @ x + block.linear.bias.double()
+        x = x + z / (1 + torch.exp(-z))
+    return float(head.out.weight[0].double() @ x + head.out.bias.double())
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_blocks": 1}, {"tied": True}])
+def test_the_head_is_the_papers_network(changes):
+    head, hidden = make_head(**changes), torch.randn(2, 3, HIDDEN)
+    logits = head(hidden)
+    assert logits.shape == (2, 3)
+    for b in range(2):
+        for t in range(3):
+            assert logits[b, t].item() == pytest.approx(logit_by_definition(head, hidden[b, t]), abs=1e-5)
+
+
+def test_half_precision_states_are_read_in_float32():
+    head, hidden = make_head(), torch.randn(4, HIDDEN).bfloat16()
+    assert torch.equal(head(hidden), head(hidden.float())) and head(hidden).dtype == torch.float32
+
+
+def test_a_new_head_starts_with_its_blocks_as_constants():
+    hidden = torch.randn(3, HIDDEN)
+    head = AcceptanceHead(AcceptanceHeadConfig(HIDDEN, num_blocks=1))
+    shift = head.blocks[0](hidden) - hidden
+    torch.testing.assert_close(shift, shift[:1].expand(3, HIDDEN))
+
+
+@pytest.mark.parametrize("knots", [((-2.0, -1.0), (0.0, 0.5), (3.0, 0.75)), ((-1.0, 0.25), (1.0, 0.5))])
+def test_knots_are_joined_by_straight_lines_and_end_with_their_last_values(knots):
+    logits = [-50.0, -2.5, -2.0, -1.0, -0.3, 0.0, 0.9, 1.0, 2.9, 3.0, 3.1, 50.0]
+    expected = np.interp(logits, *zip(*knots, strict=True))
+    assert interpolate(torch.tensor(logits, dtype=torch.float64), knots).tolist() == pytest.approx(expected.tolist())
+
+
+@pytest.mark.parametrize("w_rej", [1.0, 3.0, 6.0, 12.0])
+def test_calibration_undoes_the_weights_of_the_loss(w_rej):
+    # Minimise the loss of a constant logit over soft labels, then calibrate: out comes their mean.
+    head = make_head(w_rej=w_rej)
+    prob = torch.tensor([[0.2, 0.9, 0.7, 1.0]])
+    batch = AcceptanceBatch(torch.zeros(1, 4, HIDDEN), prob, torch.ones(1, 4, dtype=torch.bool))
+    logit = torch.zeros(1, 1, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logit], max_iter=100, tolerance_grad=1e-9)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = acceptance_loss(logit.expand(1, 4), batch, 1.0, w_rej).loss
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert torch.sigmoid(head.calibrated(logit)).item() == pytest.approx(prob.mean().item(), abs=1e-4)
+
+
+def test_a_fitted_calibration_comes_after_the_correction_for_the_weights():
+    head = make_head(w_rej=6.0, calibration=(0.5, -0.25))
+    calibrated = head.calibrated(torch.tensor(1.0)).item()
+    assert calibrated == pytest.approx(0.5 * (1 + math.log(6)) - 0.25)
+
+
+def view(n: int, hidden: torch.Tensor) -> DraftView:
+    return DraftView(n, 0, hidden[None], torch.zeros(4), None)
+
+
+def stopped_at(policy: SpecDecPP, states: torch.Tensor) -> int:
+    policy.start_round()
+    for n in range(1, len(states) + 1):
+        if policy.should_stop(view(n, states[n - 1])):
+            return n
+    raise AssertionError("never stopped")
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("h", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("min_drafted", [1, 2, 4])
+def test_drafting_stops_when_a_rejection_is_likely_enough(h, min_drafted, calibrated):
+    head = make_head()
+    policy = SpecDecPP(head, h=h, min_drafted=min_drafted, max_drafted=9, calibrated=calibrated)
+    for seed in range(20):
+        states = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        # State n (from 1) is the drafter's once it has read token n-1, so it judges that token; state 1 judges none.
+        survival, expected = 1.0, 9
+        for n in range(1, 9):
+            if n >= 2:
+                logit = logit_by_definition(head, states[n - 1]) + (math.log(6) if calibrated else 0)
+                survival *= 1 / (1 + math.exp(-logit))
+            if n >= min_drafted and 1 - survival > h:
+                expected = n
+                break
+        assert stopped_at(policy, states) == expected
+
+
+def test_rounds_do_not_remember_each_other():
+    policy = SpecDecPP(make_head(), h=0.5, min_drafted=1, max_drafted=9)
+    states = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1))
+    assert stopped_at(policy, states) == stopped_at(policy, states)

@@ -1,0 +1,66 @@
+"""The online logistic fit, against the formula in matrices, a converged fit, and verdicts by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+
+from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
+from draftsmith.modules.decoding.confidence import MAX_LOGIT, log_odds
+
+
+def test_it_starts_by_taking_the_feature_at_its_word():
+    model = OnlineLogistic()
+    for prob in (0.01, 0.5, 0.97):
+        assert model.prob([log_odds(math.log(prob))]) == pytest.approx(prob)
+
+
+def test_its_steps_are_those_of_the_matrix_formula():
+    rng = np.random.default_rng(0)
+    weights, precision = np.array([1.0, 0.0, 0.0]), 2.0 * np.eye(3)
+    model = OnlineLogistic(2, prior=2.0)
+    for _ in range(200):
+        x, label = rng.normal(size=2) * 2, rng.random()
+        z = np.append(x, 1.0)
+        prob = 1 / (1 + np.exp(-weights @ z))
+        precision += prob * (1 - prob) * np.outer(z, z)
+        weights = weights + np.linalg.inv(precision) @ z * (label - prob)
+        model.update(x.tolist(), label)
+    # Float64 both; the inverse is formed in another way.
+    np.testing.assert_allclose(model.weights, weights, rtol=1e-9)
+
+
+def test_it_comes_near_the_fit_of_all_labels_at_once():
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=20000) * 2
+    label = rng.random(20000) < 1 / (1 + np.exp(-(0.6 * x + 0.8)))
+    model = OnlineLogistic()
+    for value, accepted in zip(x, label, strict=True):
+        model.update([float(value)], float(accepted))
+    fit = LogisticRegression(C=np.inf).fit(x[:, None], label)
+    # One pass is not the optimum; its distance is well below the fit's own standard error of about 0.02.
+    assert model.weights[0] == pytest.approx(fit.coef_[0, 0], abs=5e-3)
+    assert model.weights[1] == pytest.approx(fit.intercept_[0], abs=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "labels"), [(0, [0.0]), (2, [1.0, 1.0, 0.0]), (4, [1.0, 1.0, 1.0, 1.0])], ids=str
+)
+def test_a_round_teaches_down_to_and_with_the_first_rejection(num_accepted, labels):
+    features = [[0.5], [-1.0], [2.0], [0.0]]
+    told, expected = OnlineLogistic(), OnlineLogistic()
+    told.observe(features, num_accepted)
+    for x, label in zip(features, labels, strict=False):
+        expected.update(x, label)
+    assert told.weights == expected.weights
+
+
+def test_certain_tokens_stay_finite():
+    assert log_odds(0.0) == MAX_LOGIT and log_odds(-1e9) == -MAX_LOGIT
+    model = OnlineLogistic()
+    for _ in range(1000):
+        model.update([MAX_LOGIT], 0.0)
+    assert math.isfinite(model.weights[0]) and 0 <= model.prob([MAX_LOGIT]) < 0.5

@@ -1,0 +1,74 @@
+"""Repetitions of a text, against a search through all of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from draftsmith.modules.acceptance.repeats import Repeats, RepeatScores, repeat_scores
+from draftsmith.modules.decoding.protocols import DraftView
+
+
+def by_search(text: list[int], drafted: list[int], token: int) -> float:
+    """The longest of the sizes whose last tokens stood in the text before, and what followed them the last time."""
+    before = text + drafted
+    for size in (8, 4, 2):
+        suffix = before[-size:]
+        followers = [text[end] for end in range(size, len(text)) if text[end - size : end] == suffix]
+        if len(suffix) == size and followers:
+            return size / 2 if followers[-1] == token else -size / 2
+    return 0.0
+
+
+def copying_text(seed: int, length: int) -> list[int]:
+    """Few tokens, with passages said again, so that every size occurs."""
+    rng = random.Random(seed)
+    text = [rng.randrange(6) for _ in range(12)]
+    while len(text) < length:
+        start = rng.randrange(len(text) - 10)
+        text += text[start : start + rng.randrange(2, 11)] if rng.random() < 0.5 else [rng.randrange(6)]
+    return text
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_scores_are_those_of_a_search(seed):
+    rng = random.Random(100 + seed)
+    text, starts = copying_text(seed, 80), [1, 2, 9, 30, 31, 79]
+    drafted = [
+        [text[s + j] if s + j < 80 and rng.random() < 0.7 else rng.randrange(6) for j in range(9)] for s in starts
+    ]
+    expected = [
+        [by_search(text[:start], own[:j], token) for j, token in enumerate(own)]
+        for start, own in zip(starts, drafted, strict=True)
+    ]
+    assert repeat_scores(text, starts, torch.tensor(drafted)).tolist() == expected
+    assert {-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0} >= {value for own in expected for value in own}
+    assert any(value != 0 for own in expected for value in own)
+
+
+def test_tokens_after_the_end_of_a_draft_have_none():
+    scores = repeat_scores([1, 2, 3, 1, 2], [5, 5], torch.tensor([[3, -1], [4, -1]]))
+    assert scores.tolist() == [[1.0, 0.0], [-1.0, 0.0]]
+
+
+def test_a_policy_sees_the_same_while_the_text_grows_and_forgets_it_with_the_prompt():
+    text, seen = copying_text(7, 60), RepeatScores()
+
+    def shown(context: list[int], drafted: list[int]) -> list[float]:
+        nothing = torch.empty(0, 0)
+        views = [DraftView(n + 1, token, nothing, nothing, None, context=context) for n, token in enumerate(drafted)]
+        return [seen.score(view) for view in views]
+
+    for start in (20, 23, 40, 41):
+        drafted = text[start : start + 4]
+        assert shown(text[:start], drafted) == repeat_scores(text, [start], torch.tensor([drafted]))[0].tolist()
+    assert any(Repeats.SIZES[-1] / 2 in shown(text[:start], text[start : start + 4]) for start in (42, 50))
+    # Another text, at first shorter than what was read of the last one: nothing of that one is left.
+    other = copying_text(8, 60)
+    seen.reset()
+    for start in (1, 9, 20, 31, 50):
+        drafted = [other[start], *text[start + 1 : start + 4]]
+        expected = [by_search(other[:start], drafted[:j], token) for j, token in enumerate(drafted)]
+        assert shown(other[:start], drafted) == expected

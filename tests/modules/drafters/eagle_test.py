@@ -1,0 +1,251 @@
+"""EAGLE's alignment: which token, feature, position and mask meet where, in training and in decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from table_models import PROMPT, H, TableLM, V
+
+from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleDrafter, EagleHead, shift
+from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.types import FeatureBatch, SamplingParams
+
+LLAMA = LlamaConfig(
+    vocab_size=V, hidden_size=H, intermediate_size=8, num_layers=2, num_heads=3, num_kv_heads=1, head_dim=2,
+    max_position=64, qkv_bias=True,
+)  # fmt: skip
+
+
+def make_head(seed: int = 0, num_layers: int = 1) -> EagleHead:
+    torch.manual_seed(seed)
+    head = EagleHead(EagleConfig.for_target(LLAMA, num_layers)).double()
+    for weight in head.parameters():
+        if weight.ndim > 1:
+            weight.data.normal_(std=0.7)
+    return head
+
+
+def batch_of(ids: list[int], prompt_length: int, features: torch.Tensor | None = None) -> FeatureBatch:
+    length = len(ids)
+    if features is None:
+        features = torch.arange(length, dtype=torch.float64)[None, :, None].expand(1, length, H) / 10
+    return FeatureBatch(
+        input_ids=torch.tensor([ids]),
+        features=features,
+        loss_mask=torch.arange(length)[None] >= prompt_length,
+        position_ids=torch.arange(length)[None],
+    )
+
+
+def test_the_shift_on_a_sequence_by_hand():
+    #        t     0   1   2   3   4   5        prompt: x0 x1 x2, response: x3 x4 x5
+    inputs = shift(batch_of([70, 71, 72, 73, 74, 75], prompt_length=3))
+    assert inputs.next_ids.tolist() == [[71, 72, 73, 74]]  # row t reads x_{t+1} ...
+    assert (inputs.features[0, :, 0] * 10).round().int().tolist() == [0, 1, 2, 3]  # ... and f_t,
+    assert (inputs.target_features[0, :, 0] * 10).round().int().tolist() == [1, 2, 3, 4]  # is to give f_{t+1},
+    assert inputs.predicted_ids.tolist() == [[72, 73, 74, 75]]  # and by it x_{t+2}, at position t;
+    assert inputs.position_ids.tolist() == [[0, 1, 2, 3]]
+    # it counts where x_{t+2} is a response token: x3 is the first, predicted by row 1.
+    assert inputs.loss_mask.tolist() == [[False, True, True, True]]
+
+
+def test_every_response_token_but_those_the_prompt_can_not_predict_is_counted_once():
+    for prompt_length in range(2, 7):
+        inputs = shift(batch_of(list(range(8)), prompt_length))
+        assert inputs.predicted_ids[inputs.loss_mask].tolist() == list(range(prompt_length, 8))
+
+
+def test_the_feature_a_row_predicts_is_the_one_that_gives_its_token():
+    # With a target whose features determine the next token, the pairing is provable: f_{t+1} -> x_{t+2}.
+    lm, ids = TableLM(0), list(PROMPT)
+    for _ in range(7):
+        ids.append(int(lm.row(tuple(ids))[0].argmax()))
+    inputs = shift(batch_of(ids, 2, lm.features(torch.tensor([ids]))))
+    for t in range(len(ids) - 2):
+        logits, feature = lm.row(tuple(ids[: t + 2]))
+        assert torch.equal(inputs.target_features[0, t], feature)
+        assert int(logits.argmax()) == inputs.predicted_ids[0, t]
+
+
+def head_rows(head: EagleHead, batch: FeatureBatch, lm: TableLM) -> torch.Tensor:
+    inputs = shift(batch)
+    return head(lm.embed(inputs.next_ids), inputs.features, inputs.position_ids)
+
+
+def test_a_row_does_not_see_the_token_it_predicts():
+    lm, head, ids = TableLM(0), make_head(), [2, 0, 1, 3, 3, 0, 1, 2]
+    before = head_rows(head, batch_of(ids, 2, lm.features(torch.tensor([ids]))), lm)
+    for t in range(len(ids) - 2):
+        changed = list(ids)
+        changed[t + 2] = (ids[t + 2] + 1) % V  # the token that row t predicts; its feature changes with it
+        after = head_rows(head, batch_of(changed, 2, lm.features(torch.tensor([changed]))), lm)
+        assert torch.equal(before[0, : t + 1], after[0, : t + 1])
+        if t + 1 < before.shape[1]:
+            assert not torch.allclose(before[0, t + 1], after[0, t + 1])  # the next row reads it
+
+
+def test_a_row_sees_its_own_token_and_feature():
+    lm, head, ids = TableLM(0), make_head(), [2, 0, 1, 3, 3]
+    batch = batch_of(ids, 2, lm.features(torch.tensor([ids])))
+    before = head_rows(head, batch, lm)
+    features = batch.features.clone()
+    features[0, 1] += 1
+    after = head_rows(head, dataclasses.replace(batch, features=features), lm)
+    assert torch.equal(before[0, 0], after[0, 0]) and not torch.allclose(before[0, 1], after[0, 1])
+
+
+class Spy(FixedLength):
+    """Keeps the hidden state behind every drafted token."""
+
+    def start_round(self):
+        self.rounds = [*getattr(self, "rounds", []), []]
+
+    def should_stop(self, view):
+        self.rounds[-1].append((view.token, view.hidden))
+        return super().should_stop(view)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("prompt", [PROMPT, (1,), (3, 1, 0, 0, 2)])
+def test_the_drafter_computes_what_training_computed(prompt, num_layers):
+    """Round after round, the first drafted token comes from the head's teacher-forced row on TRUE features, and the
+    j-th from the head unrolled on its own ones: nothing of an old draft is left in the cache, no position is off."""
+    lm, head, spy = TableLM(3), make_head(1, num_layers), Spy(3)
+    done = generate(lm, EagleDrafter(head, lm, spy, 64), prompt, SamplingParams(1.0), 24, TorchSource(0))
+    emitted = 1
+    accepted = set()
+    for step, drafted in zip(done.trace.steps, spy.rounds, strict=False):
+        ids = [*prompt, *done.tokens[:emitted]]
+        features = lm.features(torch.tensor([ids[:-1]]))
+        next_ids = torch.tensor([ids[1:]])
+        for token, hidden in drafted:
+            rows = head(lm.embed(next_ids), features)
+            # float64 apart from the norms, which are float32: their rounding depends on nothing but the row.
+            torch.testing.assert_close(hidden, rows[0, -1].detach(), atol=1e-6, rtol=0)
+            features = torch.cat([features, rows[:, -1:].detach()], dim=1)
+            next_ids = torch.cat([next_ids, torch.tensor([[token]])], dim=1)
+        emitted += step.num_emitted
+        accepted.add(step.num_accepted)
+    assert len(accepted) > 1, "no drafts were accepted: the test does not see the catching up"
+
+
+def test_position_ids_rotate_as_counted():
+    head = make_head()
+    embeds, features = torch.randn(2, 5, H).double(), torch.randn(2, 5, H).double()
+    counted = head(embeds, features, torch.arange(5).expand(2, 5))
+    assert torch.equal(counted, head(embeds, features))
+    # Rotary attention sees differences of positions only. The table is float32.
+    torch.testing.assert_close(head(embeds, features, torch.arange(7, 12).expand(2, 5)), counted, atol=1e-5, rtol=0)
+    assert not torch.allclose(head(embeds, features, 2 * torch.arange(5).expand(2, 5)), counted, atol=1e-3)
+
+
+def test_the_first_layer_has_no_input_norm_and_the_others_have():
+    names = dict(make_head(num_layers=2).named_parameters())
+    assert "layers.0.input_layernorm.weight" not in names and "layers.1.input_layernorm.weight" in names
+
+
+def test_starting_from_the_targets_layer_copies_it_and_passes_features_through():
+    torch.manual_seed(0)
+    layer, head = DecoderLayer(LLAMA), EagleHead(EagleConfig.for_target(LLAMA))
+    head.init_from_target(layer.state_dict())
+    wanted = {name: value for name, value in layer.state_dict().items() if name != "input_layernorm.weight"}
+    assert head.layers[0].state_dict().keys() == wanted.keys()
+    for name, value in head.layers[0].state_dict().items():
+        assert torch.equal(value, wanted[name])
+    mixed = head.fc(torch.cat([torch.zeros(1, H), torch.eye(H)[:1]], -1))
+    assert mixed[0, 0] > 0.8 and mixed[0, 1:].abs().max() < 0.2
+
+
+def test_a_drafter_is_used_for_one_prompt_after_another():
+    lm, head, params = TableLM(3), make_head(), SamplingParams()
+    drafter = EagleDrafter(head, lm, FixedLength(2), 64)
+    for prompt in (PROMPT, (1, 1, 2), (3,), PROMPT):
+        fresh = EagleDrafter(head, lm, FixedLength(2), 64)
+        again = generate(lm, drafter, prompt, params, 10, TorchSource(0))
+        assert again == generate(lm, fresh, prompt, params, 10, TorchSource(0))
+
+
+def test_a_head_whose_context_is_full_drafts_no_more():
+    lm = TableLM(3)
+    head = EagleHead(dataclasses.replace(make_head().config, llama=dataclasses.replace(LLAMA, max_position=8))).double()
+    done = generate(lm, EagleDrafter(head, lm, FixedLength(3), 64), PROMPT, SamplingParams(), 20, TorchSource(0))
+    assert done.tokens == generate(lm, None, PROMPT, SamplingParams(), 20, TorchSource(0)).tokens
+    drafted = [step.num_drafted for step in done.trace.steps]
+    assert drafted[0] == 3 and drafted[-5:] == [0] * 5
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_unrolled_passes_are_the_steps_of_drafts_that_begin_at_every_row(num_layers):
+    # Oracle: draft step by step with `forward`, from each row, appending the head's own output as the next feature.
+    head, length, num_passes = make_head(num_layers=num_layers), 8, 4
+    embeds, features = torch.randn(2, 2, length, H, dtype=torch.float64)
+    passes = head.unroll(embeds, features, num_passes)
+    torch.testing.assert_close(passes[0], head(embeds, features))
+    for first in range(length - num_passes):
+        read = features[:, : first + 1]
+        for step in range(num_passes):
+            hidden = head(embeds[:, : first + 1 + step], read)[:, -1]
+            torch.testing.assert_close(passes[step][:, first + step], hidden, atol=1e-12, rtol=1e-12)
+            read = torch.cat([read, hidden[:, None]], dim=1)
+
+
+def test_documents_laid_end_to_end_are_read_as_each_alone():
+    head, lengths, prompts, num_passes = make_head(num_layers=2), [7, 3, 2, 12, 9], [4, 1, 1, 6, 2], 3
+    ids = [torch.arange(length) + 10 * number for number, length in enumerate(lengths)]
+    features = [torch.randn(1, length, H, dtype=torch.float64) for length in lengths]
+    table = torch.randn(100, H, dtype=torch.float64)
+    alone = [
+        shift(batch_of(own.tolist(), prompt, known))
+        for own, prompt, known in zip(ids, prompts, features, strict=True)
+        if len(own) > 2
+    ]
+    flat = shift(
+        FeatureBatch(
+            input_ids=torch.cat(ids)[None],
+            features=torch.cat(features, dim=1),
+            loss_mask=torch.cat([torch.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)])[None],
+            position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+            lengths=tuple(lengths),
+        )
+    )
+    assert flat.documents is not None and flat.documents.lengths == (5, 1, 10, 7)  # one of two tokens leaves nothing
+    for name in ("next_ids", "features", "target_features", "predicted_ids", "loss_mask", "position_ids"):
+        assert torch.equal(getattr(flat, name), torch.cat([getattr(one, name) for one in alone], dim=1)), name
+    passes = head.unroll(table[flat.next_ids], flat.features, num_passes, flat.position_ids, flat.documents)
+    for step, hidden in enumerate(passes):
+        assert torch.equal(flat.mask_of_step(step), torch.cat([one.mask_of_step(step) for one in alone], dim=1))
+        for one, rows in zip(alone, hidden.split(flat.documents.lengths, dim=1), strict=True):
+            expected = head.unroll(table[one.next_ids], one.features, num_passes, one.position_ids)[step]
+            # Rows before the step mean nothing.
+            torch.testing.assert_close(rows[:, step:], expected[:, step:], atol=1e-12, rtol=1e-12)
+
+
+def test_a_head_for_a_target_has_what_other_systems_hold_of_its_layers():
+    scaling = RopeScaling("llama3", 8.0, original_max_position=64)
+    switches = {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True, "sliding_window": 8}
+    target = dataclasses.replace(LLAMA, **switches, rope_theta=5e5, rope_scaling=scaling)
+    head = EagleHead(EagleConfig.for_target(target))
+    names = {name.removeprefix("layers.0.") for name, _ in head.named_parameters()}
+    attention = {f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")}
+    mlp = {f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    assert names == {"fc.weight", "self_attn.o_proj.weight", "post_attention_layernorm.weight"} | attention | mlp
+    assert (head.config.llama.rope_theta, head.config.llama.rope_scaling) == (5e5, scaling)
+    plain = EagleConfig.for_target(target, rope="plain").llama
+    assert plain == dataclasses.replace(head.config.llama, rope_scaling=RopeScaling())
+
+
+def test_a_head_starts_from_a_layer_that_has_more_than_it_holds():
+    """As a Qwen3 target's does: q/k norms and an output bias have no place in the head."""
+    layer = DecoderLayer(dataclasses.replace(LLAMA, qk_norm=True, o_bias=True, qkv_bias=True))
+    head = EagleHead(EagleConfig.for_target(dataclasses.replace(LLAMA, qk_norm=True, o_bias=True, qkv_bias=True)))
+    head.init_from_target(layer.state_dict())
+    state, given = head.layers[0].state_dict(), layer.state_dict()
+    assert all(torch.equal(value, given[name]) for name, value in state.items())
+    assert {name for name in given if name not in state} == {
+        "input_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias"
+    }  # fmt: skip

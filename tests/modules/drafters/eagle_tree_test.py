@@ -1,0 +1,223 @@
+"""EAGLE's trees against a slow drafter that reads every path from the beginning with the head's plain forward."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_methods import TREE_JUDGE, random_acceptance_head
+from table_models import PROMPT, H, TableLM, V
+
+from draftsmith.modules.acceptance import tree as acceptance_tree
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.policies import RecentRatio
+from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
+from draftsmith.modules.decoding.protocols import Outcome
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.sampling import TorchSource, probabilities
+from draftsmith.modules.types import SamplingParams
+
+LLAMA = LlamaConfig(
+    vocab_size=V, hidden_size=H, intermediate_size=8, num_layers=1, num_heads=3, num_kv_heads=1, head_dim=2,
+    max_position=32,
+)  # fmt: skip
+GREEDY = SamplingParams()
+
+
+def random_head(seed: int) -> EagleHead:
+    torch.manual_seed(seed)
+    head = EagleHead(EagleConfig(LLAMA)).double().requires_grad_(False)
+    for weight in head.parameters():
+        if weight.ndim > 1:
+            weight.normal_(std=0.7)
+    return head
+
+
+class SlowHead:
+    """log q of what follows a path of drafted tokens: one whole uncached forward for each."""
+
+    def __init__(self, head: EagleHead, lm: TableLM, tokens: list[int]):
+        self.head, self.lm = head, lm
+        self.ids, self.features = tokens[1:], lm.features(torch.tensor([tokens[:-1]]))
+        self.known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def log_prob(self, path: tuple[int, ...]) -> torch.Tensor:
+        return self.lm.lm_head(self.hidden(path)).log_softmax(-1)
+
+    def hidden(self, path: tuple[int, ...]) -> torch.Tensor:
+        if path not in self.known:
+            self.known[path] = self._hidden(path)
+        return self.known[path]
+
+    def _hidden(self, path: tuple[int, ...]) -> torch.Tensor:
+        features = self.features
+        for end in range(len(path) + 1):
+            embeds = self.lm.embed(torch.tensor([[*self.ids, *path[:end]]]))
+            hidden = self.head(embeds, features)
+            features = torch.cat([features, hidden[:, -1:]], dim=1)
+        return hidden[0, -1]
+
+
+def paths_of(tree) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((*(() if parent < 0 else paths[parent]), token))
+    return paths
+
+
+def slow_dynamic(slow: SlowHead, shape: DynamicTree, max_depth: int, judge=None) -> set[tuple[int, ...]]:
+    """EAGLE-2's candidates and choice, written down from the paper with paths and dictionaries. judge: log P^ of a path
+    and its child, in the place of the child's log q."""
+    values: dict[tuple[int, ...], float] = {}
+
+    def children(path: tuple[int, ...]) -> list[tuple[int, ...]]:
+        log_prob = slow.log_prob(path)
+        for token in log_prob.topk(min(shape.topk, V)).indices.tolist():
+            base = values[path] if path and shape.value else 0.0
+            values[(*path, token)] = base + (float(log_prob[token]) if judge is None else judge(path, token))
+        return [key for key in values if key[:-1] == path]
+
+    frontier = sorted(children(()), key=lambda path: -values[path])
+    expanded = list(frontier)
+    for _ in range(min(shape.depth, max_depth - 1)):
+        grown = [child for path in frontier for child in children(path)]
+        frontier = sorted(grown, key=lambda path: -values[path])[: shape.topk]
+        expanded += frontier
+    if not shape.rerank:
+        return set(expanded[: shape.nodes])
+    taken: set[tuple[int, ...]] = set()
+    while len(taken) < min(shape.nodes, len(values)):
+        open_paths = [path for path in values if path not in taken and (len(path) == 1 or path[:-1] in taken)]
+        taken.add(max(open_paths, key=lambda path: values[path]))
+    return taken
+
+
+def propose(
+    head: EagleHead,
+    lm: TableLM,
+    shape,
+    max_drafted: int,
+    tokens: list[int],
+    static: bool = False,
+    params: SamplingParams = GREEDY,
+    **how,
+):
+    drafter = EagleTreeDrafter(head, lm, shape, 32, static, **how)
+    features = lm.features(torch.tensor([tokens[:-1]]))[0]
+    drafter.start(tokens[:-1], features, tokens[-1])
+    return drafter.propose(max_drafted, params, TorchSource(0)), drafter
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("rerank", [True, False])
+@pytest.mark.parametrize("static", [True, False])
+@given(st.integers(0, 1000), st.integers(1, 4), st.integers(1, 3), st.integers(1, 12), st.integers(1, 5))
+@settings(max_examples=12, deadline=None)
+def test_the_dynamic_tree_is_the_papers(value, rerank, static, seed, topk, depth, nodes, max_drafted):
+    shape = DynamicTree(nodes, depth, topk, value, rerank)
+    head, lm, tokens = random_head(seed), TableLM(seed, support=(V,)), [*PROMPT, 1, 3]
+    tree, drafter = propose(head, lm, shape, max_drafted, tokens, static)
+    wanted = slow_dynamic(SlowHead(head, lm, tokens), shape, max_drafted)
+    found = paths_of(tree)
+    assert len(found) == len(set(found)) and max(map(len, found)) <= max_drafted
+    assert set(found) == wanted
+    assert all(parent < i for i, parent in enumerate(tree.parents))
+    assert drafter.draft_calls == 1 + min(depth, max_drafted - 1)
+
+
+def log_odds(prob: float) -> float:
+    return 12 if prob == 1 else -12 if prob == 0 else min(max(math.log(prob / (1 - prob)), -12), 12)
+
+
+def slow_judge(slow: SlowHead, judge: AcceptanceHead, params: SamplingParams):
+    """log P^ by the formulas of the head's features, one child at a time."""
+
+    def log_prob(path: tuple[int, ...], token: int) -> float:
+        logits = slow.lm.lm_head(slow.hidden(path))
+        law = logits.softmax(-1) if params.greedy else probabilities(logits, params)
+        q, largest = float(law[token]), float(law.max())
+        entropy = -sum(p * math.log(p) for p in law.tolist() if p > 0)
+        log_q = max(math.log(q), -12) if q > 0 else -12
+        known = [log_q, log_odds(q), log_odds(largest), entropy, math.log(len(path) + 1), params.temperature]
+        embed = slow.lm.embed(torch.tensor(token))
+        logit = judge(slow.hidden(path), embed, torch.tensor(known))
+        return float(torch.nn.functional.logsigmoid(judge.calibrated(logit).double()))
+
+    return log_prob
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.7, top_k=2), SamplingParams(1.0)])
+@pytest.mark.parametrize(
+    ("size", "seed"), [((2, 1, 1, 1), 0), ((3, 2, 5, 4), 1), ((4, 3, 9, 5), 2), ((4, 2, 12, 3), 3)]
+)
+def test_the_heads_product_takes_the_place_of_the_confidences(monkeypatch, params, size, seed):
+    if seed % 2:  # as with a large vocabulary
+        monkeypatch.setattr(acceptance_tree, "LARGEST_TABLE", 0)
+    topk, depth, nodes, max_drafted = size
+    shape = DynamicTree(nodes, depth, topk)
+    head, lm, tokens = random_head(seed), TableLM(seed, support=(V,)), [*PROMPT, 1, 3]
+    judge = random_acceptance_head(seed, **TREE_JUDGE, calibration=(0.05, 0.3))
+    tree, _ = propose(head, lm, shape, max_drafted, tokens, params=params, judge=judge)
+    slow = SlowHead(head, lm, tokens)
+    one_by_one = slow_judge(slow, judge, params)
+    found = paths_of(tree)
+    assert set(found) == slow_dynamic(slow, shape, max_drafted, one_by_one)
+    for path, value in zip(found, tree.values, strict=True):
+        assert value == pytest.approx(sum(one_by_one(path[:i], path[i]) for i in range(len(path))), abs=1e-4)
+
+
+def test_a_rule_takes_the_best_of_the_nodes_and_hears_of_every_round():
+    head, lm, tokens = random_head(5), TableLM(5, support=(V,)), [*PROMPT, 1, 3]
+    everything, _ = propose(head, lm, DynamicTree(12, 2, 2), 6, tokens)
+
+    class Three(TreeRule):
+        def choose(self, values):
+            self.shown = values
+            return 3
+
+    rule = Three(TreeTimes(2.0, 1.0, (10.0, 11.0, 12.0, 13.0)))
+    tree, drafter = propose(head, lm, DynamicTree(12, 2, 2), 6, tokens, rule=rule)
+    assert rule.shown == sorted(everything.values, reverse=True)
+    best = sorted(zip(everything.values, paths_of(everything), strict=True), reverse=True)[:3]
+    assert set(paths_of(tree)) == {path for _, path in best}
+    before = rule.pace
+    outcome = Outcome((tree.tokens[0], 1), 1, torch.zeros(2, H, dtype=torch.float64), torch.zeros(4, V))
+    drafter.advance(outcome)
+    kept = 1 - 1 / RecentRatio.MEMORY
+    time = 1.5 / before
+    assert rule.pace == pytest.approx((1.5 * kept + 2) / (time * kept + (2.0 + 2 * 1.0) + 13.0))
+    drafter.advance(outcome)  # a round without a draft
+    assert rule.pace == pytest.approx((1.5 * kept + 2) / (time * kept + (2.0 + 2 * 1.0) + 13.0))
+
+
+@pytest.mark.parametrize("static", [True, False])
+@given(st.integers(0, 1000), st.integers(1, 4))
+@settings(max_examples=10, deadline=None)
+def test_the_static_tree_takes_the_ranks_it_names(static, seed, max_drafted):
+    shape = StaticTree.from_paths([[0], [2], [0, 1], [2, 0], [2, 3], [2, 0, 0]])
+    head, lm, tokens = random_head(seed), TableLM(seed, support=(V,)), [*PROMPT, 1]
+    tree, _ = propose(head, lm, shape, max_drafted, tokens, static)
+    slow = SlowHead(head, lm, tokens)
+    for path in paths_of(tree):
+        assert path in tree_paths(slow, shape)
+    assert len(tree.tokens) == sum(depth <= max_drafted for depth in shape.depths)
+
+
+def tree_paths(slow: SlowHead, shape: StaticTree) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for parent, rank in zip(shape.parents, shape.ranks, strict=True):
+        above = () if parent < 0 else paths[parent]
+        paths.append((*above, int(slow.log_prob(above).argsort(descending=True)[rank])))
+    return paths
+
+
+def test_the_trees_rows_leave_the_cache_when_the_round_ends():
+    head, lm = random_head(0), TableLM(0, support=(V,))
+    _, drafter = propose(head, lm, DynamicTree(8, 3, 3), 6, [*PROMPT, 1])
+    assert drafter._cache.length == len(PROMPT)
