@@ -12,7 +12,7 @@ LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
 LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
 LABELS, ROLLOUTS, DATASETS = "data/acceptance.py", "data/rollouts.py", "data/store/datasets.py"
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
-    f"tests/data/{name}_test.py" for name in ("acceptance", "rollouts", "datasets")
+    f"tests/data/{name}_test.py" for name in ("acceptance", "rollouts", "store/datasets")
 )
 COSTS, COST_TEST = "eval/cost/costs.py", "tests/eval/cost/costs_test.py"
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from mutants.mutant import LIMITS, NODES, POLICIES, Mutant
 
-STOP, RULES, SURE, ONLINE, NODES_PY, REPEATS = (
-    f"modules/decoding/{name}.py" for name in ("stop", "policies", "confidence", "online_logistic", "nodes", "repeats")
+STOP, SURE = "modules/decoding/stop.py", "modules/decoding/confidence.py"
+RULES, ONLINE, NODES_PY, REPEATS = (
+    f"modules/acceptance/{name}.py" for name in ("policies", "online_logistic", "tree_rule", "repeats")
 )
 HEAD, TREE_HEAD = "modules/acceptance/head.py", "modules/acceptance/tree.py"
-SURE_TEST, ONLINE_TEST, REPEATS_TEST = (
-    f"tests/modules/decoding/{name}_test.py" for name in ("confidence", "online_logistic", "repeats")
-)
-JUDGE_TEST, HEAD_TEST, EAGLE_TREES = (
-    f"tests/modules/drafters/{name}_test.py" for name in ("head_judge", "acceptance", "eagle_tree")
+SURE_TEST, EAGLE_TREES = "tests/modules/decoding/confidence_test.py", "tests/modules/drafters/eagle_tree_test.py"
+ONLINE_TEST, REPEATS_TEST, JUDGE_TEST, HEAD_TEST = (
+    f"tests/modules/acceptance/{name}_test.py" for name in ("online_logistic", "repeats", "head_judge", "head")
 )
 HIERARCHY = f"{LIMITS}::test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mean"
 
