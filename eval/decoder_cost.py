@@ -20,7 +20,7 @@ from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep
 from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
-from draftsmith.modules.drafters.eagle_tree import EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.trees import EagleTreeDrafter
 from draftsmith.modules.targets.base import RowsSession
 from draftsmith.modules.targets.llama import LlamaLM
 

@@ -17,7 +17,7 @@ from draftsmith.eval.cost.clocks import Clock
 from draftsmith.eval.cost.synthetic import random_eagle_head, random_pair
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams

@@ -61,7 +61,7 @@ class Import:
 
 
 def module_name(path: str) -> str:
-    """`modules/drafters/eagle.py` -> `draftsmith.modules.drafters.eagle`; a package's `__init__.py` -> the package."""
+    """`modules/drafters/eagle/head.py` -> `draftsmith.modules.drafters.eagle`; a package's `__init__.py` -> the package."""
     parts = ["draftsmith", *path.removesuffix(".py").split("/")]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -202,13 +202,13 @@ def test_imports_follow_the_architecture():
         ("modules/losses.py", "from transformers import AutoModel"),
         ("modules/targets/llama.py", "def load():\n    from safetensors.torch import load_file"),
         ("modules/sampling.py", "import time"),
-        ("modules/drafters/eagle.py", "from pathlib import Path"),
-        ("modules/drafters/eagle.py", "from draftsmith.data import shards"),
-        ("modules/drafters/eagle.py", "from draftsmith.data.types import Row"),
-        ("modules/drafters/eagle.py", "from draftsmith import __version__"),
+        ("modules/drafters/eagle/head.py", "from pathlib import Path"),
+        ("modules/drafters/eagle/head.py", "from draftsmith.data import shards"),
+        ("modules/drafters/eagle/head.py", "from draftsmith.data.types import Row"),
+        ("modules/drafters/eagle/head.py", "from draftsmith import __version__"),
         ("modules/types.py", "from draftsmith.modules.layers import RMSNorm"),
         ("modules/layers.py", "from draftsmith.modules.decoding.tree import DraftTree"),
-        ("modules/decoding/loop.py", "from draftsmith.modules.drafters.eagle import EagleHead"),
+        ("modules/decoding/loop.py", "from draftsmith.modules.drafters.eagle.head import EagleHead"),
         ("modules/decoding/loop.py", "from draftsmith.modules import drafters"),
         ("modules/decoding/loop.py", "from ..drafters import eagle"),
         ("modules/decoding/loop.py", "from draftsmith.modules.targets.llama import LlamaTarget"),
@@ -216,7 +216,7 @@ def test_imports_follow_the_architecture():
         ("modules/decoding/loop.py", "import importlib\nimportlib.import_module('draftsmith.modules.drafters.eagle')"),
         ("modules/decoding/loop.py", "import importlib\nimportlib.import_module(f'draftsmith.modules.drafters.{x}')"),
         (
-            "modules/drafters/eagle.py",
+            "modules/drafters/eagle/head.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import draftsmith.eval.bench.command",
         ),
         ("modules/layers.py", "from draftsmith.modules.registry import HEADS"),
@@ -252,8 +252,8 @@ def test_a_planted_violation_is_caught_once(path, source):
         ("modules/__init__.py", '"""Nothing."""'),
         ("modules/targets/hf.py", "import math\nimport transformers\nfrom torch.nn import functional as F"),
         ("modules/targets/base.py", "from draftsmith.modules.decoding.tree import DraftTree"),
-        ("modules/drafters/eagle.py", "import torch\nfrom draftsmith.modules.decoding.protocols import Drafter"),
-        ("modules/interop/specforge.py", "from draftsmith.modules.drafters.eagle import EagleConfig"),
+        ("modules/drafters/eagle/head.py", "import torch\nfrom draftsmith.modules.decoding.protocols import Drafter"),
+        ("modules/interop/specforge.py", "from draftsmith.modules.drafters.eagle.head import EagleConfig"),
         (
             "data/store/manifest.py",
             "import numpy\nfrom draftsmith import __version__\nfrom draftsmith.modules.types import X",

@@ -31,7 +31,7 @@ def serve() -> None:
     from draftsmith.eval.bench.prompts import read_prompts
     from draftsmith.eval.methods import parse_method
     from draftsmith.eval.methods.base import Models
-    from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+    from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
     from draftsmith.modules.types import SamplingParams
 
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle import EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, EagleInputs, shift
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, shift
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.muon import MuonAdamW

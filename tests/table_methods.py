@@ -12,8 +12,8 @@ from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
-from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleDrafter, EagleHead
+from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.drafters.lookahead import LookaheadDrafter
 from draftsmith.modules.drafters.pearl import PearlDrafter

@@ -12,7 +12,7 @@ from tiny_models import tiny_llama_dir, tiny_tokenizer
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.targets.llama import llama_config
 
 NUM_PROMPTS = 5

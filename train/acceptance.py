@@ -28,7 +28,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
-    from draftsmith.modules.drafters.eagle import EagleHead
+    from draftsmith.modules.drafters.eagle.head import EagleHead
     from draftsmith.modules.targets.base import CausalLM
     from draftsmith.train.drafted_tokens import Reader
 

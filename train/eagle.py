@@ -20,7 +20,7 @@ from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import spans
-from draftsmith.modules.drafters.eagle import LOOKAHEAD, EagleConfig, EagleHead, Rope
+from draftsmith.modules.drafters.eagle.head import LOOKAHEAD, EagleConfig, EagleHead, Rope
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle import LOOKAHEAD, EagleDrafter, EagleHead, shift
+from draftsmith.modules.drafters.eagle.head import LOOKAHEAD, EagleDrafter, EagleHead, shift
 from draftsmith.modules.flops import eagle_training
 from draftsmith.modules.losses import unrolled_eagle_loss
 from draftsmith.modules.packing import documents_of

@@ -28,7 +28,7 @@ from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.eagle import LOOKAHEAD
+from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
 from draftsmith.train.benchmark.peak import in_process
 from draftsmith.train.benchmark.variants import Bare, Padded, Shape, Step, Work, train_ours

@@ -22,8 +22,8 @@ from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
-from draftsmith.modules.drafters.eagle import EagleHead
-from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.types import SamplingParams
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -18,7 +18,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.acceptance.policies import Judge, JudgedStop, OnlineJudge, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle import EagleDrafter
+from draftsmith.modules.drafters.eagle.head import EagleDrafter
 from draftsmith.modules.types import SamplingParams
 
 DRAFTED = 8  # tokens of every round, whatever the judge says

@@ -116,7 +116,7 @@ def random_pair(shape: str, dtype: torch.dtype, device: str) -> tuple[Weights, W
 
 def random_eagle_head(target: LlamaLM) -> Any:
     """An EAGLE head of the target's shape, untrained."""
-    from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+    from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 
     torch.manual_seed(0)
     return EagleHead(EagleConfig.for_target(target.config)).to(target.device, target.dtype).eval().requires_grad_(False)

@@ -33,7 +33,7 @@ def build_chain(models: Models, drafter: str, stop: StopPolicy) -> Drafter:
 
     stop = UntilEnd(stop, models.ends) if models.ends else stop
     if drafter == "eagle":
-        from draftsmith.modules.drafters.eagle import EagleDrafter, EagleHead
+        from draftsmith.modules.drafters.eagle.head import EagleDrafter, EagleHead
 
         assert isinstance(models.eagle, EagleHead)
         return EagleDrafter(models.eagle, models.target, stop, models.capacity)
@@ -57,8 +57,8 @@ def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> B
     if models.ends and (models.target.device.type == "cpu" or not all(isinstance(s, FixedLength) for s in stops)):
         stops = [UntilEnd(stop, models.ends) for stop in stops]
     if drafter == "eagle":
-        from draftsmith.modules.drafters.eagle import EagleHead
-        from draftsmith.modules.drafters.eagle_batch import BatchEagle
+        from draftsmith.modules.drafters.eagle.head import EagleHead
+        from draftsmith.modules.drafters.eagle.rows import BatchEagle
 
         assert isinstance(models.eagle, EagleHead)
         return BatchEagle(models.eagle, models.target, stops, models.capacity)

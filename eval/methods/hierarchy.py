@@ -40,7 +40,7 @@ class PreVerification(Method):
 
     def hierarchy(self, models: Models, max_drafted: int, dynamic: bool) -> Drafter:
         from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-        from draftsmith.modules.drafters.eagle import EagleDrafter, EagleHead
+        from draftsmith.modules.drafters.eagle.head import EagleDrafter, EagleHead
         from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 
         assert models.mid is not None

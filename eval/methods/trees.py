@@ -55,8 +55,8 @@ class EagleStaticTree(Method):
         read_tree(self.tree)
 
     def build(self, models: Models) -> Drafter | None:
-        from draftsmith.modules.drafters.eagle import EagleHead
-        from draftsmith.modules.drafters.eagle_tree import EagleTreeDrafter
+        from draftsmith.modules.drafters.eagle.head import EagleHead
+        from draftsmith.modules.drafters.eagle.trees import EagleTreeDrafter
 
         assert isinstance(models.eagle, EagleHead)
         shape = read_tree(self.tree)
@@ -121,8 +121,8 @@ class Eagle2(Method):
     def build(self, models: Models) -> Drafter | None:
         from draftsmith.eval.cost.tree_times import tree_times
         from draftsmith.modules.acceptance.tree_rule import TreeRule
-        from draftsmith.modules.drafters.eagle import EagleHead
-        from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
+        from draftsmith.modules.drafters.eagle.head import EagleHead
+        from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 
         assert isinstance(models.eagle, EagleHead)
         at_most("topk", self.topk, models.target.info.vocab_size)

@@ -22,8 +22,8 @@ from draftsmith.modules.decoding.branches import DraftModelBranches, SideBySide
 from draftsmith.modules.decoding.loop import Generation, generate, room_for
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Outcome
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle import EagleHead
-from draftsmith.modules.drafters.eagle_branches import EagleBranches
+from draftsmith.modules.drafters.eagle.branches import EagleBranches
+from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import TorchSource, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM

@@ -16,8 +16,8 @@ from draftsmith.eval.replay.rollouts import Floats, Ints, TreeRollouts, joined
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.tree import num_candidates
-from draftsmith.modules.drafters.eagle import EagleHead
-from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 
 
 def record_trees(recorder: TreeRecorder, prompts: Sequence[BenchPrompt]) -> TreeRollouts:

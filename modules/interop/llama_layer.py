@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.interop.base import Package, Parsed, TargetFacts
 from draftsmith.modules.interop.reading import ROTARY_BUFFERS, Biases, Sizes, number, positions, positive, same_values
 from draftsmith.modules.interop.rope import conflict, missing_keys, transformers_rope

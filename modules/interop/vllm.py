@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.eagle import EagleConfig
+from draftsmith.modules.drafters.eagle.head import EagleConfig
 from draftsmith.modules.interop.base import Package, Parsed, Reading, TargetFacts
 from draftsmith.modules.interop.llama_layer import Producer, parse_head, write_head
 from draftsmith.modules.interop.reading import (

@@ -20,7 +20,7 @@ from draftsmith.data.models.loading import load_lm, read_config, tokenizer_ident
 from draftsmith.eval.decode import DecodeConfig
 from draftsmith.eval.decode import run as decode
 from draftsmith.launch.cli import main
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.interop import FORMATS
 from draftsmith.modules.types import InputError
 

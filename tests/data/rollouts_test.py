@@ -26,7 +26,7 @@ from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranche
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError, SamplingParams
 
 DEPTH, STRIDE, CHILDREN = 3, 2, 2

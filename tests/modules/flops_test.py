@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.losses import acceptance_loss, unrolled_eagle_loss
 from draftsmith.modules.types import AcceptanceBatch

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mutants.mutant import LIMITS, TREE, Mutant, replayed
 
-TREE_PY, GROWN = "modules/decoding/tree.py", "modules/drafters/eagle_tree.py"
-EAGLE, LEAN = "modules/drafters/eagle.py", "modules/lean.py"
+TREE_PY, GROWN = "modules/decoding/tree.py", "modules/drafters/eagle/trees.py"
+EAGLE, LEAN = "modules/drafters/eagle/head.py", "modules/lean.py"
 EAGLE_TREES, EAGLE_TEST = "tests/modules/drafters/eagle_tree_test.py", "tests/modules/drafters/eagle_test.py"
 CONTEXTS = f"{LIMITS}::test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is"
 CACHE_TEST = "tests/modules/kv_cache_test.py"

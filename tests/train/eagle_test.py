@@ -23,7 +23,7 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle import EagleDrafter, EagleHead, shift
+from draftsmith.modules.drafters.eagle.head import EagleDrafter, EagleHead, shift
 from draftsmith.modules.flops import eagle_training, layers_forward
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.sampling import TorchSource

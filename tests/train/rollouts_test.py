@@ -17,7 +17,7 @@ from draftsmith.data.heads.directory import eagle_identity, load_head, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, prepare, run
 from draftsmith.train.data_module import Key, Part

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from draftsmith.data.store.datasets import collate_features, pack_features
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead, EagleInputs, shift
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, shift
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch

@@ -12,7 +12,7 @@ from draftsmith.data.store.datasets import in_pieces
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.answers import conversation_numbers
-from draftsmith.modules.drafters.eagle import LOOKAHEAD
+from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.train.config import TrainConfig
 
 # Of the tokens of documents that are not there yet.

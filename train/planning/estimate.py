@@ -21,7 +21,7 @@ from draftsmith.data.ranks import place
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.modules import flops
-from draftsmith.modules.drafters.eagle import LOOKAHEAD, EagleHead
+from draftsmith.modules.drafters.eagle.head import LOOKAHEAD, EagleHead
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.llama import SUPPORTED, llama_config
 from draftsmith.modules.types import InputError

@@ -13,7 +13,7 @@ from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.branches import GROUP_TOKENS
-from draftsmith.modules.drafters.eagle import EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.train.acceptance import TrainAcceptanceConfig, acceptance_settings, filled
 from draftsmith.train.planning import footprint

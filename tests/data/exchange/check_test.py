@@ -18,7 +18,7 @@ from draftsmith.data.exchange.probe import make_probes
 from draftsmith.data.exchange.record import RECORD
 from draftsmith.data.heads.directory import load_head, save_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.modules.drafters.eagle import EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.types import InputError
 

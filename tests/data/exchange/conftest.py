@@ -18,7 +18,7 @@ from draftsmith.data.exchange.export import run as export
 from draftsmith.data.exchange.probe import make_probes
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.modules.drafters.eagle import EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleHead
 
 
 def save_eagle(directory: Path, head: EagleHead, target: Path) -> Path:

@@ -22,7 +22,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.rows import read_rows
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 
 K, NEW_TOKENS = 3, 40

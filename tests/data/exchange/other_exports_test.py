@@ -19,7 +19,7 @@ from draftsmith.data.heads.directory import eagle_identity, load_head, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 
 

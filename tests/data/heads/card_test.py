@@ -14,7 +14,7 @@ from draftsmith.data.heads.directory import head_fields, save_head
 from draftsmith.data.heads.measured import measured_of, write_measured
 from draftsmith.data.store.manifest import package_versions
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig
 
 LLAMA = LlamaConfig(50, 8, 16, 1, 2, 1, 4, 64, rope_theta=5e5)

@@ -23,7 +23,7 @@ from draftsmith.data.models.identity import encoding_hash
 from draftsmith.data.models.loading import load_lm, text_identity, tokenizer_identity
 from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.launch.cli import main
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 
 

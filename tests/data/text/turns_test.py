@@ -26,7 +26,7 @@ from draftsmith.data.text.answers import Supervision, answer_lengths, answer_mas
 from draftsmith.data.text.conversations import Conversation, asked_of, recognise
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.modules.drafters.eagle import LOOKAHEAD
+from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.fit import split

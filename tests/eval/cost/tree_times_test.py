@@ -14,7 +14,7 @@ from draftsmith.eval.cost.step_cost import step_cost
 from draftsmith.eval.cost.tree_times import times_of, tree_times
 from draftsmith.eval.methods import parse_method
 from draftsmith.eval.methods.base import Models
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import SamplingParams
 
 

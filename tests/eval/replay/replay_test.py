@@ -26,7 +26,7 @@ from draftsmith.eval.tuning.candidates import HEAD, Recorded
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
-from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 

@@ -19,8 +19,8 @@ from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
-from draftsmith.modules.drafters.eagle import EagleDrafter
-from draftsmith.modules.drafters.eagle_batch import BatchEagle
+from draftsmith.modules.drafters.eagle.head import EagleDrafter
+from draftsmith.modules.drafters.eagle.rows import BatchEagle
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams

@@ -16,8 +16,8 @@ from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle import EagleDrafter
-from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.head import EagleDrafter
+from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams

@@ -14,8 +14,8 @@ from draftsmith.modules.decoding import branches
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_logits, target_states
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
-from draftsmith.modules.drafters.eagle_branches import EagleBranches
+from draftsmith.modules.drafters.eagle.branches import EagleBranches
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleDrafter, EagleHead
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import pick
 from draftsmith.modules.types import SamplingParams

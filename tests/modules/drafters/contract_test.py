@@ -18,7 +18,7 @@ from draftsmith.data.heads.directory import HEADS, load_head, save_head
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleDrafter, EagleHead, shift
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleDrafter, EagleHead, shift
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss, eagle_loss
 from draftsmith.modules.types import AcceptanceBatch, FeatureBatch, LossOutput, SamplingParams

@@ -10,7 +10,7 @@ from table_models import PROMPT, H, TableLM, V
 
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleDrafter, EagleHead, shift
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleDrafter, EagleHead, shift
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import FeatureBatch, SamplingParams

@@ -17,8 +17,8 @@ from draftsmith.modules.acceptance.policies import RecentRatio
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.protocols import Outcome
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
-from draftsmith.modules.drafters.eagle_tree import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.types import SamplingParams

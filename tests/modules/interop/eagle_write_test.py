@@ -12,7 +12,7 @@ import transformers
 from foreign_heads import CONTEXT, FAMILIES, LINEAR, LLAMA3, facts, llama, random_head, state_of
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftsmith.modules.drafters.eagle import EagleConfig
+from draftsmith.modules.drafters.eagle.head import EagleConfig
 from draftsmith.modules.types import InputError
 
 FORMATS = {name: importlib.import_module(f"draftsmith.modules.interop.{name}") for name in ("eagle", "vllm", "sglang")}

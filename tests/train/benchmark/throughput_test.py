@@ -12,7 +12,7 @@ import torch
 from draftsmith.data.store.datasets import collate_features
 from draftsmith.launch.cli import main
 from draftsmith.modules import losses
-from draftsmith.modules.drafters.eagle import shift
+from draftsmith.modules.drafters.eagle.head import shift
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.types import InputError
 from draftsmith.train import throughput

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.packing import Documents
 from draftsmith.train import deepspeed

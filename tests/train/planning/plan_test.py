@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.launch.cli import main
-from draftsmith.modules.drafters.eagle import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, eagle
 from draftsmith.train.acceptance import TrainAcceptanceConfig

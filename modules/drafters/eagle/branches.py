@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.branches import SideBySide, as_decoding, branch_mask
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle import EagleDrafter, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleDrafter, EagleHead
 from draftsmith.modules.kv_cache import KVCache
 from draftsmith.modules.targets.base import CausalLM
 

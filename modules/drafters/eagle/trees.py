@@ -14,7 +14,7 @@ from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree, best_connected
-from draftsmith.modules.drafters.eagle import EagleDrafter, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleDrafter, EagleHead
 from draftsmith.modules.finite import NonFinite, blame
 from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.lean import as_bias
