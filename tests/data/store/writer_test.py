@@ -91,7 +91,7 @@ def test_two_benches_into_one_output(holder, tmp_path, capsys):
 
 def test_every_command_with_an_output_directory_is_alone_in_it():
     """Of the source: `sole_writer` on what writes, or `writing_alone` in it."""
-    root = Path(writer.__file__).parents[1]
+    root = Path(writer.__file__).parents[2]
     files = "data/prompts data/responses data/acceptance data/features data/exchange/export data/exchange/import_head"
     files += " train/eagle train/acceptance train/throughput eval/bench eval/generation eval/latency"
     files += " eval/lossless/command eval/tuning/tune eval/tuning/check"
