@@ -23,7 +23,7 @@ from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_lo
 from draftsmith.train.data_module import Key, Part
 from draftsmith.train.drafted_tokens import RolloutDrafts
 from draftsmith.train.lit_acceptance import LitAcceptance
-from draftsmith.train.planning.plan import plan_of
+from draftsmith.train.planning.estimate import plan_of
 
 # Of the labels: conftest.py.
 DEPTH, CHILDREN = 4, 3

@@ -23,7 +23,8 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import Part
 from draftsmith.train.eagle import TrainEagleConfig
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.planning.estimate import Plan, frozen_model, planned_dtype
+from draftsmith.train.planning.estimate import Plan, planned_dtype
+from draftsmith.train.planning.frozen import frozen_model
 from draftsmith.train.strategies import trainer_arguments
 from draftsmith.train.telemetry import peak_memory_gb
 

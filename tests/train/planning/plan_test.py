@@ -21,9 +21,10 @@ from draftsmith.train import acceptance, eagle
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.data_module import held_out
 from draftsmith.train.eagle import TrainEagleConfig
-from draftsmith.train.planning.estimate import frozen_model, own_memory
+from draftsmith.train.planning.estimate import own_memory, plan_of
+from draftsmith.train.planning.frozen import frozen_model
 from draftsmith.train.planning.measure import TIMED, measure
-from draftsmith.train.planning.plan import PlanEagleConfig, plan_of
+from draftsmith.train.planning.plan import PlanEagleConfig
 
 
 def eagle_config(artefacts, output: Path, **changes) -> TrainEagleConfig:
