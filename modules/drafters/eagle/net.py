@@ -1,27 +1,18 @@
-"""EAGLE-1 head: drafts at the feature level (Li et al. 2024, "EAGLE", section 4)."""
+"""The net of an EAGLE-1 head (Li et al. 2024, "EAGLE", section 4): one decoder layer at the feature level."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.modules.decoding.chain import draft_chain
-from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source, StopPolicy
-from draftsmith.modules.finite import blame
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling, rope_table
-from draftsmith.modules.lean import LeanStack
-from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.packing import Documents
-from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import FeatureBatch, SamplingParams
 
-# Row t pairs tokens up to t + 2: so many rows fewer than tokens.
-LOOKAHEAD = 2
 Rope = Literal["target", "plain"]
 
 
@@ -35,6 +26,18 @@ class EagleConfig:
 
     llama: LlamaConfig
     fc_bias: bool = False
+
+    @property
+    def hidden_size(self) -> int:
+        return self.llama.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.llama.vocab_size
+
+    @property
+    def max_position(self) -> int:
+        return self.llama.max_position
 
     @classmethod
     def for_target(
@@ -59,64 +62,9 @@ class EagleConfig:
         return cls(layer if rope == "target" else dataclasses.replace(layer, rope_scaling=RopeScaling()), fc_bias)
 
 
-@dataclass(frozen=True)
-class EagleInputs:
-    """A `FeatureBatch` paired for the head: row t has x_{t+1} and f_t, and is to predict f_{t+1}, which gives x_{t+2}.
-
-    All are [B, T-2, ...]; `loss_mask` is true where x_{t+2} is a response token. Of a flat batch [1, N] they are
-    [1, M, ...], two rows less for each of the `documents`, of which those of fewer than three tokens leave nothing.
-    """
-
-    next_ids: Tensor
-    features: Tensor
-    target_features: Tensor
-    predicted_ids: Tensor
-    loss_mask: Tensor
-    position_ids: Tensor
-    documents: Documents | None = None
-
-    def mask_of_step(self, step: int) -> Tensor:
-        """The tokens that count in a draft's step 0, 1, ...: no draft that began inside the sequence reaches a later
-        one at its first rows."""
-        return self.loss_mask & (self.position_ids >= step)
-
-
-def shift(batch: FeatureBatch) -> EagleInputs:
-    """The one place where the pairing is made. Token x_{t+1} sits at position t, as in SafeAILab's code and servers."""
-    assert batch.features is not None, "the target reads the batch first"
-    if batch.lengths is not None:
-        return _shift_flat(batch, batch.lengths)
-    return EagleInputs(
-        next_ids=batch.input_ids[:, 1:-1],
-        features=batch.features[:, :-2],
-        target_features=batch.features[:, 1:-1],
-        predicted_ids=batch.input_ids[:, 2:],
-        loss_mask=batch.loss_mask[:, 2:],
-        position_ids=batch.position_ids[:, :-2],
-    )
-
-
-def _shift_flat(batch: FeatureBatch, lengths: Sequence[int]) -> EagleInputs:
-    """The same for documents laid end to end: no row pairs tokens of two documents."""
-    assert batch.features is not None
-    sizes = torch.tensor(list(lengths), dtype=torch.int64, device=batch.input_ids.device)
-    left = (
-        sizes.repeat_interleave(sizes) - batch.position_ids[0]
-    )  # tokens from here to the document's end, this one too
-    rows = (left > LOOKAHEAD).nonzero()[:, 0]
-    return EagleInputs(
-        next_ids=batch.input_ids[:, rows + 1],
-        features=batch.features[:, rows],
-        target_features=batch.features[:, rows + 1],
-        predicted_ids=batch.input_ids[:, rows + 2],
-        loss_mask=batch.loss_mask[:, rows + 2],
-        position_ids=batch.position_ids[:, rows],
-        documents=Documents.of([length - LOOKAHEAD for length in lengths if length > LOOKAHEAD], rows.device),
-    )
-
-
-class EagleHead(nn.Module):
-    """h_t = layer(fc([embed(x_{t+1}); f_t])) ~ f_{t+1}; the target's own lm_head turns h_t into the law of x_{t+2}.
+class EagleNet(nn.Module):
+    """h_t = layer(fc([embed(x_{t+1}); f_t])) ~ f_{t+1}; the target's own lm_head turns h_t into the distribution of
+    x_{t+2}.
 
     Embedding first, no norm before attention in layer 0, no final norm.
     """
@@ -202,86 +150,3 @@ class EagleHead(nn.Module):
         with torch.no_grad():
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, size:] += torch.eye(size)
-
-
-class EagleDrafter:
-    """Drafts a chain with an EAGLE head.
-
-    Rows of committed tokens are read with TRUE target features; what was drafted on the head's own features is dropped
-    from its cache after every round (section 4.3).
-    """
-
-    needs_features = True
-
-    def __init__(self, head: EagleHead, target: CausalLM, stop: StopPolicy, capacity: int):
-        """capacity: most tokens a generation may reach, drafts included."""
-        self._target, self.stop = target, stop
-        layers: list = list(head.layers)
-        self.stack = LeanStack(layers, head.config.llama, target.dtype, target.device, pack=target.packed)
-        self.fc = LeanLinear(head.fc.weight, head.fc.bias, target.packed)
-        self._positions = min(capacity, head.config.llama.max_position)
-        self._cache = self.stack.new_cache(1, self._positions)
-        self._tokens: list[int] = []  # committed
-        self._ids: list[int] = []  # of them those that the head has not read
-        self._features: Tensor | None = None
-        self._num_drafted = 0
-        self.draft_calls = 0
-
-    def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
-        self._cache.keep(0)
-        self._tokens = [*prompt, first_token]
-        self._ids, self._features = self._tokens[1:], features
-        self.stop.reset()
-
-    @blame("eagle")
-    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
-        assert self._features is not None
-        cache = self._cache
-        self._num_drafted = self.draft_calls = 0
-        max_drafted = min(max_drafted, self._positions - cache.length - len(self._ids) + 1)
-        if max_drafted < 1:
-            return DraftTree((), ())
-        states = self._read(self._ids, self._features)[-1:]
-        committed = cache.length
-        self.draft_calls = 1
-
-        def step(token: int) -> tuple[Tensor, Tensor]:
-            nonlocal states
-            self.draft_calls += 1
-            states = self._read([token], states)
-            return self._target.lm_head(states)[0], states
-
-        first = self._target.lm_head(states)[0]
-        tree = draft_chain(first, states, step, self.stop, max_drafted, params, source, self._tokens)
-        cache.keep(committed)
-        self._ids, self._features = [], None
-        self._num_drafted = len(tree.tokens)
-        return tree
-
-    def _read(self, ids: Sequence[int], features: Tensor) -> Tensor:
-        """Feed rows (x_{t+1}, f_t): ids [T], features [T, H] -> hidden [T, H]; the cache keeps them."""
-        x = self._fuse(torch.tensor(ids, device=self._target.device), features)
-        hidden = self.stack.chain(x, self._cache)
-        self._cache.length += len(ids)
-        return hidden
-
-    def _fuse(self, ids: Tensor, features: Tensor) -> Tensor:
-        """What the layers read, [T, H], of ids [T] and features [T, H]."""
-        return self.fc(torch.cat([self._target.embed(ids), features], -1))
-
-    def advance(self, outcome: Outcome) -> None:
-        self.commit(outcome.emitted, outcome.features)
-        self.stop.observe(self._num_drafted, outcome.num_accepted)
-
-    def commit(self, tokens: Sequence[int], features: Tensor | None) -> None:
-        assert features is not None and len(features) == len(tokens)
-        self._tokens += tokens
-        self._ids += tokens
-        self._features = features if self._features is None else torch.cat([self._features, features])
-
-    def rewind(self, length: int) -> None:
-        del self._tokens[length:]
-        rows = length - 1  # row t holds token t+1
-        self._ids = self._ids[: max(0, rows - self._cache.length)]
-        self._features = self._features[: len(self._ids)] if self._features is not None and self._ids else None
-        self._cache.keep(min(self._cache.length, rows))

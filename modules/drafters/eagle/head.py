@@ -1,0 +1,321 @@
+"""The EAGLE-1 head (Li et al. 2024, "EAGLE"): how features and tokens are paired, what it learns, and how it drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.modules import flops
+from draftsmith.modules.decoding.branches import BranchDrafter
+from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
+from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
+from draftsmith.modules.drafters.eagle.branches import EagleBranches
+from draftsmith.modules.drafters.eagle.chain import EagleDrafter
+from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, Rope
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.losses import LmHead, soft_cross_entropy
+from draftsmith.modules.packing import Documents
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
+
+# Row t pairs tokens up to t + 2: so many rows fewer than tokens.
+LOOKAHEAD = 2
+# Logits held at once where only the best token is asked for: 256 MB in bf16 for a vocabulary of 128k.
+CHOICE_ROWS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleSettings:
+    """Train an EAGLE head. The defaults are the paper's, for 7B targets; small targets want a higher lr and more weight
+    on tokens (configs/train/eagle-small.yaml).
+
+    Attributes:
+        num_layers: Decoder layers of the head. Default: 1, or those of the head it starts from.
+        rope: Rotary positions of the head: the target's, or plain, without the target's scaling: SafeAILab's code knows
+            none but linear and dynamic. vLLM and SGLang hold both.
+        init: random; target-last-layer, where the head's last layer starts as the target's last one; or the directory
+            of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its width and vocabulary have to
+            be this target's: a head of the model before its own fine-tuning, merging or quantising is a good start. At
+            random learns faster than target-last-layer on the embedded target: top-1 of 0.22 after 42 steps to 0.02.
+        feature_weight: Loss weight of the smooth-L1 distance between features.
+        token_weight: Loss weight of the soft cross-entropy against the target's distribution.
+        noise: Features are read with uniform noise up to this share of their standard deviation.
+        unroll: Draft steps to train on: each batch is also read as the second, third, ... step of a draft, on the
+            head's own features (HASS; EAGLE-3's training-time test). 1 is EAGLE-1; more costs as many passes and keeps
+            later tokens of a chain good.
+        unroll_after: Share of the steps after which this begins.
+        unroll_decay: Loss weight of a draft step, relative to the one before.
+        agreement_steps: Draft steps whose agreement with the target is measured at validations, each where the steps
+            before it were right; 0 measures none.
+    """
+
+    num_layers: int | None = None
+    rope: Rope = "target"
+    init: str = "random"
+    feature_weight: float = 1.0
+    token_weight: float = 0.1
+    noise: float = 0.1
+    unroll: int = 1
+    unroll_after: float = 0.0
+    unroll_decay: float = 1.0
+    agreement_steps: int = dataclasses.field(default=3, metadata={"volatile": True})
+
+    def __post_init__(self) -> None:
+        if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
+            found = f"{self.feature_weight}, {self.token_weight}"
+            raise InputError("feature_weight, token_weight", found, "not negative, not both 0", "Change them.")
+        if not 0 <= self.unroll_after < 1:
+            raise InputError("unroll_after", self.unroll_after, "a share in [0, 1)", "Change it.")
+        if not 0 < self.unroll_decay <= 1:
+            raise InputError("unroll_decay", self.unroll_decay, "a weight in (0, 1]", "Change it.")
+        if not self.noise >= 0:
+            raise InputError("noise", self.noise, "0 or more", "Change it.")
+        for name, least in {"num_layers": 1, "agreement_steps": 0, "unroll": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(name, value, f"{least} or more", "Change it.")
+
+    def num_passes(self, step: TrainStep) -> int:
+        """Draft steps that this step trains on."""
+        return self.unroll if self.unroll > 1 and step.number >= round(self.unroll_after * step.total) else 1
+
+
+@dataclass(frozen=True)
+class EagleInputs:
+    """A `FeatureBatch` paired for the head: row t has x_{t+1} and f_t, and is to predict f_{t+1}, which gives x_{t+2}.
+
+    All are [B, T-2, ...]; `loss_mask` is true where x_{t+2} is a response token. Of a flat batch [1, N] they are
+    [1, M, ...], two rows less for each of the `documents`, of which those of fewer than three tokens leave nothing.
+    """
+
+    next_ids: Tensor
+    features: Tensor
+    target_features: Tensor
+    predicted_ids: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    documents: Documents | None = None
+
+    def mask_of_step(self, step: int) -> Tensor:
+        """The tokens that count in a draft's step 0, 1, ...: no draft that began inside the sequence reaches a later
+        one at its first rows."""
+        return self.loss_mask & (self.position_ids >= step)
+
+
+def shift(batch: FeatureBatch) -> EagleInputs:
+    """The one place where the pairing is made. Token x_{t+1} sits at position t, as in SafeAILab's code and servers."""
+    assert batch.features is not None, "the target reads the batch first"
+    if batch.lengths is not None:
+        return _shift_flat(batch, batch.lengths)
+    return EagleInputs(
+        next_ids=batch.input_ids[:, 1:-1],
+        features=batch.features[:, :-2],
+        target_features=batch.features[:, 1:-1],
+        predicted_ids=batch.input_ids[:, 2:],
+        loss_mask=batch.loss_mask[:, 2:],
+        position_ids=batch.position_ids[:, :-2],
+    )
+
+
+def _shift_flat(batch: FeatureBatch, lengths: Sequence[int]) -> EagleInputs:
+    """The same for documents laid end to end: no row pairs tokens of two documents."""
+    assert batch.features is not None
+    sizes = torch.tensor(list(lengths), dtype=torch.int64, device=batch.input_ids.device)
+    left = (
+        sizes.repeat_interleave(sizes) - batch.position_ids[0]
+    )  # tokens from here to the document's end, this one too
+    rows = (left > LOOKAHEAD).nonzero()[:, 0]
+    return EagleInputs(
+        next_ids=batch.input_ids[:, rows + 1],
+        features=batch.features[:, rows],
+        target_features=batch.features[:, rows + 1],
+        predicted_ids=batch.input_ids[:, rows + 2],
+        loss_mask=batch.loss_mask[:, rows + 2],
+        position_ids=batch.position_ids[:, rows],
+        documents=Documents.of([length - LOOKAHEAD for length in lengths if length > LOOKAHEAD], rows.device),
+    )
+
+
+def eagle_loss(
+    passes: Sequence[Tensor],
+    target_features: Tensor,
+    masks: Sequence[Tensor],
+    lm_head: LmHead,
+    feature_weight: float = 1.0,
+    token_weight: float = 0.1,
+    decay: float = 1.0,
+) -> LossOutput:
+    """EAGLE's loss (section 4.2): feature_weight * smooth-L1(h, f) + token_weight * soft cross-entropy; of the first,
+    second, ... step of a draft (`EagleNet.unroll`) their weighted mean.
+
+    passes: hidden states [B, T, H] of each step, aligned with target_features [B, T, H] (h_t with the feature it
+        predicts).
+    masks: [B, T] bool, the tokens that count in each step; those of later steps are among those of the first.
+    decay: weight of a step relative to the one before.
+
+    Smooth-L1 is the mean over H, the cross-entropy is against the target's distribution at temperature 1. Every step's
+    sum is divided by the tokens of the first, so that the loss of a batch is exact in whatever parts it is computed.
+    lm_head is frozen; logits are made for the tokens of the masks only, some at a time. The sums are those of the first
+    step; beside the losses top1 and top3, how often the target's argmax is the head's first or among its three first.
+    """
+    chosen = masks[0]
+    wanted = target_features[chosen]
+    kept = [mask[chosen].float() for mask in masks]
+    predicted = [hidden[chosen] for hidden in passes]
+    distance = [F.smooth_l1_loss(h.float(), wanted.float(), reduction="none").mean(-1) for h in predicted]
+    feature_totals = torch.stack([(d * keep).sum() for d, keep in zip(distance, kept, strict=True)])
+    token_totals, hits = soft_cross_entropy(lm_head, wanted, kept, predicted)
+    weights = torch.tensor([decay**i for i in range(len(passes))], device=wanted.device)
+    totals = feature_weight * feature_totals + token_weight * token_totals
+    count = torch.tensor(len(wanted), device=wanted.device)
+    sums = {
+        "loss": totals[0].detach(),
+        "feature_loss": feature_totals[0].detach(),
+        "token_loss": token_totals[0].detach(),
+        "top1": hits[0],
+        "top3": hits[1],
+    }
+    loss = (weights * totals).sum() / weights.sum() / count.clamp_min(1)
+    return LossOutput(loss, sums, dict.fromkeys(sums, count))
+
+
+class EagleHead(EagleNet, DraftHead):
+    """EAGLE-1: it reads the target's state after the final norm, and its own state in the place of the next one."""
+
+    kind = "eagle"
+    Config, Settings = EagleConfig, EagleSettings
+    # The paper's, for 7B targets.
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
+    starts = ("random", "target-last-layer")
+    lookahead = LOOKAHEAD
+
+    # -- training
+
+    @classmethod
+    def shape(cls, settings: EagleSettings, target: LlamaConfig) -> EagleConfig:
+        return EagleConfig.for_target(target, settings.num_layers or 1, rope=settings.rope)
+
+    @classmethod
+    def check_start(cls, settings: EagleSettings, config: EagleConfig) -> None:
+        layers, scaling = config.llama.num_layers, config.llama.rope_scaling.kind
+        another = "or start from another head."
+        if settings.num_layers not in (None, layers):
+            expected = f"{layers}, as the head of --init has"
+            raise InputError("num_layers", settings.num_layers, expected, f"Leave --num-layers out, {another}")
+        if settings.rope == "plain" and scaling != "default":
+            expected = f"target: the head of --init has rope scaling {scaling}"
+            raise InputError("rope", "plain", expected, f"Leave --rope out, {another}")
+
+    def start(self, name: str, weights: TargetWeights) -> None:
+        assert name == "target-last-layer"
+        self.init_from_target(weights.last_layer())
+
+    @classmethod
+    def num_loss_tokens(cls, batch: FeatureBatch) -> int:
+        return int(shift(dataclasses.replace(batch, features=batch.loss_mask[..., None])).loss_mask.sum())
+
+    def loss(
+        self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings, step: TrainStep | None
+    ) -> LossOutput:
+        """In training features are read with U(-noise, noise) * feature_std added, so that the head learns to draft on
+        its own imprecise ones."""
+        pair, passes = shift(batch), 1
+        features = pair.features.to(self.fc.weight.dtype)
+        if step is not None:
+            passes = settings.num_passes(step)
+            if size := settings.noise * step.feature_std:
+                features = features + noise_like(features, step, size, flat=batch.lengths is not None)
+        return eagle_loss(
+            self._unrolled(pair, target, features, passes),
+            pair.target_features,
+            [pair.mask_of_step(number) for number in range(passes)],
+            lambda hidden: target.lm_head(hidden.to(target.dtype)),
+            settings.feature_weight,
+            settings.token_weight,
+            settings.unroll_decay,
+        )
+
+    def _unrolled(self, pair: EagleInputs, target: CausalLM, features: Tensor, passes: int) -> list[Tensor]:
+        embeds = target.embed(pair.next_ids).to(features.dtype)
+        return self.unroll(embeds, features, passes, pair.position_ids, pair.documents)
+
+    def validation(self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings) -> LossOutput:
+        """With `agreement`."""
+        output = self.loss(batch, target, settings, None)
+        if not settings.agreement_steps:
+            return output
+        sums, counts = self.agreement(batch, target, settings.agreement_steps)
+        return LossOutput(output.loss, output.sums | sums, output.counts | counts)
+
+    def agreement(
+        self, batch: FeatureBatch, target: CausalLM, steps: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Sums and counts of agreement_1, agreement_2, ...: how often a draft's first, second, ... token is the
+        target's choice, of the drafts whose tokens before were all right.
+
+        A draft begins at every response row, and from its second step on it reads the head's own features and tokens.
+        The tokens that it reads are those of the data, so it is followed only as long as it chose them: on text that
+        the target wrote greedily the numbers are those of greedy drafting.
+        """
+        pair = shift(batch)
+        dtype = self.fc.weight.dtype
+        passes = self._unrolled(pair, target, pair.features.to(dtype), steps)
+        wanted = choices(target, pair.target_features.to(dtype), pair.loss_mask)
+        # The next row goes on with the same document, and with a response in it.
+        follows = pair.loss_mask[:, 1:] & (pair.position_ids[:, 1:] == pair.position_ids[:, :-1] + 1)
+        drafted = pair.loss_mask.clone()  # rows that step j of a draft, begun j rows before, has reached
+        sums, counts = {}, {}
+        for j, hidden in enumerate(passes, start=1):
+            chosen = choices(target, hidden, drafted)
+            right = drafted & (chosen == wanted)
+            sums[f"agreement_{j}"], counts[f"agreement_{j}"] = right.sum(), drafted.sum()
+            drafted = torch.zeros_like(drafted)
+            drafted[:, 1:] = (right & (chosen == pair.predicted_ids))[:, :-1] & follows
+        return sums, counts
+
+    @classmethod
+    def flops(cls, config: EagleConfig, settings: EagleSettings, step: TrainStep, loss_tokens: int) -> float:
+        rows = [max(length - LOOKAHEAD, 0) for length in step.lengths]
+        return flops.eagle_training(config.llama, rows, loss_tokens, settings.num_passes(step))
+
+    # -- decoding
+
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> Drafter:
+        (stop,) = stops
+        return EagleDrafter(self, target, stop, capacity)
+
+    def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
+        return EagleBranches(self, target, depth)
+
+    @classmethod
+    def branches_flops(cls, config: EagleConfig, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
+        fused = flops.fusion_forward(config.llama, sum(texts) + len(starts) * levels)
+        return fused + flops.rollouts_forward(config.llama, texts, starts, levels)
+
+
+def noise_like(features: Tensor, step: TrainStep, size: float, flat: bool) -> Tensor:
+    """U(-size, size) like `features`, of each sequence by its seed. flat: they are laid end to end in one row."""
+    made = torch.zeros_like(features)
+    generator = torch.Generator(features.device)
+    # As many numbers as the sample has rows, padding aside: a device's generator gives other ones otherwise.
+    sizes = [max(0, length - LOOKAHEAD) for length in step.lengths]
+    rows = made[0].split(sizes) if flat else [row[:own] for row, own in zip(made, sizes, strict=True)]
+    for seed, row in zip(step.seeds, rows, strict=True):
+        generator.manual_seed(seed)
+        row.uniform_(-size, size, generator=generator)
+    return made
+
+
+def choices(target: CausalLM, hidden: Tensor, rows: Tensor) -> Tensor:
+    """Token ids [B, T] that `hidden` [B, T, H] gives greedily at `rows` [B, T] (bool), and -1 elsewhere. Logits are
+    made for CHOICE_ROWS rows at a time."""
+    found = torch.full(rows.shape, -1, device=rows.device)
+    chosen = [target.lm_head(some.to(target.dtype)).argmax(-1) for some in hidden[rows].split(CHOICE_ROWS)]
+    found[rows] = torch.cat(chosen) if chosen else found[rows]
+    return found
