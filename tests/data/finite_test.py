@@ -8,9 +8,9 @@ import pytest
 import torch
 from broken_models import CONTEXT, V, models, small_lm
 
-from draftsmith.data.acceptance import label
 from draftsmith.data.answering.batched import answer_all
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.mixed_text import label
 from draftsmith.data.models.naming import naming
 from draftsmith.data.rollouts import Rollouts, label_response
 from draftsmith.eval.bench.measure import BenchPrompt
