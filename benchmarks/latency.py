@@ -1,4 +1,4 @@
-"""`draftsmith eval latency`, or `python -m draftsmith.eval.latency`: what the decoder itself costs, in ratios.
+"""`draftsmith eval latency`, or `python -m draftsmith.benchmarks.latency`: what the decoder itself costs, in ratios.
 
 Every ratio is taken in one process, interleaved, as a median of paired runs; on a CPU with one thread and process CPU
 time. The models are random ones of a real size (`eval.cost.synthetic`) and the embedded pair. What a draft or a head is
@@ -29,10 +29,10 @@ from draftsmith.eval.bench.measure import EngineRunner, Runner
 from draftsmith.eval.bench.provenance import hardware
 from draftsmith.eval.bench.tables import plain_table
 from draftsmith.eval.cost.clocks import clock_of, interleaved, paired_ratio
-from draftsmith.eval.cost.predictor_cost import judges
-from draftsmith.eval.decoder_cost import Row, dispatch, fixed_shapes, ideals, long_context, overheads, trace_cost
+from draftsmith.benchmarks.predictor_cost import judges
+from draftsmith.benchmarks.decoder_cost import Row, dispatch, fixed_shapes, ideals, long_context, overheads, trace_cost
 from draftsmith.eval.methods.base import at_least
-from draftsmith.eval.pairs import GREEDY, K, Pair, embedded_models, random_models
+from draftsmith.benchmarks.pairs import GREEDY, K, Pair, embedded_models, random_models
 from draftsmith.modules.packed import can_pack
 from draftsmith.modules.types import InputError
 

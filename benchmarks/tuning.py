@@ -1,4 +1,4 @@
-"""`python -m draftsmith.eval.tuning.check`: the tuner's choice beside the best of an exhaustive measured sweep.
+"""`python -m draftsmith.benchmarks.tuning`: the tuner's choice beside the best of an exhaustive measured sweep.
 
 Every setting that the tuner weighs is decoded for real on the same prompts, interleaved. The best of many noisy numbers
 is too good, so the sweep's few best and the tuner's choice are measured against each other once more.

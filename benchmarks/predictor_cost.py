@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from draftsmith.eval.bench.measure import EngineRunner
-from draftsmith.eval.cost.synthetic import random_eagle_head
-from draftsmith.eval.decoder_cost import Row
-from draftsmith.eval.pairs import GREEDY, SAMPLING, Pair
+from draftsmith.benchmarks.synthetic import random_eagle_head
+from draftsmith.benchmarks.decoder_cost import Row
+from draftsmith.benchmarks.pairs import GREEDY, SAMPLING, Pair
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, HeadJudge
 from draftsmith.modules.acceptance.policies import Judge, JudgedStop, OnlineJudge, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView

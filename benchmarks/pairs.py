@@ -14,7 +14,7 @@ from draftsmith.eval.bench.hf_baseline import load_hf_model
 from draftsmith.eval.bench.measure import EngineRunner, Runner
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.cost.clocks import Clock
-from draftsmith.eval.cost.synthetic import random_eagle_head, random_pair
+from draftsmith.benchmarks.synthetic import random_eagle_head, random_pair
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter

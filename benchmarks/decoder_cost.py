@@ -14,8 +14,8 @@ import torch
 from draftsmith.eval.bench.measure import BatchRunner, EngineRunner
 from draftsmith.eval.bench.trace import TracedRunner, TraceFile
 from draftsmith.eval.cost.clocks import Clock, Forwards, interleaved, median_s, paired_ratio
-from draftsmith.eval.cost.synthetic import random_pair
-from draftsmith.eval.pairs import GREEDY, SAMPLING, TREE, K, Pair
+from draftsmith.benchmarks.synthetic import random_pair
+from draftsmith.benchmarks.pairs import GREEDY, SAMPLING, TREE, K, Pair
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep

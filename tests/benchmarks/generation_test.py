@@ -7,9 +7,9 @@ import json
 import pytest
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval import generation
+from draftsmith.benchmarks import generation
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.generation import GenerationConfig
+from draftsmith.benchmarks.generation import GenerationConfig
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.sampling import TorchSource
