@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.eval.bench.measure import BatchRunner, EngineRunner
 from draftsmith.eval.bench.trace import TracedRunner, TraceFile
-from draftsmith.eval.cost.clocks import Clock, Forwards, interleaved, median_s, paired_ratio
+from draftsmith.eval.cost.clock import Clock, Forwards, interleaved, median_s, paired_ratio
 from draftsmith.benchmarks.synthetic import random_pair
 from draftsmith.benchmarks.pairs import GREEDY, SAMPLING, TREE, K, Pair
 from draftsmith.modules.decoding.loop import Round

@@ -28,7 +28,7 @@ from draftsmith.eval.bench.hf_baseline import HFRunner
 from draftsmith.eval.bench.measure import EngineRunner, Runner
 from draftsmith.eval.bench.provenance import hardware
 from draftsmith.eval.bench.tables import plain_table
-from draftsmith.eval.cost.clocks import clock_of, interleaved, paired_ratio
+from draftsmith.eval.cost.clock import clock_of, interleaved, paired_ratio
 from draftsmith.benchmarks.predictor_cost import judges
 from draftsmith.benchmarks.decoder_cost import Row, dispatch, fixed_shapes, ideals, long_context, overheads, trace_cost
 from draftsmith.eval.methods.base import at_least

@@ -13,7 +13,7 @@ from draftsmith.data.models.loading import DTYPES, load_lm
 from draftsmith.eval.bench.hf_baseline import load_hf_model
 from draftsmith.eval.bench.measure import EngineRunner, Runner
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.cost.clocks import Clock
+from draftsmith.eval.cost.clock import Clock
 from draftsmith.benchmarks.synthetic import random_eagle_head, random_pair
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.cost.clocks import clock_of, synchronised
+from draftsmith.eval.cost.clock import clock_of, synchronised
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.report.figures import plain

@@ -21,7 +21,7 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.auto import auto_of_run, go_by, resolved_auto
+from draftsmith.eval.cost.auto import auto_of_run, go_by, resolved_auto
 from draftsmith.eval.bench.cards import check_cards, heads_of, write_cards
 from draftsmith.eval.bench.journal import JOURNAL, Journal, unfinished_auto
 from draftsmith.eval.bench.load import LOADING, load_models, warn_about_sampling
@@ -29,9 +29,9 @@ from draftsmith.eval.bench.measure import BenchPrompt
 from draftsmith.eval.bench.prompt_runner import Asking, ask_all, every_prompt_failed
 from draftsmith.eval.bench.prompts import Turns
 from draftsmith.eval.bench.provenance import RESULTS, describe
-from draftsmith.eval.bench.rows import BASELINE, PER_PROMPT, Row, failures_of, of_methods, write_rows
-from draftsmith.eval.bench.rows import SHAPE as ROW
-from draftsmith.eval.bench.runners import engine_runners, first_of_each_task, make_runners, trace_again, write_texts
+from draftsmith.eval.bench.results import BASELINE, PER_PROMPT, Row, failures_of, of_methods, write_rows
+from draftsmith.eval.bench.results import SHAPE as ROW
+from draftsmith.eval.bench.runner import engine_runners, first_of_each_task, make_runners, trace_again, write_texts
 from draftsmith.eval.bench.summary import Clock, summarise
 from draftsmith.eval.bench.tables import results_table, task_tables
 from draftsmith.eval.bench.tasks import Chat, Questions, read_questions, task_sources

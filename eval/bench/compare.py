@@ -15,7 +15,7 @@ from draftsmith.data.store.manifest import differences, flatten, without_unrecor
 from draftsmith.data.store.reading import check_shape, read_object
 from draftsmith.eval.bench.measure import Measured
 from draftsmith.eval.bench.provenance import RESULTS
-from draftsmith.eval.bench.rows import BASELINE, Row, of_methods, read_rows
+from draftsmith.eval.bench.results import BASELINE, Row, of_methods, read_rows
 from draftsmith.eval.bench.summary import Clock, Floats, Resamples, speedup, tokens_per_s
 from draftsmith.eval.bench.tables import mode, plain_table
 from draftsmith.eval.report import figures

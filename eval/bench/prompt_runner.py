@@ -14,7 +14,7 @@ from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.journal import Journal
 from draftsmith.eval.bench.learned import known, remember, teach
 from draftsmith.eval.bench.measure import BenchPrompt, Failed, GroupRunner, Measured, answered, measure
-from draftsmith.eval.bench.rows import BASELINE, Row, failed_row, measured_row
+from draftsmith.eval.bench.results import BASELINE, Row, failed_row, measured_row
 from draftsmith.eval.bench.tasks import Chat
 from draftsmith.modules.types import InputError
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftsmith.eval.bench.measure import Measured
-from draftsmith.eval.bench.rows import BASELINE
+from draftsmith.eval.bench.results import BASELINE
 from draftsmith.modules.decoding.trace import pool
 
 Clock = Literal["cpu", "wall"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftsmith.data.models.naming import naming
 from draftsmith.data.store.files import append, make_directory, write_text
 from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner
-from draftsmith.eval.cost.clocks import synchronised
+from draftsmith.eval.cost.clock import synchronised
 from draftsmith.modules.acceptance.policies import JudgedStop
 from draftsmith.modules.decoding.confidence import draft_law
 from draftsmith.modules.decoding.loop import Generation, Round, generate

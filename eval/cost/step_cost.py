@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from draftsmith.eval.bench.measure import BatchRunner, EngineRunner, GroupRunner, OneByOne
-from draftsmith.eval.cost.clocks import Clock, interleaved, synchronised
+from draftsmith.eval.cost.clock import Clock, interleaved, synchronised
 from draftsmith.eval.methods.base import Models, rows_lm
 from draftsmith.eval.methods.chains import build_chain, build_chains
 from draftsmith.modules.decoding.loop import Generation

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 import torch
 
 from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.cost.clocks import clock_of, synchronised
-from draftsmith.eval.cost.costs import PROPOSALS, STEPS, DraftCost, draft_cost, straight, target_curves
+from draftsmith.eval.cost.clock import clock_of, synchronised
+from draftsmith.eval.cost.machine import PROPOSALS, STEPS, DraftCost, draft_cost, straight, target_curves
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.trees import MAX_NODES, Eagle2
 from draftsmith.eval.replay.record import Answers, Recording

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.eval.bench.rows import read_rows
+from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bench.summary import NUM_RESAMPLES
 from draftsmith.modules.decoding.trace import Totals
 

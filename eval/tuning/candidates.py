@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftsmith.eval.cost.costs import AR, Costs, family_of, seconds
+from draftsmith.eval.cost.machine import AR, Costs, family_of, seconds
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Named
 from draftsmith.eval.methods.chains import (
@@ -23,7 +23,7 @@ from draftsmith.eval.methods.chains import (
 from draftsmith.eval.methods.lookups import PromptLookup
 from draftsmith.eval.methods.trees import MAX_NODES, Eagle2
 from draftsmith.eval.replay import replay
-from draftsmith.eval.replay.judged import KnownJudge, OnlineRows, RowJudge, replay_judged
+from draftsmith.eval.replay.stop_rules import KnownJudge, OnlineRows, RowJudge, replay_judged
 from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, Ints, TreeRollouts
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import CostRule, Rule, ThresholdRule

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table as ScreenTable
 
 from draftsmith.eval.bench.tables import plain_table
-from draftsmith.eval.cost.costs import AR, Costs
+from draftsmith.eval.cost.machine import AR, Costs
 from draftsmith.eval.report.figures import Axis, Chart, Column, Figure, Table, formatted, plain
 from draftsmith.eval.tuning.candidates import Predicted, best_of_families
 

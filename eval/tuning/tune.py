@@ -21,7 +21,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.auto import resolved_auto
+from draftsmith.eval.cost.auto import resolved_auto
 from draftsmith.eval.bench.command import longest_sequence, model_paths
 from draftsmith.eval.bench.learned import remember
 from draftsmith.eval.bench.load import LOADING, load_models
@@ -30,8 +30,8 @@ from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.provenance import RESULTS, describe
 from draftsmith.eval.bench.summary import Clock as ClockName
 from draftsmith.eval.bench.summary import tokens_per_s
-from draftsmith.eval.cost.clocks import Clock, clock_of, synchronised
-from draftsmith.eval.cost.costs import AR, Costs, measure_costs
+from draftsmith.eval.cost.clock import Clock, clock_of, synchronised
+from draftsmith.eval.cost.machine import AR, Costs, measure_costs
 from draftsmith.eval.cost.step_cost import step_cost
 from draftsmith.eval.methods import parse_method, parse_methods
 from draftsmith.eval.methods.base import Models, Named, at_least

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from draftsmith.eval.cost.clocks import Forwards, interleaved, paired_ratio
+from draftsmith.eval.cost.clock import Forwards, interleaved, paired_ratio
 from draftsmith.benchmarks.predictor_cost import DRAFTED, share_of_a_step
 from draftsmith.benchmarks.synthetic import random_pair
 from draftsmith.benchmarks.pairs import GREEDY, random_models

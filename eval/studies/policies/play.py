@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from draftsmith.eval.replay import replay
-from draftsmith.eval.replay.judged import KnownJudge, OnlineRows, RowJudge, replay_judged
+from draftsmith.eval.replay.stop_rules import KnownJudge, OnlineRows, RowJudge, replay_judged
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
 from draftsmith.eval.studies.forward_times import ratio_interval
 from draftsmith.modules.acceptance.head import AcceptanceHead

@@ -14,7 +14,7 @@ from quick_heads import varied_acceptance_head, varied_tree_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.learned import known, learners_of, remember, teach
 from draftsmith.eval.bench.measure import BatchRunner, BenchPrompt, EngineRunner, OneByOne, measure
-from draftsmith.eval.bench.runners import one_by_one
+from draftsmith.eval.bench.runner import one_by_one
 from draftsmith.eval.methods import METHODS, parse_method
 from draftsmith.eval.methods.base import Models
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic

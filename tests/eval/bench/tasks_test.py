@@ -14,7 +14,7 @@ from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.measure import BenchPrompt
 from draftsmith.eval.bench.prompt_runner import Asking
-from draftsmith.eval.bench.rows import BASELINE, failures_of, read_rows
+from draftsmith.eval.bench.results import BASELINE, failures_of, read_rows
 from draftsmith.eval.bench.tasks import task_sources
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import Generation

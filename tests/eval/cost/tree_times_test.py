@@ -8,8 +8,8 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.cost.clocks import clock_of
-from draftsmith.eval.cost.costs import DraftCost, measure_costs, straight
+from draftsmith.eval.cost.clock import clock_of
+from draftsmith.eval.cost.machine import DraftCost, measure_costs, straight
 from draftsmith.eval.cost.step_cost import step_cost
 from draftsmith.eval.cost.tree_times import times_of, tree_times
 from draftsmith.eval.methods import parse_method

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from draftsmith.eval.bench.command import asked_for
-from draftsmith.eval.cost import costs
-from draftsmith.eval.cost.costs import Costs, DraftCost, Overhead
+from draftsmith.eval.cost import machine as costs
+from draftsmith.eval.cost.machine import Costs, DraftCost, Overhead
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.replay.rollouts import Answer, ChainRollouts
 from draftsmith.eval.report.figures import Chart, Table, from_json

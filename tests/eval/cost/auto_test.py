@@ -12,7 +12,7 @@ from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench import prompt_runner as asking
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.compare import notes_of, open_bench
-from draftsmith.eval.bench.rows import read_rows
+from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bench.tables import caption
 from draftsmith.modules.types import InputError
 

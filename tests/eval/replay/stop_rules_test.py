@@ -21,7 +21,7 @@ from draftsmith.eval.methods import parse_method
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.chains import build_chain
 from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, Reading, Text
-from draftsmith.eval.replay.judged import KnownJudge, OnlineRows, replay_judged
+from draftsmith.eval.replay.stop_rules import KnownJudge, OnlineRows, replay_judged
 from draftsmith.eval.replay.record import Answers, ChainRecorder, Recording
 from draftsmith.eval.replay.replay import fixed_k, head_probs, replay
 from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, joined, of_answer

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner
-from draftsmith.eval.cost.clocks import Clock, interleaved
+from draftsmith.eval.cost.clock import Clock, interleaved
 from draftsmith.eval.methods.base import Method, Models, Named
 from draftsmith.eval.methods.chains import StopRule, build_chain
 from draftsmith.eval.methods.trees import Eagle2
