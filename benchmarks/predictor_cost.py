@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from draftsmith.eval.bench.measure import EngineRunner
-from draftsmith.benchmarks.synthetic import random_eagle_head
 from draftsmith.benchmarks.decoder_cost import Row
 from draftsmith.benchmarks.pairs import GREEDY, SAMPLING, Pair
+from draftsmith.benchmarks.synthetic import random_eagle_head
+from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, HeadJudge
 from draftsmith.modules.acceptance.policies import Judge, JudgedStop, OnlineJudge, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView
@@ -31,7 +31,7 @@ def random_head(hidden_size: int, **settings: Any) -> AcceptanceHead:
     return AcceptanceHead(AcceptanceHeadConfig(hidden_size, **settings)).requires_grad_(False)
 
 
-def judges(pair: Pair, repeats: int) -> Iterator[Row]:
+def predictors(pair: Pair, repeats: int) -> Iterator[Row]:
     """Of a draft model's tokens and of an EAGLE head's: heads of both kinds, and no head at all."""
     target, draft = pair.packed
     eagle = random_eagle_head(target)
@@ -60,33 +60,43 @@ def judges(pair: Pair, repeats: int) -> Iterator[Row]:
                 yield Row("the same, a token", pair.name, 1e6 * seconds, "us")
 
 
-@torch.inference_mode()
-def share_of_a_step(
-    pair: Pair, make: Callable[[JudgedStop], Any], judge: Judge, params: SamplingParams
-) -> tuple[float, float]:
-    """(judging one token by drafting one, seconds of the first), in one answer, interleaved as they are in use: a judge
-    that is asked over and over finds everything at hand, and takes a fraction of this. Medians of the wall's seconds:
-    the CPU time's clock is a system call, which disturbs what is as short as this."""
-    drafter = make(JudgedStop(judge, ThresholdRule(1.0), DRAFTED, DRAFTED))
-    runner = EngineRunner(pair.packed[0], drafter, params, ())
-    runner(pair.prompts[0], DRAFTED, 0)  # uncounted: what is made once
-    asked: list[float] = []
-    drafted: list[float] = []  # each proposal's seconds by its tokens, without what was asked
-    ask, propose = judge.prob, drafter.propose
+class TimedPredictor:
+    """A predictor whose questions are timed, one by one."""
 
-    def timed_ask(view: DraftView) -> float:
+    def __init__(self, predictor: Judge):
+        self._predictor, self.seconds = predictor, list[float]()
+        self.learns, self.late = predictor.learns, predictor.late
+        self.reset, self.start_round, self.observe = predictor.reset, predictor.start_round, predictor.observe
+
+    def prob(self, view: DraftView) -> float:
         started = time.perf_counter()
-        found = ask(view)
-        asked.append(time.perf_counter() - started)
+        found = self._predictor.prob(view)
+        self.seconds.append(time.perf_counter() - started)
         return found
 
-    def timed_propose(*args: Any) -> DraftTree:
-        before, started = len(asked), time.perf_counter()
-        tree = propose(*args)
-        drafted.append((time.perf_counter() - started - sum(asked[before:])) / max(len(tree.tokens), 1))
-        return tree
 
-    vars(judge)["prob"], vars(drafter)["propose"] = timed_ask, timed_propose
-    runner(pair.prompts[0], pair.new_tokens, 0)
-    each = statistics.median(asked)
+@torch.inference_mode()
+def share_of_a_step(
+    pair: Pair, make: Callable[[JudgedStop], Any], predictor: Judge, params: SamplingParams
+) -> tuple[float, float]:
+    """(predicting for one token by drafting one, seconds of the first), in one answer, interleaved as they are in use:
+    a predictor that is asked over and over finds everything at hand, and takes a fraction of this. Medians of the
+    wall's seconds: the CPU time's clock is a system call, which disturbs what is as short as this."""
+    asked = TimedPredictor(predictor)
+    drafter = make(JudgedStop(asked, ThresholdRule(1.0), DRAFTED, DRAFTED))
+    EngineRunner(pair.packed[0], drafter, params, ())([pair.prompts[0]], DRAFTED, [0])  # uncounted: made once
+    drafted: list[float] = []  # each round's draft by its tokens, without what was asked
+    forwards = Stopwatch(time.perf_counter)
+    asked.seconds.clear()
+
+    def on_round(done: Round) -> None:
+        taken = forwards.take() - sum(asked.seconds[sum(counts) :])
+        if done.tree is not None and done.tree.tokens:
+            counts.append(len(asked.seconds) - sum(counts))
+            drafted.append(taken / len(done.tree.tokens))
+
+    counts: list[int] = []
+    timed = TimedDrafter(drafter, forwards)
+    EngineRunner(pair.packed[0], timed, params, (), on_round)([pair.prompts[0]], pair.new_tokens, [0])
+    each = statistics.median(asked.seconds)
     return each / statistics.median(drafted[1:]), each  # the first one reads the prompt

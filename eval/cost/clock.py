@@ -1,30 +1,44 @@
-"""Clocks of the latency benchmark: interleaved runs, and the share of a generation that is spent in forwards."""
+"""The clocks of everything that is timed, and how runs take turns at them."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from draftsmith.eval.bench.measure import synchronize
-
-Clock = Callable[[], float]
-
-
-def clock_of(device: str) -> Clock:
-    """Seconds: of this process's CPU time, which a busy machine does not falsify; on a GPU of the wall, once it is
-    idle."""
-    return time.process_time if torch.device(device).type == "cpu" else synchronised
+Clock = Callable[[], float]  # seconds from some start
+ClockName = Literal["cpu", "wall"]
+T = TypeVar("T")
 
 
-def synchronised() -> float:
-    """Wall seconds, once the GPU is idle."""
-    synchronize()
+def clock_name(device: str | torch.device, num_threads: int | None = None) -> ClockName:
+    """One CPU thread: this process's own time, which a busy machine does not falsify. Else the wall's.
+
+    num_threads: None takes torch's own number.
+    """
+    threads = torch.get_num_threads() if num_threads is None else num_threads
+    return "cpu" if torch.device(device).type == "cpu" and threads == 1 else "wall"
+
+
+def clock_of(device: str | torch.device, num_threads: int | None = None) -> Clock:
+    """The clock of this name."""
+    return time.process_time if clock_name(device, num_threads) == "cpu" else wall_time
+
+
+def wall_time() -> float:
+    """Wall seconds, once the GPU is idle: its work is queued, and a clock would otherwise be read too early."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def rotated(names: Sequence[T], turn: int) -> list[T]:
+    """The same names, another one first every turn, so that none always follows the same one."""
+    turn %= len(names)
+    return [*names[turn:], *names[:turn]]
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int, clock: Clock) -> dict[str, list[float]]:
@@ -32,59 +46,43 @@ def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int, clock: Clo
     taken in the same minute, so ratios of them are fair on a machine whose speed drifts."""
     for call in calls.values():
         call()
-    names = list(calls)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats):
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in rotated(list(calls), repeat):
             started = clock()
             calls[name]()
             seconds[name].append(clock() - started)
     return seconds
 
 
-def paired_ratio(slower: list[float], faster: list[float]) -> float:
-    """Median over repeats of slower / faster."""
-    return statistics.median(a / b for a, b in zip(slower, faster, strict=True))
+def medians(calls: Mapping[str, Callable[[], Any]], repeats: int, clock: Clock) -> dict[str, float]:
+    """Median seconds of every call."""
+    return {name: statistics.median(taken) for name, taken in interleaved(calls, repeats, clock).items()}
 
 
-def median_s(call: Callable[[], Any], repeats: int, clock: Clock) -> float:
-    """Median seconds of a call, after one uncounted run."""
-    return statistics.median(interleaved({"call": call}, repeats, clock)["call"])
-
-
-class Forwards:
-    """Seconds spent in the watched methods; a call inside a watched call is counted once."""
+class Stopwatch:
+    """Seconds spent in the calls that are made through it; a call inside such a call counts once."""
 
     def __init__(self, clock: Clock):
-        self._clock, self._depth = clock, 0
-        self.seconds = 0.0
+        self.clock, self.seconds = clock, 0.0
+        self._running = False
 
-    @contextmanager
-    def watch(self, *methods: tuple[Any, str]) -> Iterator[Forwards]:
-        """(object, name of its method): calls through the object are timed until the context ends."""
-        before = [vars(owner).get(name) for owner, name in methods]
-        for owner, name in methods:
-            setattr(owner, name, self._timed(getattr(owner, name)))
-        try:
-            yield self
-        finally:
-            for (owner, name), own in zip(methods, before, strict=True):
-                if own is None:
-                    delattr(owner, name)  # the class's own method again
-                else:
-                    setattr(owner, name, own)
+    def timed(self, call: Callable[..., T]) -> Callable[..., T]:
+        """The same call, whose seconds count."""
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._depth:
+        def run(*args: Any, **kwargs: Any) -> T:
+            if self._running:
                 return call(*args, **kwargs)
-            self._depth += 1
-            started = self._clock()
+            self._running, started = True, self.clock()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.seconds += self._clock() - started
-                self._depth -= 1
+                self.seconds += self.clock() - started
+                self._running = False
 
-        return timed
+        return run
+
+    def take(self) -> float:
+        """The seconds so far; counting begins anew."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.eval.replay.coupling import Reading, num_equal
+from draftsmith.eval.replay.coupling import ReadAnswer, num_equal
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.repeats import repeat_scores
@@ -24,7 +24,7 @@ Embed = Callable[[Tensor], Tensor]
 class ChainRows:
     """Rounds of one answer, each of at most `depth` kept tokens."""
 
-    def __init__(self, reading: Reading, depth: int, params: SamplingParams):
+    def __init__(self, reading: ReadAnswer, depth: int, params: SamplingParams):
         self._reading, self._depth, self._temperature = reading, depth, params.temperature
         self._rounds, self._length = len(reading.answer.tokens) - 1, len(reading.answer.tokens)
         shape = (self._rounds, depth)

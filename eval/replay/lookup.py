@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.coupling import num_equal
-from draftsmith.eval.replay.record import Answers, Recording, walk
+from draftsmith.eval.replay.record import Recording, TargetAnswers, walk
 from draftsmith.eval.replay.rollouts import ChainRollouts, joined
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
 
 
-def record_lookup(answers: Answers, prompts: Sequence[BenchPrompt], how: Recording, ngram: int) -> ChainRollouts:
+def record_lookup(answers: TargetAnswers, prompts: Sequence[BenchPrompt], how: Recording, ngram: int) -> ChainRollouts:
     """Drafts of `how.depth` tokens or fewer. A lookup has no law: what is known of laws is NaN, accepted or not is not,
     since its tokens are kept where they are the text's, greedy and sampling alike."""
     return joined([_of_prompt(answers, prompt, number, how, ngram) for number, prompt in enumerate(prompts)])
 
 
-def _of_prompt(answers: Answers, prompt: BenchPrompt, number: int, how: Recording, ngram: int) -> ChainRollouts:
+def _of_prompt(answers: TargetAnswers, prompt: BenchPrompt, number: int, how: Recording, ngram: int) -> ChainRollouts:
     reading = answers.read(prompt, number, how.depth)
     length = len(reading.answer.tokens)
     shape = (length - 1, how.depth)

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.benchmarks import generation
-from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.benchmarks.generation import GenerationConfig
+from draftsmith.data.models.loading import load_lm
+from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.sampling import TorchSource

@@ -9,10 +9,10 @@ import time
 import pytest
 import torch
 
-from draftsmith.eval.cost.clock import Forwards, interleaved, paired_ratio
+from draftsmith.benchmarks.pairs import GREEDY, random_models
 from draftsmith.benchmarks.predictor_cost import DRAFTED, share_of_a_step
 from draftsmith.benchmarks.synthetic import random_pair
-from draftsmith.benchmarks.pairs import GREEDY, random_models
+from draftsmith.eval.cost.clock import Forwards, interleaved, paired_ratio
 from draftsmith.launch.cli import main
 from draftsmith.modules.acceptance.policies import OnlineJudge
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter

@@ -59,7 +59,7 @@ MUTANTS = [
     # -- costs
     Mutant("costs-first-step-twice", COSTS, "cost.first + (step.draft_calls - 1) * cost.step",
            "cost.first + step.draft_calls * cost.step", (COST_TEST,)),
-    Mutant("costs-no-root", COSTS, "costs.target_s(step.num_drafted + 1, ", "costs.target_s(step.num_drafted, ",
+    Mutant("costs-no-root", COSTS, "self.target_s(step.num_drafted + 1, ", "self.target_s(step.num_drafted, ",
            (COST_TEST,)),
     # -- labels
     Mutant("labels-one-position-late", LABELS, "torch.tensor(mask).nonzero()[:, 0] - 1 for",
