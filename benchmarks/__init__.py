@@ -1,1 +1,1 @@
-"""What measures Draftsmith itself. Not in the wheel: `python benchmarks/NAME.py --help` in a checkout that is installed."""
+"""What measures Draftsmith itself. Not in the wheel: `python benchmarks/NAME.py --help` in a checkout."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -157,7 +156,7 @@ def ideals(pair: Pair, repeats: int) -> Iterator[Number]:
     yield Number("a draft step / reading one token", pair.name, costs.draft(1) / costs.target(1), "x")
     if pair.weight_bytes is not None:
         weights = torch.ones(pair.weight_bytes // 4, device=pair.packed[0].device)
-        passing = median_s(weights.sum, 7, pair.clock)
+        passing = medians({"sum": weights.sum}, 7, pair.clock)["sum"]
         yield Number("reading one token / summing as many bytes as it reads", pair.name, costs.target(1) / passing, "x")
 
 
@@ -202,7 +201,9 @@ def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Number]:
     ideal += sum(first + (step.num_drafted - 1) * later for step in steps if step.num_drafted)
     achieved = [whole - prefill for whole, prefill in zip(seconds["spec"], seconds["prompt"], strict=True)]
     share = ideal / statistics.median(achieved)
-    yield Number(f"fixed shapes: achieved / ideal tokens per second, spec:k={K}", pair.name, share, "", ">= 0.9 on a GPU")
+    yield Number(
+        f"fixed shapes: achieved / ideal tokens per second, spec:k={K}", pair.name, share, "", ">= 0.9 on a GPU"
+    )
 
 
 def dispatch(repeats: int, device: str, clock: Clock) -> Iterator[Number]:

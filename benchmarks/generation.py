@@ -15,16 +15,16 @@ from typing import Literal
 import torch
 from rich.console import Console
 
+from draftsmith.benchmarks.pairs import paired_ratio
+from draftsmith.benchmarks.script import script
 from draftsmith.data.answering.batched import answer_all, set_threads
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import package_versions
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.benchmarks.pairs import paired_ratio
-from draftsmith.benchmarks.script import script
-from draftsmith.eval.cost.clock import clock_of, interleaved
 from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.cost.clock import clock_of, interleaved
 from draftsmith.eval.methods.base import at_least
 from draftsmith.modules.types import SamplingParams
 

@@ -1,8 +1,8 @@
 """`python benchmarks/latency.py --output DIR`: what the decoder itself costs, in ratios.
 
 Every ratio is taken in one process, interleaved, as a median of paired runs; on a CPU with one thread and process CPU
-time. The models are random ones of a real size (`benchmarks/synthetic.py`) and the embedded pair. What a draft or a head is
-worth is for `draftsmith eval bench` to say: this is about the time that the decoder adds to its models' forwards.
+time. The models are random ones of a real size (`benchmarks/synthetic.py`) and the embedded pair. What a draft or a head
+is worth is for `draftsmith eval bench` to say: this is about the time that the decoder adds to its models' forwards.
 """
 
 from __future__ import annotations
@@ -16,9 +16,18 @@ from typing import Literal
 import torch
 from rich.console import Console
 
-from draftsmith.benchmarks.decoder_cost import Number, dispatch, fixed_shapes, ideals, long_context, overheads, trace_cost
+from draftsmith.benchmarks.decoder_cost import (
+    Number,
+    dispatch,
+    fixed_shapes,
+    ideals,
+    long_context,
+    overheads,
+    trace_cost,
+)
 from draftsmith.benchmarks.pairs import GREEDY, K, Pair, embedded_models, paired_ratio, random_models
 from draftsmith.benchmarks.predictor_cost import predictors
+from draftsmith.benchmarks.script import script
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import DTYPES
@@ -30,7 +39,6 @@ from draftsmith.eval.bench.hf_baseline import HFRunner
 from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.bench.tables import plain_table
-from draftsmith.benchmarks.script import script
 from draftsmith.eval.cost.clock import clock_of, interleaved
 from draftsmith.eval.methods.base import at_least
 from draftsmith.modules.packed import can_pack

@@ -17,7 +17,9 @@ def script(name: str, config_class: type, run: Callable[[Any], Any], args: Seque
     """
     try:
         about = (config_class.__doc__ or "").partition("\n")[0]
-        config = parse(f"python benchmarks/{name}.py", config_class, list(sys.argv[1:] if args is None else args), (), about)
+        config = parse(
+            f"python benchmarks/{name}.py", config_class, list(sys.argv[1:] if args is None else args), (), about
+        )
         result = 0 if config is None else run(config)
     except Exception as error:
         message = user_message(error)

@@ -10,10 +10,10 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 
+from draftsmith.benchmarks.script import script
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.benchmarks.script import script
 from draftsmith.eval.cost.clock import clock_of
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import at_least

@@ -91,12 +91,13 @@ def test_two_benches_into_one_output(holder, tmp_path, capsys):
 
 def test_every_command_with_an_output_directory_is_alone_in_it():
     """Of the source: `sole_writer` on what writes, or `writing_alone` in it."""
-    root = Path(writer.__file__).parents[1]
+    root = Path(writer.__file__).parents[2]
     files = "data/prompts data/responses data/acceptance data/features data/exchange/export data/exchange/import_head"
-    files += " train/eagle train/acceptance train/throughput eval/bench eval/generation eval/latency"
-    files += " eval/lossless/command eval/tuning/tune eval/tuning/check"
-    files += " eval/studies/calibration eval/studies/eagle2 eval/studies/hsddw"
-    files += " eval/studies/policies launch/specdecpp launch/demo launch/embedded"
+    files += " train/eagle train/acceptance train/throughput"
+    files += " eval/bench/command eval/lossless/command eval/tuning/tune"
+    files += " benchmarks/generation benchmarks/latency benchmarks/tuning"
+    files += " eval/studies/calibration/study eval/studies/eagle2/study eval/studies/hsddw/study"
+    files += " eval/studies/policies/study launch/specdecpp launch/demo launch/embedded"
     for name in files.split():
         source = (root / f"{name}.py").read_text("utf-8")
         assert "@sole_writer(" in source or "with writing_alone(config.output)" in source, name
