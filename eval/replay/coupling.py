@@ -46,6 +46,25 @@ def num_equal(drafted: Sequence[int], text: Sequence[int]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(drafted), len(text)))
 
 
+@dataclass(frozen=True)
+class RoundVerdict:
+    """What the text says of a round's draft. accepted: tokens that are kept, within the answer. past_end: tokens beyond
+    these that the target would have gone on with. labelled: tokens down to and with the first rejected one, within the
+    answer."""
+
+    accepted: int
+    past_end: int
+    labelled: int
+
+
+def verdict_of(drafted: Sequence[int], reading: ReadAnswer, start: int) -> RoundVerdict:
+    """The verdict on a draft that begins before answer token `start`."""
+    left = len(reading.answer.tokens) - start
+    equal = num_equal(drafted, reading.text.tokens[start:])
+    accepted = min(equal, left)
+    return RoundVerdict(accepted, equal - accepted, min(equal + 1, len(drafted), left))
+
+
 class CoupledSource:
     """Draws the drafts of one round, which begins before token `start` of the text (see `rollouts.py`).
 
