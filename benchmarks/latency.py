@@ -1,8 +1,8 @@
 """`python benchmarks/latency.py --output DIR`: what the decoder itself costs, in ratios.
 
 Every ratio is taken in one process, interleaved, as a median of paired runs; on a CPU with one thread and process CPU
-time. The models are random ones of a real size (`benchmarks/synthetic.py`) and the embedded pair. What a draft or a head
-is worth is for `draftsmith eval bench` to say: this is about the time that the decoder adds to its models' forwards.
+time. The models are random ones of a real size (`benchmarks/synthetic.py`) and the embedded pair. What a head is worth
+is for `draftsmith eval bench` to say: this is about the time that the decoder adds to its models' forwards.
 """
 
 from __future__ import annotations
