@@ -11,7 +11,7 @@ from draftsmith.launch import cli
 from draftsmith.launch.errors import UsageError
 
 # Groups whose commands share their work out by rank, but for those that show or measure something.
-SHARED, ALONE = ("data", "train"), ("data inspect", "train throughput")
+SHARED, ALONE = ("data", "train"), ("data inspect",)
 
 
 def check_dashes(launcher: str, args: Sequence[str]) -> None:

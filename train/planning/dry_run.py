@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -126,22 +127,23 @@ class DryRun(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Really, where inputs and results are what is real here; else on fake tensors."""
         inputs = _tensors(*args, *kwargs.values())
-        if any(isinstance(tensor, FakeTensor) or _is_fake_here(tensor) for tensor in inputs):
-            with self._fake:
-                return func(*args, **kwargs)
-        if not inputs or math.prod(tensor.numel() for tensor in inputs) > MOST_REAL:  # see first what would be made
-            try:
-                with self._fake:
-                    out = func(*args, **kwargs)
-            except DynamicOutputShapeException:  # at most as much as went in
-                return func(*args, **kwargs)
-            if any(map(_is_fake_here, _tensors(out))):
+        real = not any(isinstance(tensor, FakeTensor) or _is_fake_here(tensor) for tensor in inputs)
+        if real and inputs and math.prod(tensor.numel() for tensor in inputs) <= MOST_REAL:
+            out = func(*args, **kwargs)
+            if not any(map(_is_fake_here, _tensors(out))):
                 return out
-        out = func(*args, **kwargs)
-        if not any(map(_is_fake_here, _tensors(out))):
-            return out
-        with self._fake:
-            return func(*args, **kwargs)
+        try:
+            with self._fake:
+                tried = (args, kwargs)
+                if real:  # of itself it would compute with them
+                    tried = tree_map_only(Tensor, self._fake.from_tensor, tried)
+                out = func(*tried[0], **tried[1])
+        except DynamicOutputShapeException:
+            if not real:
+                raise
+            return func(*args, **kwargs)  # a mask's places: no more than it has elements
+        # What is made of nothing, or of much, was tried out, as it might have been too large.
+        return out if not real or any(map(_is_fake_here, _tensors(out))) else func(*args, **kwargs)
 
     def _made(self, storage: torch.UntypedStorage) -> None:
         self._blocks[storage] = block = _Block(self.part, storage.nbytes())

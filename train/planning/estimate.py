@@ -22,7 +22,8 @@ from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.eagle import TrainEagleConfig
+from draftsmith.train.drafter import TrainDrafterConfig
+from draftsmith.train.lit_head import LitHead
 from draftsmith.train.planning.documents import Documents, documents_of
 from draftsmith.train.planning.dry_run import DryRun, NotRehearsed
 from draftsmith.train.planning.frozen import FROZEN, frozen_model
@@ -125,7 +126,7 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
 
 def training_of(config: TrainConfig) -> Training:
     dtype = planned_dtype(config)
-    if isinstance(config, TrainEagleConfig):
+    if isinstance(config, TrainDrafterConfig):
         return DrafterTraining(config, frozen_model(config.target, dtype))
     assert isinstance(config, TrainAcceptanceConfig)
     return AcceptanceTraining(config, frozen_model(config.read_model, dtype))
@@ -148,7 +149,7 @@ class Rehearsal:
                 with run.making(WEIGHTS):
                     head = training.head()
                 with run.making(FROZEN):
-                    module = training.module(head, self._model, steps)
+                    module = LitHead(head, training.objective(self._model), config, steps)
                 with run.making(BATCH):
                     batch = batch_of(training, part.lengths, documents.loss_share)
                 self.step = dry_step(run, module, batch, part.lengths, config.accumulate > 1, not on_cpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.eagle import TrainEagleConfig
+from draftsmith.train.drafter import TrainDrafterConfig, drafter_config
 from draftsmith.train.planning.documents import has_texts
 from draftsmith.train.planning.dry_run import NotRehearsed
 from draftsmith.train.planning.estimate import Plan, check_room, plan_of, planned_device
@@ -30,7 +31,17 @@ WIDEST = 100  # longer lines are hard to read
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What planning asks beside a training's own settings."""
+    """What planning asks beside a training's own settings.
+
+    Attributes:
+        data: The artefact to train on; where it is not there yet, its size is assumed.
+        output: Where the training would write.
+        world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
+        measure: Time a few real steps here and say how long the whole training takes, with the peak that was measured.
+        assume_samples: Samples, where the artefact is not there yet.
+        assume_length: Tokens of each of these.
+        json: File that receives the numbers.
+    """
 
     data: Path = volatile(Path("runs/data"))
     output: Path = volatile(Path("runs/heads"))
@@ -47,37 +58,26 @@ class PlanOptions:
                 raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanEagleConfig(PlanOptions, TrainEagleConfig):
-    """What `train eagle` with these settings will take: memory of a rank by part and strategy, disk, steps, FLOPs.
-
-    Attributes:
-        data: The artefact to train on; where it is not there yet, its size is assumed.
-        output: Where the training would write.
-        world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
-        measure: Time a few real steps here and say how long the whole training takes, with the peak that was measured.
-        assume_samples: Samples, where the artefact is not there yet.
-        assume_length: Tokens of each of these.
-        json: File that receives the numbers.
-    """
+@functools.cache
+def plan_config(kind: str) -> type[TrainDrafterConfig]:
+    """The settings of `plan KIND`: those of `train KIND`, and what planning asks."""
+    about = f"What `train {kind}` with these settings will take: memory by part and strategy, disk, steps, FLOPs."
+    return dataclasses.make_dataclass(
+        f"Plan{kind.title()}Config",
+        [],
+        bases=(PlanOptions, drafter_config(kind)),
+        namespace={"__doc__": about, "__module__": __name__},
+        frozen=True,
+        kw_only=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanAcceptanceConfig(PlanOptions, TrainAcceptanceConfig):
-    """What `train acceptance` with these settings will take: memory of a rank by part and strategy, disk, steps, FLOPs.
-
-    Attributes:
-        data: The artefact to train on; where it is not there yet, its size is assumed.
-        output: Where the training would write.
-        world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
-        measure: Time a few real steps here and say how long the whole training takes, with the peak that was measured.
-        assume_samples: Samples, where the artefact is not there yet.
-        assume_length: Tokens of each of these.
-        json: File that receives the numbers.
-    """
+    """What `train acceptance` with these settings will take: memory by part and strategy, disk, steps, FLOPs."""
 
 
-def run(config: PlanEagleConfig | PlanAcceptanceConfig) -> Path | None:
+def run(config: Any) -> Path | None:
     """Print the plan; returns the file with its numbers, if one was asked for."""
     set_threads(config.num_threads)
     import_training(config)
@@ -102,7 +102,7 @@ def import_training(config: TrainConfig) -> None:
     """What a training has imported by the time it reads its models: part of its memory."""
     import lightning.pytorch  # noqa: F401
 
-    from draftsmith.train import fit, lit_acceptance, lit_eagle  # noqa: F401
+    from draftsmith.train import acceptance_objective, drafter_objective, fit  # noqa: F401
 
     if str(config.strategy).startswith("deepspeed"):
         if planned_device(config) == "cpu":

@@ -94,7 +94,7 @@ def loss_of(module: LitHead, part: Part, lengths: Sequence[int]) -> Tensor:
     trainer: Any = SimpleNamespace(global_step=module.total_steps, datamodule=SimpleNamespace(train=samples))
     module.trainer = trainer
     with module.autocast():
-        return module.loss(part, epoch_noise=True).loss
+        return module.loss(part).loss
 
 
 class Counted:

@@ -11,19 +11,21 @@ from typing import Any
 import torch
 
 from draftsmith.data.acceptance import AcceptanceConfig
-from draftsmith.data.heads.directory import head_settings
+from draftsmith.data.heads.directory import class_of, head_settings, kind_at
+from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
 from draftsmith.data.store.datasets import Item, collate_acceptance, collate_features, pack_features
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.data.store.rollout_dataset import collate_rollouts
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.drafters.eagle.head import LOOKAHEAD, EagleHead
+from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.train.acceptance import TrainAcceptanceConfig, acceptance_settings, check_labels, filled, labels_of
+from draftsmith.train.acceptance_objective import AcceptanceObjective
 from draftsmith.train.drafted_tokens import MixedText, RolloutDrafts
-from draftsmith.train.eagle import TrainEagleConfig, eagle_settings, target_shape
-from draftsmith.train.lit_acceptance import LitAcceptance
-from draftsmith.train.lit_eagle import LitEagle
+from draftsmith.train.drafter import TrainDrafterConfig, head_shape, target_shape
+from draftsmith.train.drafter_objective import DrafterObjective
+from draftsmith.train.lit_head import Objective
 from draftsmith.train.planning.frozen import FrozenModel
 from draftsmith.train.telemetry import features_flops
 
@@ -44,58 +46,48 @@ def _answered(length: int, counted: int) -> Item:
 
 
 class DrafterTraining:
-    """A drafter on a target's features. stored: they come with the data; else the target makes them in the step."""
+    """A drafter on a target's features. stored: they come with the data; else the target makes them in the step.
 
-    job, kind, lookahead = "eagle", "responses", LOOKAHEAD
+    job: kind of the head. kind: of the data, where there are none yet. feature_size: elements of a token's features.
+    """
 
-    def __init__(self, config: TrainEagleConfig, target: FrozenModel):
-        self.config, self.frozen = config, target
-        self._settings = eagle_settings(config, target.llama or target_shape(config.target))
+    kind = "responses"
+
+    def __init__(self, config: TrainDrafterConfig, target: FrozenModel):
+        self.config, self.frozen, self.job = config, target, config.kind
+        self.lookahead = config.drafter.lookahead
+        self._shape = head_shape(config, target.llama or target_shape(config.target))
         self.stored = (config.data / MANIFEST).exists() and Manifest.read(config.data).kind == "features"
+        self.feature_size = 0
+        if config.drafter.needs_features:
+            self.feature_size = target.hidden_size * max(1, len(config.drafter.capture(target.num_layers)))
 
     @property
     def context(self) -> int:
         """Most tokens of a document: a head to fine-tune may reach less far than the target."""
-        return min(self.frozen.context, self._settings.llama.max_position)
+        return min(self.frozen.context, self._shape.max_position)
 
     @property
     def packed(self) -> bool:
         """Batches have no padding."""
         return bool(self.config.tokens_per_batch)
 
-    @property
-    def feature_size(self) -> int:
-        """Elements of a token's features."""
-        return self.frozen.hidden_size
+    def head(self) -> DraftHead:
+        return self.config.drafter(self._shape)
 
-    def head(self) -> EagleHead:
-        return EagleHead(self._settings)
-
-    def module(self, head: Any, target: CausalLM, total_steps: int) -> LitEagle:
-        config = self.config
-        return LitEagle(
-            head,
-            target,
-            config,
-            total_steps,
-            feature_weight=config.feature_weight,
-            token_weight=config.token_weight,
-            noise=config.noise,
-            feature_std=1.0,
-            unroll=config.unroll,
-            unroll_after=config.unroll_after,
-        )
+    def objective(self, target: CausalLM) -> Objective:
+        return DrafterObjective(self.config.drafter, self.config, target)
 
     def read_flops(self, target: CausalLM, lengths: Sequence[int], epochs: float) -> float:
         """Of the target's forward in an epoch, on average over so many."""
-        if self.stored:
+        if self.stored or not self.feature_size:
             return 0.0
         # A cache is filled in the first epoch and read in the others.
         return features_flops(target, lengths) * (min(1.0, 1 / epochs) if self.config.features == "cache" else 1.0)
 
     def item(self, length: int, counted: int, read: bool = False) -> Item:
         item = _answered(length, counted) | {"position_ids": torch.arange(length)}
-        if self.stored or read:
+        if self.feature_size and (self.stored or read):
             item["features"] = torch.empty(length, self.feature_size, dtype=torch.bfloat16)
         return item
 
@@ -136,15 +128,15 @@ class AcceptanceTraining:
     def head(self) -> AcceptanceHead:
         return AcceptanceHead(self._settings)
 
-    def module(self, head: Any, model: CausalLM, total_steps: int) -> LitAcceptance:
-        if self.kind == "acceptance":
-            return LitAcceptance(head, MixedText(model, greedy=False), self.config, total_steps)
-        drafter = None
-        if self.config.eagle is not None:
+    def objective(self, model: CausalLM) -> Objective:
+        head, kind = None, kind_at(self.config.drafter)
+        if kind is not None:
             with default_dtype(model.dtype):
-                drafter = EagleHead(head_settings(self.config.eagle, "eagle"))
-        reader = RolloutDrafts(model, self._settings, self._depth, drafter)
-        return LitAcceptance(head, reader, self.config, total_steps)
+                head = class_of(kind)(head_settings(self.config.drafter, kind))
+        drafter = FrozenDrafter(model, {}, head)
+        if self.kind == "acceptance":
+            return AcceptanceObjective(MixedText(drafter, greedy=False), "none")
+        return AcceptanceObjective(RolloutDrafts(drafter, self._settings, self._depth), "none")
 
     def item(self, length: int, counted: int, read: bool = False) -> Item:
         if self.kind == "acceptance":
