@@ -153,7 +153,7 @@ class Rehearsal:
                 with run.making(BATCH):
                     batch = batch_of(training, part.lengths, documents.loss_share)
                 self.step = dry_step(run, module, batch, part.lengths, config.accumulate > 1, not on_cpu)
-                self._counted = Counted(run, training, module, int(min(COUNTED_TOKENS, training.frozen.context)))
+                self._counted = Counted(run, training, module, int(min(COUNTED_TOKENS, training.context)))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             found = f"{training.frozen.path}, whose code goes by numbers ({error.func})"
             raise NotRehearsed("model", found, "one that runs without weights", "Train it without a plan.") from error
