@@ -15,10 +15,10 @@ from rich.text import Text
 from torch import nn
 
 from draftsmith.data.exchange.assistant import check_assistant
-from draftsmith.data.exchange.compare import DRAFT_STEPS, Measure, compare_acceptance, compare_eagle
+from draftsmith.modules.interop.eagle1.compare import DRAFT_STEPS, Measure, compare_acceptance, compare_eagle
 from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.facts import facts_of
-from draftsmith.data.exchange.probe import judged_tokens, make_probes
+from draftsmith.data.exchange.states import judged_tokens, make_probes
 from draftsmith.data.exchange.record import against_record, read_record
 from draftsmith.data.heads.directory import HEADS, build_head, eagle_identity, load_head
 from draftsmith.data.models.loading import load_lm

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig
 from draftsmith.modules.interop.base import Package, Parsed, Reading, TargetFacts
-from draftsmith.modules.interop.llama_layer import Producer, parse_head, write_head
-from draftsmith.modules.interop.reading import Biases, Reader, positions, sizes, slots
-from draftsmith.modules.interop.rope import conflict, safeailab_rope, transformers_rope
+from draftsmith.modules.interop.eagle1.directory import Producer, parse_head, write_head
+from draftsmith.modules.interop.eagle1.reader import Biases, Reader, positions, sizes, slots
+from draftsmith.modules.interop.eagle1.rope import conflict, safeailab_rope, transformers_rope
 from draftsmith.modules.types import InputError
 
 SYSTEM = "SafeAILab/EAGLE"

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig
 from draftsmith.modules.interop.base import Package, Parsed, Reading, TargetFacts
-from draftsmith.modules.interop.llama_layer import Producer, parse_head, write_head
-from draftsmith.modules.interop.reading import Biases, Reader, parts_of, positive, sizes, slots
-from draftsmith.modules.interop.rope import transformers_rope
+from draftsmith.modules.interop.eagle1.directory import Producer, parse_head, write_head
+from draftsmith.modules.interop.eagle1.reader import Biases, Reader, parts_of, positive, sizes, slots
+from draftsmith.modules.interop.eagle1.rope import transformers_rope
 
 SYSTEM = "SGLang"
 CLASS = "LlamaForCausalLMEagle"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig
 from draftsmith.modules.interop.base import Package, Parsed, Reading, TargetFacts
-from draftsmith.modules.interop.llama_layer import Producer, parse_head, write_head
-from draftsmith.modules.interop.reading import (
+from draftsmith.modules.interop.eagle1.directory import Producer, parse_head, write_head
+from draftsmith.modules.interop.eagle1.reader import (
     ROTARY_BUFFERS,
     Biases,
     Reader,
@@ -26,7 +26,7 @@ from draftsmith.modules.interop.reading import (
     sizes,
     slots,
 )
-from draftsmith.modules.interop.rope import transformers_rope
+from draftsmith.modules.interop.eagle1.rope import transformers_rope
 
 SYSTEM = "vLLM"
 CLASS = "EagleLlamaForCausalLM"

@@ -49,7 +49,7 @@ from draftsmith.data.exchange.facts import facts_of
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.interop import reference
+from draftsmith.modules.interop.eagle1 import reference
 from draftsmith.modules.interop.base import Package, Reading
 
 LENGTH = 48

@@ -9,7 +9,7 @@ import torch
 from foreign_heads import CONTEXT, FAMILIES, LLAMA3, H, V, changed, facts, llama, random_head, state_of
 
 from draftsmith.modules.drafters.eagle.head import EagleHead
-from draftsmith.modules.interop import reference
+from draftsmith.modules.interop.eagle1 import reference
 from draftsmith.modules.interop.base import Package, TargetFacts
 from draftsmith.modules.types import InputError
 

@@ -15,7 +15,7 @@ import torch
 from foreign_heads import CONTEXT, FAMILIES, LLAMA3, H, V, changed, facts, llama, random_head, state_of
 from torch import Tensor, nn
 
-from draftsmith.modules.interop import reference
+from draftsmith.modules.interop.eagle1 import reference
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
 

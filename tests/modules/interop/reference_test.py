@@ -8,7 +8,7 @@ import transformers
 from foreign_heads import FAMILIES, LLAMA3, H, llama, random_head, state_of
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from draftsmith.modules.interop import reference
+from draftsmith.modules.interop.eagle1 import reference
 from draftsmith.modules.interop.base import Reading
 from draftsmith.modules.layers import LlamaConfig, rope_frequencies
 

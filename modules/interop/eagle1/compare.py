@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from draftsmith.data.exchange.probe import Probe
+from draftsmith.data.exchange.states import Probe
 from draftsmith.modules.interop.base import Package, Reading, TargetFacts
-from draftsmith.modules.interop.reference import hidden
+from draftsmith.modules.interop.eagle1.reference import hidden
 from draftsmith.modules.layers import rope_frequencies
 from draftsmith.modules.targets.llama import SUPPORTED, llama_config
 

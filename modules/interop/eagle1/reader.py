@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.interop.base import Finding, Package, Reading, TargetFacts
-from draftsmith.modules.interop.rope import Rope, conflict, inverse_frequencies, missing_keys, transformers_rope
+from draftsmith.modules.interop.eagle1.rope import Rope, conflict, inverse_frequencies, missing_keys, transformers_rope
 from draftsmith.modules.types import InputError
 
 ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
