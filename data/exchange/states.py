@@ -1,25 +1,29 @@
-"""Real target features to try a head on: the model's own greedy answers to a few prompts, read back by it."""
+"""What gives the hidden states that a head reads, and real text of it to try the head on."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.data.answering.batched import answer
-from draftsmith.data.models.loading import load_tokenizer
+from draftsmith.data.heads.directory import eagle_identity, kind_in, load_head
+from draftsmith.data.models.loading import load_lm, load_tokenizer, read_config
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.modules.acceptance.head import Feature, feature_value
 from draftsmith.modules.decoding.confidence import Confidences, confidences_of
+from draftsmith.modules.interop.base import HeadFormat, Probe, TargetFacts, Trial
 from draftsmith.modules.kv_cache import NoCache
+from draftsmith.modules.layers import rope_frequencies
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.hf import HFLM
-from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
+from draftsmith.modules.types import InputError
 
 # Editing tasks, which any model can do and answers at some length: a head shows what it is worth on its target's text.
 PROMPTS = (
@@ -46,65 +50,104 @@ def close(self):
     self.path = None""",
 )
 MAX_NEW_TOKENS = 80
-# The first token of a text that an EAGLE head has a state before: it reads tokens in pairs.
-FIRST_JUDGED = 2
 DEPTHS = 8
 
 
 @dataclass(frozen=True)
-class Probe:
-    """One prompt with the model's answer, and its hidden states [T, H] in float32.
+class StateSource:
+    """A model by its path, with a drafting head on it where a predictor reads that one's states.
 
-    ids: [T]. start: where the answer begins. features: after the final norm. before_norm: the same before it; None
-    where the model does not show them.
+    identity: of the two together. facts: of the model.
     """
 
-    ids: Tensor
-    start: int
-    features: Tensor
-    before_norm: Tensor | None
+    path: str
+    lm: CausalLM
+    identity: Mapping[str, str]
+    facts: TargetFacts
+    head: nn.Module | None = None
+    head_path: str | None = None
 
 
-@dataclass(frozen=True)
-class Judged:
-    """N tokens of probes with all that an acceptance head may read of them, in float32.
+def state_source(format: HeadFormat, target: str | None, draft: str | Path | None, how: Any) -> StateSource:
+    """What a head of this format reads: a drafter the target; a predictor the draft, which is a model, or the directory
+    of a drafting head for the target. how: says how models are loaded.
 
-    before, after, embeds: [N, H]. known: of the draft's law at temperature 1; places in the draft are counted from 1 to
-    DEPTHS and again, as no draft was made.
+    Raises:
+        InputError: a model that is needed was not given.
     """
+    drafts = format.predicts and draft is not None and kind_in(draft) is not None
+    flag: Literal["target", "draft"] = "draft" if format.predicts and not drafts else "target"
+    given = target if flag == "target" else draft
+    if given is None:
+        whose = "the target" if flag == "target" else "the draft model whose hidden states the head reads"
+        raise InputError(flag, "none", whose, f"Pass --{flag}.")
+    path = str(given)
+    lm = load_lm(path, how.dtype, how.device, how.engine, how.trust_remote_code)
+    if not drafts:
+        return StateSource(path, lm, lm.info.identity, facts_of(path, lm))
+    assert draft is not None
+    identity = eagle_identity(draft, lm)
+    return StateSource(path, lm, identity, facts_of(path, lm), load_head(draft, lm), str(draft))
 
-    before: Tensor
-    after: Tensor
-    embeds: Tensor
-    known: Confidences
 
-    def by_name(self) -> dict[str, Tensor]:
-        """Name -> [N, size], by the names of `interop.acceptance.inputs_of`."""
-        numbers = {name: feature_value(name, self.known)[:, None] for name in get_args(Feature)}
-        return {"state_before": self.before, "state_after": self.after, "embedding": self.embeds, **numbers}
+def facts_of(path: str, lm: CausalLM) -> TargetFacts:
+    """What the public formats need to know of a loaded model. path: what `lm` was loaded from.
+
+    The tables are the model's own weights in the dtype it was loaded in, as other systems read them from its files, and
+    not what `lm.embed` makes of them; on the CPU.
+    """
+    assert not lm.packed, "packed models have given their tables up"
+    model = cast(Any, lm).model  # a LlamaModel, or one of transformers
+    if hasattr(model, "get_output_embeddings"):
+        embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    else:
+        embed, head = model.embed_tokens, model.lm_head
+    raw = read_config(path)
+    try:
+        inv_freq = rope_frequencies(llama_config(raw)) if raw.get("model_type") in SUPPORTED else None
+    except InputError:  # of a model that only transformers can build
+        inv_freq = None
+    return TargetFacts(raw, embed.weight.detach().cpu(), head.weight.detach().cpu(), inv_freq)
 
 
-def judged_tokens(probes: Sequence[Probe], lm: CausalLM, eagle: Any | None = None) -> Judged:
-    """The answers' tokens as the draft model `lm` reads them, or an EAGLE head that drafts for it."""
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+def make_trial(format: HeadFormat, source: StateSource, head: Any) -> Trial:
+    """Text that the model itself wrote, for what a format compares. head: one of ours."""
+    longest = source.lm.info.max_position
+    if format.predicts:
+        return Trial(source.facts, inputs=predictor_inputs(make_probes(source.path, source.lm, longest), source))
+    longest = min(head.config.max_position, longest) - format.probe_room
+    return Trial(source.facts, make_probes(source.path, source.lm, longest))
+
+
+def predictor_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str, Tensor]:
+    """All that a predictor may read of the N tokens of the answers, name -> [N, size] in float32 by the names of
+    `interop.acceptance.inputs_of`: as the draft model reads them, or the head that drafts on it.
+
+    Places in the draft are counted from 1 to DEPTHS and again, as no draft was made.
+    """
+    lm, parts = source.lm, list[tuple[Tensor, Tensor, Tensor]]()
+    branches: Any = None if source.head is None else cast(Any, source.head).branches(lm, 1)
+    first_judged = 1 if branches is None else branches.min_start
     for probe in probes:
         ids = probe.ids.to(lm.device)
-        embeds = lm.embed(ids)
-        states = probe.features.to(embeds)
-        if eagle is not None:  # row t has read x_{t+1}; nothing has read x_0 alone
-            states = torch.cat([states[:1], eagle(embeds[None, 1:], states[None, :-1])[0]])
-        first = max(probe.start, FIRST_JUDGED)
-        parts.append((states[first - 1 : -1], states[first:], embeds[first:]))
-    before, after, embeds = (torch.cat(part) for part in zip(*parts, strict=True))
-    ids = torch.cat([probe.ids[max(probe.start, FIRST_JUDGED) :] for probe in probes]).to(lm.device)
+        states = probe.features.to(lm.embed(ids))
+        starts = torch.arange(max(probe.start, first_judged), len(ids))
+        if branches is None:
+            before, after = states[starts - 1], states[starts]
+        else:
+            branches.open(ids.tolist(), states)
+            before, after = branches.states(starts.tolist(), ids[starts, None]).unbind(1)
+        parts.append((before, after, ids[starts]))
+    before, after, ids = (torch.cat(part) for part in zip(*parts, strict=True))
     depth = torch.arange(len(ids), device=lm.device) % DEPTHS + 1
     laws = lm.lm_head(before).float().softmax(-1)
     known = confidences_of(laws, ids, depth, torch.ones_like(depth))
     # What the texts repeat does not matter: any numbers will do that a head may meet.
     known = dataclasses.replace(known, repeat=(ids % 5 - 2).float())
     known = Confidences(*(getattr(known, field.name).cpu() for field in dataclasses.fields(known)))
-    before, after, embeds = (states.float().cpu() for states in (before, after, embeds))
-    return Judged(before, after, embeds, known)
+    states = {"state_before": before, "state_after": after, "embedding": lm.embed(ids)}
+    numbers = {name: feature_value(name, known)[:, None] for name in get_args(Feature)}
+    return {name: state.float().cpu() for name, state in states.items()} | numbers
 
 
 @torch.inference_mode()

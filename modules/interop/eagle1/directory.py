@@ -12,7 +12,15 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.interop.base import Package, Parsed, TargetFacts
-from draftsmith.modules.interop.eagle1.reader import ROTARY_BUFFERS, Biases, Sizes, number, positions, positive, same_values
+from draftsmith.modules.interop.eagle1.reader import (
+    ROTARY_BUFFERS,
+    Biases,
+    Sizes,
+    number,
+    positions,
+    positive,
+    same_values,
+)
 from draftsmith.modules.interop.eagle1.rope import conflict, missing_keys, transformers_rope
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_settings
 from draftsmith.modules.types import InputError
