@@ -54,8 +54,8 @@ class ExportConfig:
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
-        draft: The draft model to be exported as hf-assisted; or the draft whose hidden states an acceptance head reads, a
-            model or the directory of a drafting head (default: the one named in its manifest).
+        draft: The draft model to be exported as hf-assisted; or the draft whose hidden states an acceptance head reads:
+            a model, or the directory of a drafting head (default: the one named in its manifest).
         eagle: The old name of --draft for a head.
         results: Directory of an `eval bench` with this draft, for hf-assisted: the fastest settings are taken from it.
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,

@@ -201,7 +201,10 @@ def _manifest(config: ImportConfig, format: HeadFormat, parsed: Parsed, model: R
 
 
 def _report(config: ImportConfig, format: HeadFormat, parsed: Parsed, model: ReadModel, errors: list[str]) -> None:
-    """What came of it, what a user should know of it, and what to do next. errors: what the system would not compute."""
+    """What came of it, what a user should know of it, and what to do next.
+
+    errors: what the system would not compute of the directory.
+    """
     out, flag = shlex.quote(str(config.output)), reads(format)
     path = shlex.quote(model.path) if model.path else flag.upper()
     say(f"{format.kind} head in the format of {format.system}: {config.output}")

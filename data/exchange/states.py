@@ -17,13 +17,14 @@ from draftsmith.data.models.loading import load_lm, load_tokenizer, read_config
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.modules.acceptance.head import Feature, feature_value
 from draftsmith.modules.decoding.confidence import Confidences, confidences_of
+from draftsmith.modules.drafters import learned
 from draftsmith.modules.interop.base import HeadFormat, Probe, TargetFacts, Trial
 from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.layers import rope_frequencies
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.hf import HFLM
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, SamplingParams
 
 # Editing tasks, which any model can do and answers at some length: a head shows what it is worth on its target's text.
 PROMPTS = (
@@ -75,7 +76,10 @@ def state_source(format: HeadFormat, target: str | None, draft: str | Path | Non
     Raises:
         InputError: a model that is needed was not given.
     """
-    drafts = format.predicts and draft is not None and kind_in(draft) is not None
+    kind = kind_in(draft) if format.predicts and draft is not None else None
+    if kind is not None and kind not in learned():
+        raise InputError("draft", f"{draft}, an {kind} head", "a draft model, or a head that drafts", "Pass another.")
+    drafts = kind is not None
     flag: Literal["target", "draft"] = "draft" if format.predicts and not drafts else "target"
     given = target if flag == "target" else draft
     if given is None:

@@ -48,6 +48,11 @@ class SafeAILab(EagleFormat):
             raise InputError("rope_scaling", found, f"a factor over 1 on base 10000: {rule}", ELSEWHERE)
         return write_head(config, state, dtype, plain_fields(config))
 
+    def holds(self, head: Mapping[str, Any]) -> bool:
+        llama = head.get("llama") or {}
+        square = llama.get("head_dim", 0) * llama.get("num_heads", 0) == llama.get("hidden_size", 0)
+        return square and (llama.get("rope_scaling") or {}).get("kind") != "llama3"
+
     def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
         """head_dim and llama3 scaling, which that code cannot have, are taken by the field: heads for vLLM come in the
         same kind of directory."""
@@ -56,8 +61,9 @@ class SafeAILab(EagleFormat):
         differ = (said.kind, said.theta) != (theirs.kind, theirs.theta) and said.kind in ("default", "linear")
         if differ and conflict(raw) is None:
             expected = f"{theirs}, which {self.system} computes with here, where vLLM goes by the field"
-            vllm = "Import it with --format vllm if vLLM's rule is meant"
-            raise InputError("rope_theta", str(said), expected, f"{vllm}, else write {theirs.theta:g} into config.json.")
+            remedy = "Import it with --format vllm if vLLM's rule is meant"
+            remedy += f", else write {theirs.theta:g} into config.json."
+            raise InputError("rope_theta", str(said), expected, remedy)
         return super().parse(package, target)
 
     def serve(self, served: Served) -> str:
