@@ -13,7 +13,7 @@ import torch
 from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
 from draftsmith.data.exchange.record import read_record
 from draftsmith.data.exchange.states import facts_of
-from draftsmith.data.heads.card import drafter_card, model_card
+from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, save_head
 from draftsmith.data.models.loading import load_lm, tokenizer_identity
 from draftsmith.data.progress import say
@@ -25,6 +25,7 @@ from draftsmith.data.store.manifest import (
     warn_not_compared,
 )
 from draftsmith.data.store.writer import occupied, sole_writer
+from draftsmith.modules.drafters import head_class
 from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import HeadFormat, Package, Parsed, TargetFacts
 from draftsmith.modules.interop.detect import detect
@@ -223,6 +224,6 @@ def _report(config: ImportConfig, format: HeadFormat, parsed: Parsed, model: Rea
         models = f"--target TARGET --draft {path} --acceptance {out}"
         say(f"  draftsmith eval bench {models} --methods specdec++:h=0.7 --prompts FILE")
     else:
-        method = drafter_card(format.kind).method
+        method = head_class(format.kind).card({}).method
         say(f"  draftsmith eval bench --target {path} --draft {out} --methods {method} --prompts FILE")
         say(f"  draftsmith train {format.kind} --init {out} --target {path} --data FILE --output DIR")

@@ -284,8 +284,8 @@ class ModelCard(ABC):
         model = code(self.read_model) or f"the {self.reads}"
         depends = f"the licence of {model}, whose hidden states it was made from, and on those {others}"
         return (
-            f"{self.licence_stated} What it may be used for depends on {depends}. This program knows none of them: look "
-            "them up before you share the head."
+            f"{self.licence_stated} What it may be used for depends on {depends}. This program knows none of them: "
+            "look them up before you share the head."
         )
 
     def versions_section(self) -> str:

@@ -23,9 +23,9 @@ def formats() -> dict[str, HeadFormat]:
     found: dict[str, HeadFormat] = {}
     for file in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{file.name}")
-        for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, HeadFormat) and value.__module__ == module.__name__:
-                found |= {value.name: value()} if "name" in vars(value) else {}
+        classes = (value for value in vars(module).values() if isinstance(value, type))
+        own = (value for value in classes if issubclass(value, HeadFormat) and value.__module__ == module.__name__)
+        found |= {value.name: value() for value in own if "name" in vars(value)}
     return found
 
 
