@@ -136,9 +136,7 @@ class Comparison:
         if len(states) == len(probes):
             inputs = [(embeds, state[:-1]) for (embeds, _), state in zip(served, states, strict=True)]
             yield "features from before the final norm", reading, inputs
-        inputs = [
-            (self.embedding[probe.ids[:-1]], row.features) for probe, row in zip(probes, self.rows, strict=True)
-        ]
+        inputs = [(self.embedding[probe.ids[:-1]], row.features) for probe, row in zip(probes, self.rows, strict=True)]
         yield "each feature beside its own token instead of the next", reading, inputs
         bias = self.package.tensors.get("fc.bias")
         if bias is not None and "fc.bias" not in reading.weights:
