@@ -161,7 +161,7 @@ def run(config: PromptsConfig) -> Path:
                 if index in selection.repeated:
                     raise Repeated("an id that was there before")
                 read = source.row(index)
-                row = encode(index, read, layout_of(read, mapping), tokenizer, config, context, counts)
+                row = prompt_row(index, read, layout_of(read, mapping), tokenizer, config, context, counts)
             except RowError as error:
                 drop(source.where(index), error, config, counts)
             else:
@@ -277,7 +277,7 @@ def default_id(index: int) -> str:
     return f"{index:07d}"
 
 
-def encode(
+def prompt_row(
     index: int,
     row: Row,
     layout: Layout,

@@ -25,11 +25,11 @@ from draftsmith.data.exchange.states import StateSource, state_source
 from draftsmith.data.heads.card import draft_model_card, model_card
 from draftsmith.data.heads.directory import build_head, head_config, head_fields
 from draftsmith.data.heads.measured import measured_of
-from draftsmith.data.models.hub import loadable
-from draftsmith.data.models.loading import DTYPES, load_lm, model_directory, tokenizer_identity
+from draftsmith.data.models.hub import loadable, model_directory
+from draftsmith.data.models.loading import DTYPES, load_lm, tokenizer_identity
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text, write_torch
 from draftsmith.data.store.manifest import git_commit, package_versions
-from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.reading import open_tensors, read_object
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.interop import formats, formats_of, hf_assisted
 from draftsmith.modules.interop.base import HeadFormat, Package, Served
@@ -114,7 +114,7 @@ def run(config: ExportConfig) -> int:
 def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     """Write and check a head; the report, and the command that serves it."""
     format = formats()[config.format]
-    manifest = _manifest(config, format)
+    manifest = _head_manifest(config, format)
     recorded = manifest.get("config") or manifest.get("imported") or {}
     target, draft = config.target or recorded.get("target"), _draft(config, recorded)
     source = state_source(format, target, draft, config)
@@ -158,7 +158,7 @@ def _head_of(config: ExportConfig) -> Path:
     return config.head
 
 
-def _manifest(config: ExportConfig, format: HeadFormat) -> dict[str, Any]:
+def _head_manifest(config: ExportConfig, format: HeadFormat) -> dict[str, Any]:
     """Of the head that is to be exported.
 
     Raises:
@@ -213,12 +213,10 @@ def index_for_target(target: str, directory: Path) -> str:
     """SafeAILab's code finds a target's embedding through an index of shards, also where there is one file. Where the
     target has none it is written into the export, never beside the target; returns what to do with it.
     """
-    from safetensors import safe_open
-
     source = model_directory(target)
     if (source / INDEX).exists() or not (source / "model.safetensors").exists():
         return ""
-    with safe_open(source / "model.safetensors", framework="pt") as file:
+    with open_tensors(source / "model.safetensors") as file:
         names = list(file.keys())
     size = {"total_size": (source / "model.safetensors").stat().st_size}
     write_json(directory / TARGET_INDEX, {"metadata": size, "weight_map": dict.fromkeys(names, "model.safetensors")})

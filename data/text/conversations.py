@@ -40,7 +40,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Asked:
+class OpenTurns:
     """What the target is to answer of a conversation.
 
     opening: waits for its first answer. later: what is said after each of its answers, up to where the next begins.
@@ -182,7 +182,7 @@ def up_to_last_user(messages: Messages) -> Messages:
     return messages[: last + 1]
 
 
-def asked_of(conversation: Conversation, turns: Turns) -> Asked:
+def asked_of(conversation: Conversation, turns: Turns) -> OpenTurns:
     """What the target is to answer.
 
     all: every user turn, and tool messages that were answered; system messages stay where they are. The recorded
@@ -195,10 +195,10 @@ def asked_of(conversation: Conversation, turns: Turns) -> Asked:
     if turns == "last":
         opening = up_to_last_user(conversation.messages)
         before = sum(message["role"] == "user" for message in opening) - 1
-        return Asked(opening, not_asked=before + len(further))
+        return OpenTurns(opening, not_asked=before + len(further))
     stretches = [*_stretches(conversation.messages), *further]
     opening, later = stretches[0], stretches[1:]
-    return Asked(opening, tuple(later)) if turns == "all" else Asked(opening, not_asked=len(later))
+    return OpenTurns(opening, tuple(later)) if turns == "all" else OpenTurns(opening, not_asked=len(later))
 
 
 def _stretches(messages: Messages) -> list[Messages]:

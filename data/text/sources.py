@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
-from draftsmith.data.models.loading import EMBEDDED, resolve_model
+from draftsmith.data.models.hub import EMBEDDED, resolve_model
 from draftsmith.data.store.manifest import MANIFEST, file_sha256
 from draftsmith.data.text.template import RowError
 from draftsmith.modules.types import InputError
@@ -53,7 +53,7 @@ def open_source(path: str, split: str | None = None, subset: str | None = None, 
     resolved = resolve_model(path) if path.startswith(EMBEDDED) else path
     file = Path(resolved)
     if file.is_file():
-        opener = OPENERS.get(kind_of(file))
+        opener = OPENERS.get(suffix_of(file))
         if opener is None:
             expected = "a .jsonl, .json or .parquet file, a directory or a hub id of `datasets`"
             raise InputError("source", path, expected, "Convert the file.")
@@ -64,7 +64,7 @@ def open_source(path: str, split: str | None = None, subset: str | None = None, 
         if not len(source):
             raise InputError("source", f"{path}, which is empty", "at least one row", "Check the file.")
         return source
-    if kind_of(file) in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
+    if suffix_of(file) in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
         found = f"{path}, which does not exist"
         raise InputError("source", found, "a file, a directory or a hub id", "Check the path.")
     if (file / MANIFEST).exists():
@@ -78,7 +78,7 @@ def named_split(split: str | None) -> str | None:
     return None if split is None or split.strip().lower() in ("", NO_FILTER) else split
 
 
-def kind_of(file: Path) -> str:
+def suffix_of(file: Path) -> str:
     """`.jsonl` of rows.jsonl and of rows.jsonl.gz."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if len(suffixes) > 1 and suffixes[-1] in COMPRESSED and suffixes[-2] != ".parquet":
@@ -116,7 +116,7 @@ class JsonLines:
 
     def __init__(self, path: Path):
         self._path, self.digest = path, file_sha256(path)
-        self._file = _plain(path)
+        self._file = _decompressed(path)
         self._offsets: list[tuple[int, int]] = []  # (byte offset, line number from 1)
         offset = 0
         for number, line in enumerate(self._file, start=1):
@@ -140,7 +140,7 @@ class JsonLines:
         return f"{self._path}, line {self._offsets[index][1]}"
 
 
-def _plain(path: Path) -> IO[bytes]:
+def _decompressed(path: Path) -> IO[bytes]:
     """The file, or what is in it where it is compressed."""
     codec = COMPRESSED.get(path.suffix.lower())
     if codec is None:
@@ -207,7 +207,7 @@ class JsonList:
 
 
 def _open_json(path: Path) -> Source:
-    with _plain(path) as file:
+    with _decompressed(path) as file:
         raw = file.read().removeprefix(BOM)
     if not raw.strip():
         return JsonList([], "", path)

@@ -57,6 +57,15 @@ def context_length(target: str) -> int | None:
     return (raw.get("text_config") or raw).get("max_position_embeddings")
 
 
+def check_context(row: int, length: int, max_position: int) -> None:
+    """Raises InputError where a prompt leaves no room for an answer."""
+    if length >= max_position:
+        remedy = "Make the prompts for this target: data prompts --overlong drop."
+        raise InputError(
+            f"prompt {row}", f"{length} tokens", f"fewer than the target's context, {max_position}", remedy
+        )
+
+
 def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
     """Ids of a conversation that waits for the assistant: up to and including the generation prompt.
 

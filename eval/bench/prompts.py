@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.models.loading import resolve_model, text_identity
+from draftsmith.data.models.hub import resolve_model
+from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
 from draftsmith.data.text.conversations import Turns, label_columns, label_of, layout_of, up_to_last_user, user_turns
 from draftsmith.data.text.sources import named_split, open_source

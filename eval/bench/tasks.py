@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.models.loading import EMBEDDED
+from draftsmith.data.models.hub import EMBEDDED
 from draftsmith.data.text.sources import OPENERS, kind_of, plain_stem
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.measure import BenchPrompt

@@ -22,7 +22,7 @@ from tiny_models import CONTEXT, tiny_tokenizer
 
 from draftsmith.data.answering.batched import answer
 from draftsmith.data.answering.server import LONGEST_WAIT_S, ServerConfig
-from draftsmith.data.answering.server_answer import Asked, BadAnswer, Reader
+from draftsmith.data.answering.server_answer import BadAnswer, Question, ReplyReader
 from draftsmith.data.inspect import InspectConfig, run
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
@@ -365,7 +365,7 @@ def test_an_answer_is_checked_against_vocabulary_limits_and_itself(number):
     if isinstance(reply, dict) and reply["choices"] and reply["choices"][0]:
         choice = reply["choices"][0]
         choice |= {"token_ids": ids} if choice.get("token_ids") == "DEF" else {}
-    reader, asked = Reader(tokenizer, len(tokenizer), (1,)), Asked("prompt 3", [4, 5], 9, "tiny")
+    reader, asked = ReplyReader(tokenizer, len(tokenizer), (1,)), Question("prompt 3", [4, 5], 9, "tiny")
     if what is None:
         assert reader.read(asked, reply)["input_ids"] == [4, 5, *ids]
         return
@@ -384,14 +384,16 @@ def test_an_answer_is_checked_against_vocabulary_limits_and_itself(number):
 def test_another_model_or_template_ends_the_stage(more, what):
     tokenizer = tiny_tokenizer()
     with pytest.raises(InputError, match=what):
-        Reader(tokenizer, len(tokenizer), (1,)).read(Asked("prompt 3", [4, 5], 9, "tiny"), {"choices": [GOOD], **more})
+        ReplyReader(tokenizer, len(tokenizer), (1,)).read(
+            Question("prompt 3", [4, 5], 9, "tiny"), {"choices": [GOOD], **more}
+        )
 
 
 def test_an_end_token_is_added_only_where_the_server_hides_one():
     tokenizer = tiny_tokenizer()
     ids = tokenizer("def add", add_special_tokens=False)["input_ids"]
     end = tokenizer.eos_token_id
-    reader, asked = Reader(tokenizer, len(tokenizer), (end,)), Asked("prompt 3", [4, 5], 9, "tiny")
+    reader, asked = ReplyReader(tokenizer, len(tokenizer), (end,)), Question("prompt 3", [4, 5], 9, "tiny")
     for counted, whole in ((len(ids) + 1, [*ids, end]), (len(ids), ids)):  # counted alike: a stop string ended it
         choice = {"text": "def add", "finish_reason": "stop", "token_ids": list(ids)}
         row = reader.read(asked, {"choices": [choice], "usage": {"completion_tokens": counted}})

@@ -17,7 +17,8 @@ from draftsmith.data.answering.batched import answer
 from draftsmith.data.answering.server import ServerConfig, ServerEngine
 from draftsmith.data.inspect import InspectConfig
 from draftsmith.data.inspect import run as inspect
-from draftsmith.data.models.loading import load_lm, model_directory
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import AcceptanceDataset, FeatureDataset, ResponsesDataset, in_pieces
 from draftsmith.data.store.manifest import Manifest, file_sha256
 from draftsmith.data.store.rollout_dataset import RolloutDataset
