@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.models.hub import EMBEDDED
-from draftsmith.data.text.sources import OPENERS, kind_of, plain_stem
+from draftsmith.data.text.sources import OPENERS, suffix_of, plain_stem
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.measure import BenchPrompt
 from draftsmith.eval.bench.prompts import Turns, read_prompts
@@ -94,7 +94,7 @@ def _task_files(tasks: str) -> Iterator[tuple[str, str]]:
         if part.startswith(EMBEDDED):
             yield part.removeprefix(EMBEDDED), part
         elif path.is_dir():
-            files = sorted(file for file in path.iterdir() if kind_of(file) in OPENERS and file.is_file())
+            files = sorted(file for file in path.iterdir() if suffix_of(file) in OPENERS and file.is_file())
             files += sorted(path.glob(f"*/{FASTCHAT}"))
             if not files:
                 expected = f"a directory with files of {', '.join(OPENERS)}"
