@@ -17,7 +17,7 @@ from draftsmith.data.exchange.assistant import check_assistant
 from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.record import against_record, read_record
 from draftsmith.data.exchange.states import StateSource, make_trial, state_source
-from draftsmith.data.heads.directory import build_head, kind_in, load_head
+from draftsmith.data.heads.directory import build_head, kind_at, load_head
 from draftsmith.data.store.manifest import compare_identity
 from draftsmith.modules.interop import formats, hf_assisted
 from draftsmith.modules.interop.base import Finding, HeadFormat, Measure
@@ -115,7 +115,7 @@ def original(directory: Path, kind: str, source: StateSource) -> nn.Module:
         InputError: no head of this kind, or one that reads another model's states.
     """
     # Compares identities; the copy is in the model's type, which rounds.
-    load_head(directory, source.lm, kind=kind, identity=source.identity)
+    load_head(directory, source.drafter.lm, kind=kind, identity=source.drafter.identity)
     return load_head(directory)
 
 
@@ -126,7 +126,7 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
     head: the original, if there is one; else the directory is imported.
     """
     package = read_package(str(directory))
-    if kind_in(directory) is not None:
+    if kind_at(directory) is not None:
         remedy = f"Write it for others: draftsmith export --format {format.name} --head {directory}"
         raise InputError("directory", f"{directory}, one of draftsmith's own heads", "another system's", remedy)
     reading = format.read(package, source.facts)
@@ -134,7 +134,7 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
     record = read_record(directory)
     if record is not None:
         report.findings += against_record(record, reading, format)
-        report.findings += other_model(record, source.identity)
+        report.findings += other_model(record, source.drafter.identity)
     ours = head
     if ours is None:
         try:

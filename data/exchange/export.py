@@ -182,7 +182,7 @@ def _draft(config: ExportConfig, recorded: dict[str, Any]) -> str | Path | None:
 
 def served(config: ExportConfig, format: HeadFormat, source: StateSource) -> Served:
     """What the printed command names."""
-    verifier = loadable(config.target) if format.predicts and source.head is None and config.target else None
+    verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
     count = config.num_drafted or num_drafted(_head_of(config), format)
     return Served(loadable(source.path), str(config.output), count, source.head_path, verifier)
 

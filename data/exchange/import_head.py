@@ -25,7 +25,7 @@ from draftsmith.data.store.manifest import (
     warn_not_compared,
 )
 from draftsmith.data.store.writer import occupied, sole_writer
-from draftsmith.modules.drafters import head_class
+from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import HeadFormat, Package, Parsed, TargetFacts
 from draftsmith.modules.interop.detect import detect
@@ -99,8 +99,7 @@ def run(config: ImportConfig) -> Path:
     model = _read_model(config, reads(format))
     parsed = _with_run_time_values(config, format.parse(package, model.facts))
     if model.info is not None:
-        settings = dataclasses.asdict(parsed.config)
-        check_sizes("head", config.directory, settings, model.info.hidden_size, model.info.vocab_size)
+        check_sizes("head", config.directory, parsed.config, model.info.hidden_size, model.info.vocab_size)
         _check_record(config, reads(format), model)
     head = build(format, parsed, package)
     manifest = _manifest(config, format, parsed, model)
@@ -135,7 +134,7 @@ def _check_record(config: ImportConfig, flag: str, model: ReadModel) -> None:
     """
     record = read_record(package_directory(config.directory))
     recorded = (record or {}).get("head", {}).get("target") or {}
-    of_model = {key: value for key, value in recorded.items() if key != "eagle"}
+    of_model = {key: value for key, value in recorded.items() if key not in learned()}
     if not of_model:
         return
     differing, unrecorded = compare_identity({flag: model.info.identity}, {flag: of_model})

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftsmith.data.answering.batched import answer
-from draftsmith.data.heads.directory import eagle_identity, kind_in, load_head
+from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.models.loading import load_lm, load_tokenizer, read_config
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.modules.acceptance.head import Feature, feature_value
 from draftsmith.modules.decoding.confidence import Confidences, confidences_of
-from draftsmith.modules.drafters import learned
 from draftsmith.modules.interop.base import HeadFormat, Probe, TargetFacts, Trial
 from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.layers import rope_frequencies
@@ -56,16 +55,15 @@ DEPTHS = 8
 
 @dataclass(frozen=True)
 class StateSource:
-    """A model by its path, with a drafting head on it where a predictor reads that one's states.
+    """What gives the hidden states that a head reads.
 
-    identity: of the two together. facts: of the model.
+    path: of the model. drafter: that model, with a drafting head on it where a predictor reads that one's states.
+    facts: of the model. head_path: of the drafting head.
     """
 
     path: str
-    lm: CausalLM
-    identity: Mapping[str, str]
+    drafter: FrozenDrafter
     facts: TargetFacts
-    head: nn.Module | None = None
     head_path: str | None = None
 
 
@@ -76,22 +74,24 @@ def state_source(format: HeadFormat, target: str | None, draft: str | Path | Non
     Raises:
         InputError: a model that is needed was not given.
     """
-    kind = kind_in(draft) if format.predicts and draft is not None else None
-    if kind is not None and kind not in learned():
-        raise InputError("draft", f"{draft}, an {kind} head", "a draft model, or a head that drafts", "Pass another.")
-    drafts = kind is not None
-    flag: Literal["target", "draft"] = "draft" if format.predicts and not drafts else "target"
-    given = target if flag == "target" else draft
-    if given is None:
-        whose = "the target" if flag == "target" else "the draft model whose hidden states the head reads"
-        raise InputError(flag, "none", whose, f"Pass --{flag}.")
-    path = str(given)
-    lm = load_lm(path, how.dtype, how.device, how.engine, how.trust_remote_code)
-    if not drafts:
-        return StateSource(path, lm, lm.info.identity, facts_of(path, lm))
-    assert draft is not None
-    identity = eagle_identity(draft, lm)
-    return StateSource(path, lm, identity, facts_of(path, lm), load_head(draft, lm), str(draft))
+
+    def load(path: str) -> CausalLM:
+        return load_lm(path, how.dtype, how.device, how.engine, how.trust_remote_code)
+
+    def target_path() -> str:
+        if target is None:
+            raise InputError("target", "none", "the target", "Pass --target.")
+        return target
+
+    if not format.predicts:
+        lm = load(target_path())
+        return StateSource(target_path(), FrozenDrafter(lm, lm.info.identity), facts_of(target_path(), lm))
+    if draft is None:
+        whose = "the draft model whose hidden states the head reads"
+        raise InputError("draft", "none", whose, "Pass --draft.")
+    drafter = load_drafter(draft, lambda: load(target_path()), load)
+    path, head_path = (str(draft), None) if drafter.head is None else (target_path(), str(draft))
+    return StateSource(path, drafter, facts_of(path, drafter.lm), head_path)
 
 
 def facts_of(path: str, lm: CausalLM) -> TargetFacts:
@@ -116,40 +116,33 @@ def facts_of(path: str, lm: CausalLM) -> TargetFacts:
 
 def make_trial(format: HeadFormat, source: StateSource, head: Any) -> Trial:
     """Text that the model itself wrote, for what a format compares. head: one of ours."""
-    longest = source.lm.info.max_position
+    longest, lm = source.drafter.max_position, source.drafter.lm
     if format.predicts:
-        return Trial(source.facts, inputs=predictor_inputs(make_probes(source.path, source.lm, longest), source))
+        return Trial(source.facts, inputs=predictor_inputs(make_probes(source.path, lm, longest), source))
     longest = min(head.config.max_position, longest) - format.probe_room
-    return Trial(source.facts, make_probes(source.path, source.lm, longest))
+    return Trial(source.facts, make_probes(source.path, lm, longest))
 
 
 def predictor_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str, Tensor]:
     """All that a predictor may read of the N tokens of the answers, name -> [N, size] in float32 by the names of
-    `interop.acceptance.inputs_of`: as the draft model reads them, or the head that drafts on it.
+    `interop.acceptance.inputs_of`: each token as the first one of a draft.
 
     Places in the draft are counted from 1 to DEPTHS and again, as no draft was made.
     """
-    lm, parts = source.lm, list[tuple[Tensor, Tensor, Tensor]]()
-    branches: Any = None if source.head is None else cast(Any, source.head).branches(lm, 1)
-    first_judged = 1 if branches is None else branches.min_start
+    lm, branches, parts = source.drafter.lm, source.drafter.branches(1), list[tuple[Tensor, Tensor, Tensor]]()
     for probe in probes:
         ids = probe.ids.to(lm.device)
-        states = probe.features.to(lm.embed(ids))
-        starts = torch.arange(max(probe.start, first_judged), len(ids))
-        if branches is None:
-            before, after = states[starts - 1], states[starts]
-        else:
-            branches.open(ids.tolist(), states)
-            before, after = branches.states(starts.tolist(), ids[starts, None]).unbind(1)
+        starts = list(range(max(probe.start, branches.min_start), len(ids)))
+        branches.open(ids.tolist(), source.drafter.features(ids.tolist()))
+        before, after = branches.states(starts, ids[starts, None]).unbind(1)
         parts.append((before, after, ids[starts]))
     before, after, ids = (torch.cat(part) for part in zip(*parts, strict=True))
     depth = torch.arange(len(ids), device=lm.device) % DEPTHS + 1
-    laws = lm.lm_head(before).float().softmax(-1)
-    known = confidences_of(laws, ids, depth, torch.ones_like(depth))
+    known = confidences_of(branches.lm_head(before).float().softmax(-1), ids, depth, torch.ones_like(depth))
     # What the texts repeat does not matter: any numbers will do that a head may meet.
     known = dataclasses.replace(known, repeat=(ids % 5 - 2).float())
     known = Confidences(*(getattr(known, field.name).cpu() for field in dataclasses.fields(known)))
-    states = {"state_before": before, "state_after": after, "embedding": lm.embed(ids)}
+    states = {"state_before": before, "state_after": after, "embedding": branches.embed(ids)}
     numbers = {name: feature_value(name, known)[:, None] for name in get_args(Feature)}
     return {name: state.float().cpu() for name, state in states.items()} | numbers
 

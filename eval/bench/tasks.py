@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.models.hub import EMBEDDED
-from draftsmith.data.text.sources import OPENERS, suffix_of, plain_stem
+from draftsmith.data.text.sources import OPENERS, plain_stem, suffix_of
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.measure import BenchPrompt
 from draftsmith.eval.bench.prompts import Turns, read_prompts
