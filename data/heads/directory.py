@@ -202,10 +202,11 @@ def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
     Raises:
         InputError: no head, one that does not draft, or one for another target.
     """
-    head = load_head(directory, target)
-    if not isinstance(head, DraftHead):
-        kind = head_config(directory)["kind"]
+    kind = head_config(directory)["kind"]
+    if kind not in drafters.learned():
         raise InputError("head", f"{directory}, {_a(kind)} head", "a drafter", "Pass it with its own flag.")
+    head = load_head(directory, target)
+    assert isinstance(head, DraftHead)
     return head
 
 
