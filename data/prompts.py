@@ -25,7 +25,7 @@ from draftsmith.data.text.conversations import (
     listed,
     parse_columns,
     recognise,
-    up_to_last_assistant,
+    up_to_last,
 )
 from draftsmith.data.text.sources import Row, Source, first_rows, named_split, open_source
 from draftsmith.data.text.template import (
@@ -302,7 +302,7 @@ def prompt_row(
     }
     length = len(encoded["prompt_ids"]) + 1  # room for one token of an answer
     if config.supervised:
-        whole = up_to_last_assistant(conversation.messages)
+        whole = up_to_last("assistant", conversation.messages)
         encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, whole)
         length = len(encoded["input_ids"])
     if context is not None and length > context:

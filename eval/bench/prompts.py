@@ -12,7 +12,7 @@ from typing import Any
 from draftsmith.data.models.hub import resolve_model
 from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
-from draftsmith.data.text.conversations import Turns, label_columns, label_of, layout_of, up_to_last_user, user_turns
+from draftsmith.data.text.conversations import Turns, label_columns, label_of, layout_of, up_to_last, user_turns
 from draftsmith.data.text.sources import named_split, open_source
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids, template_hash
 from draftsmith.data.text.turns import has_later_turns, later_turns
@@ -173,7 +173,7 @@ def chat_prompt(target: str, turns: Turns) -> Any:
         try:
             conversation = layout_of(row.content, {}).conversation(row.content)
             messages, later = (
-                (up_to_last_user(conversation.messages), ()) if turns == "last" else user_turns(conversation)
+                (up_to_last("user", conversation.messages), ()) if turns == "last" else user_turns(conversation)
             )
             later = later if turns == "all" else ()
             ids = list(prompt_ids(tokenizer, messages))
