@@ -23,7 +23,7 @@ from draftsmith.data.exchange.directory import SAFEAI
 from draftsmith.data.exchange.record import RECORD, make_record
 from draftsmith.data.exchange.states import StateSource, state_source
 from draftsmith.data.heads.card import draft_model_card, model_card
-from draftsmith.data.heads.directory import build_head, head_config, head_fields
+from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind
 from draftsmith.data.heads.measured import measured_of
 from draftsmith.data.models.hub import loadable, model_directory
 from draftsmith.data.models.loading import DTYPES, load_lm, tokenizer_identity
@@ -167,9 +167,9 @@ def _head_manifest(config: ExportConfig, format: HeadFormat) -> dict[str, Any]:
     kind = head_config(_head_of(config))["kind"]
     if kind != format.kind:
         holds = [other.name for other in formats_of(kind)]
-        remedy = f"Choose {' or '.join(holds)}." if holds else f"No format holds a head of kind {kind} yet."
-        found = f"{config.head}, an {kind} head"
-        raise InputError("head", found, f"an {format.kind} head, which {format.name} holds", remedy)
+        remedy = f"Choose {' or '.join(holds)}." if holds else f"No format holds {named_kind(kind)} head yet."
+        expected = f"{named_kind(format.kind)} head, which {format.name} holds"
+        raise InputError("head", f"{config.head}, {named_kind(kind)} head", expected, remedy)
     if format.float32 and config.weights not in ("auto", "float32"):
         raise InputError("weights", config.weights, f"float32: {format.name} reads nothing else", "Leave it out.")
     return read_object(_head_of(config) / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")

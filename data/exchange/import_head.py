@@ -14,7 +14,7 @@ from draftsmith.data.exchange.directory import package_directory, read_package, 
 from draftsmith.data.exchange.record import read_record
 from draftsmith.data.exchange.states import facts_of
 from draftsmith.data.heads.card import model_card
-from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, save_head
+from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, named_kind, save_head
 from draftsmith.data.models.loading import load_lm, tokenizer_identity
 from draftsmith.data.progress import say
 from draftsmith.data.store.manifest import (
@@ -119,7 +119,7 @@ def _check_flags(config: ImportConfig, format: HeadFormat) -> None:
     """Raises InputError for flags of the other kind of head, which would be passed over."""
     flag, other = reads(format), "target" if format.predicts else "draft"
     if getattr(config, other) is not None:
-        expected = f"--{flag}: this is an {format.kind} head ({format.name})"
+        expected = f"--{flag}: this is {named_kind(format.kind)} head ({format.name})"
         raise InputError(other, getattr(config, other), expected, f"Pass --{flag} in its place.")
     if not format.w_rej and config.w_rej != 1.0:
         wanted = " or ".join(name for name, known in formats().items() if known.w_rej)

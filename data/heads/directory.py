@@ -204,7 +204,7 @@ def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
     """
     kind = head_config(directory)["kind"]
     if kind not in drafters.learned():
-        raise InputError("head", f"{directory}, {_a(kind)} head", "a drafter", "Pass it with its own flag.")
+        raise InputError("head", f"{directory}, {named_kind(kind)} head", "a drafter", "Pass it with its own flag.")
     head = load_head(directory, target)
     assert isinstance(head, DraftHead)
     return head
@@ -213,13 +213,13 @@ def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
 def _config_of_kind(directory: str | Path, kind: str | None) -> dict[str, Any]:
     config = head_config(directory)
     if kind is not None and config["kind"] != kind:
-        raise InputError(
-            "head", f"{directory}, {_a(config['kind'])} head", f"{_a(kind)} head", "Pass it with its own flag."
-        )
+        found, expected = f"{directory}, {named_kind(config['kind'])} head", f"{named_kind(kind)} head"
+        raise InputError("head", found, expected, "Pass it with its own flag.")
     return config
 
 
-def _a(kind: str) -> str:
+def named_kind(kind: str) -> str:
+    """A kind with its article."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
@@ -228,7 +228,7 @@ def _settings(config: dict[str, Any]) -> Any:
     try:
         return from_json(class_of(config["kind"]).Config, config["head"])
     except (TypeError, KeyError) as error:  # a name that is absent, unknown, or of another type
-        found = f"settings that are none of {_a(config['kind'])} head ({error})"
+        found = f"settings that are none of {named_kind(config['kind'])} head ({error})"
         raise InputError("config.json", found, "what training wrote", "Copy or train the head again.") from error
 
 
