@@ -65,7 +65,7 @@ def open_tokenizer(manifest: Manifest, name: str | None) -> Any:
     """The tokenizer the artefact was made with.
 
     Raises:
-        InputError: it can not be found, or is another one.
+        InputError: it cannot be found, or is another one.
     """
     name = name or manifest.config.get("target")
     if not name:

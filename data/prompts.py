@@ -71,7 +71,7 @@ class PromptsConfig:
         max_length: Longest prompt (supervised: conversation) in tokens, those of later turns with the answers before
             them included; 0 is the target's context.
         overlong: What happens to longer ones: an error, or dropped and counted.
-        invalid: What happens to rows that can not be used (no user turn, no text): an error, or dropped and counted.
+        invalid: What happens to rows that cannot be used (no user turn, no text): an error, or dropped and counted.
         rows_per_shard: Rows of the source in each shard.
         trust_remote_code: Let the target's repository run its own code.
     """

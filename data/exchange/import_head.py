@@ -88,7 +88,7 @@ def run(config: ImportConfig) -> Path:
     """Import one head; the path of its new directory.
 
     Raises:
-        InputError: the directory is not what it should be, our head can not be it, or it does not fit the model.
+        InputError: the directory is not what it should be, our head cannot be it, or it does not fit the model.
     """
     if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")

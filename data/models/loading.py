@@ -45,7 +45,7 @@ def load_lm(
     dtype: float32, bfloat16, float16, or auto (the checkpoint's own).
     engine: lean (Llama family), hf (any transformers causal model), or auto: lean where it applies.
     packed: for decoding on a CPU: the lean engine holds its weights in the layout of the CPU's kernels only. Such a
-        model can not be differentiated through.
+        model cannot be differentiated through.
     parallel: for a model larger than one device, on the hf engine: device_map spreads its layers over the devices of
         this process; tensor splits every layer over all processes, which then call it together, with the same input
         (`data/models/parallel.py`). none is one device.

@@ -15,7 +15,7 @@ PROBE: Messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", 
 
 
 class RowError(ValueError):
-    """One row can not be used; the stage counts it or makes it an InputError that names the row."""
+    """One row cannot be used; the stage counts it or makes it an InputError that names the row."""
 
 
 def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervised: bool = False) -> Any:

@@ -127,7 +127,7 @@ def parse_head(package: Package, target: TargetFacts | None, producer: Producer)
     """A directory as our head, by the rules of the system it was made for; state in float32.
 
     Raises:
-        InputError: for what our head can not be, and where that system would compute with numbers of no one's choosing.
+        InputError: for what our head cannot be, and where that system would compute with numbers of no one's choosing.
     """
     raw, size, notes = package.config, producer.sizes, list[str]()
     theta, scaling = _checked_fields(raw, size, target)

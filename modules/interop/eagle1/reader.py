@@ -347,7 +347,7 @@ class Reader:
         elif vocab != theirs:
             self.note("vocab_size", f"does not go by {vocab} here: the tables are the target's, of {theirs} tokens")
         if target.raw.get("hidden_size", hidden) != hidden:
-            self.error("hidden_size", f"can not fuse features of width {target.raw['hidden_size']} at width {hidden}")
+            self.error("hidden_size", f"cannot fuse features of width {target.raw['hidden_size']} at width {hidden}")
 
     def reading(self) -> Reading:
         return Reading(self.weights, self.settings, tuple(self.findings), tuple(self.used))

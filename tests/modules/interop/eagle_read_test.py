@@ -253,9 +253,9 @@ TRAPS = {
         ("error", "model_type", "builds another model"),
         ("note", "model_type", "takes 'qwen2'")),
     "another width than the target's": Trap({}, {},
-        ("error", "hidden_size", "can not fuse features of width 99"),
-        ("error", "hidden_size", "can not fuse features of width 99"),
-        ("error", "hidden_size", "can not fuse features of width 99")),
+        ("error", "hidden_size", "cannot fuse features of width 99"),
+        ("error", "hidden_size", "cannot fuse features of width 99"),
+        ("error", "hidden_size", "cannot fuse features of width 99")),
 }  # fmt: skip
 CASES = [(trap, kind) for trap in TRAPS for kind in SYSTEMS]
 
@@ -273,7 +273,7 @@ def test_each_system_meets_a_broken_copy_in_its_own_way(trap, kind):
         level, where, text = expected
         found = [f for f in reading.findings if f.where == where and f.level == level]
         assert any(text in finding.text for finding in found), [str(f) for f in reading.findings]
-        assert reading.errors or level == "note", "a copy that is broken here can not pass"
+        assert reading.errors or level == "note", "a copy that is broken here cannot pass"
         if level == "note":
             assert reading.errors == [], "what is harmless here must pass"
     # Whatever the copy: no tensor is without a trace, and none of the system's parameters without a value.
