@@ -74,13 +74,6 @@ COMMANDS: dict[str, Command] = {
     "eval policies": Command(
         "eval.studies.policies.study", "PoliciesConfig", "Acceptance heads against every stop policy"
     ),
-    "eval generation": Command(
-        "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
-    ),
-    "eval latency": Command("eval.latency", "LatencyConfig", "What the decoder adds to its models' forwards"),
-    "eval tune-check": Command(
-        "eval.tuning.check", "TuneCheckConfig", "The tuner's choice beside an exhaustive measured sweep"
-    ),
     "launch torchrun": Command(
         "launch.torchrun", "TorchrunConfig", "Processes on this machine, or one group per machine", ("command",)
     ),
@@ -101,8 +94,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Use heads elsewhere, and others' here": ("export", "check", "import"),
     "Measure": ("eval bench", "eval compare", "eval tune", "eval report", "eval lossless"),
     "The papers' experiments": ("eval specdecpp", "eval eagle2", "eval hsddw", "eval calibration", "eval policies"),
-    "Measure Draftsmith itself": ("eval generation", "eval latency", "eval tune-check", "train throughput",
-                                  "plan check"),
+    "Measure Draftsmith itself": ("train throughput", "plan check"),
     "The shipped models": ("embedded build",),
 }  # fmt: skip
 
