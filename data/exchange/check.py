@@ -16,7 +16,7 @@ from torch import nn
 from draftsmith.data.exchange.assistant import check_assistant
 from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.record import against_record, read_record
-from draftsmith.data.exchange.states import StateSource, make_trial, state_source
+from draftsmith.data.exchange.states import StateSource, loading_of, make_trial, state_source
 from draftsmith.data.heads.directory import build_head, kind_at, load_head
 from draftsmith.data.store.manifest import compare_identity
 from draftsmith.modules.interop import formats, hf_assisted
@@ -86,7 +86,7 @@ def run(config: CheckConfig) -> int:
         report = report_of_assistant(config.directory, config.target)
     else:
         format = formats()[config.format]
-        source = state_source(format, config.target, config.draft or config.eagle, config)
+        source = state_source(format, config.target, config.draft or config.eagle, loading_of(config))
         head = original(config.head, format.kind, source) if config.head is not None else None
         report = check_head(config.directory, format, source, head)
     print_report(report, str(config.directory), config.format)

@@ -21,7 +21,7 @@ from draftsmith.data.exchange.check import (
 )
 from draftsmith.data.exchange.directory import SAFEAI
 from draftsmith.data.exchange.record import RECORD, make_record
-from draftsmith.data.exchange.states import StateSource, state_source
+from draftsmith.data.exchange.states import StateSource, loading_of, state_source
 from draftsmith.data.heads.card import draft_model_card, model_card
 from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind
 from draftsmith.data.heads.measured import measured_of
@@ -117,7 +117,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     manifest = _head_manifest(config, format)
     recorded = manifest.get("config") or manifest.get("imported") or {}
     target, draft = config.target or recorded.get("target"), _draft(config, recorded)
-    source = state_source(format, target, draft, config)
+    source = state_source(format, target, draft, loading_of(config))
     head: Any = original(_head_of(config), format.kind, source)
     state = exported_state(head, config.weights)
     package = format.write(head.config, state, next(iter(state.values())).dtype)

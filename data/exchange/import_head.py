@@ -12,10 +12,10 @@ import torch
 
 from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
 from draftsmith.data.exchange.record import read_record
-from draftsmith.data.exchange.states import facts_of
+from draftsmith.data.exchange.states import StateSource, state_source
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, named_kind, save_head
-from draftsmith.data.models.loading import load_lm, tokenizer_identity
+from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.progress import say
 from draftsmith.data.store.manifest import (
     compare_identity,
@@ -27,7 +27,7 @@ from draftsmith.data.store.manifest import (
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.interop import formats
-from draftsmith.modules.interop.base import HeadFormat, Package, Parsed, TargetFacts
+from draftsmith.modules.interop.base import HeadFormat, Package, Parsed
 from draftsmith.modules.interop.detect import detect
 from draftsmith.modules.interop.specdec_pp import UNCORRECTED
 from draftsmith.modules.types import InputError
@@ -73,16 +73,6 @@ class ImportConfig:
             raise InputError("w_rej", self.w_rej, "a number above 0", "Pass 1 where rejected tokens weighed no more.")
 
 
-@dataclass(frozen=True)
-class ReadModel:
-    """The model whose hidden states the head reads, as far as it was given."""
-
-    path: str | None = None
-    facts: TargetFacts | None = None
-    info: Any = None  # ModelInfo
-    models: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
 @sole_writer()
 def run(config: ImportConfig) -> Path:
     """Import one head; the path of its new directory.
@@ -96,17 +86,19 @@ def run(config: ImportConfig) -> Path:
     shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
     format = formats()[detect(package.config, shapes) if config.format == "auto" else config.format]
     _check_flags(config, format)
-    model = _read_model(config, reads(format))
-    parsed = _with_run_time_values(config, format.parse(package, model.facts))
-    if model.info is not None:
-        check_sizes("head", config.directory, parsed.config, model.info.hidden_size, model.info.vocab_size)
-        _check_record(config, reads(format), model)
+    source = _source(config, format)
+    facts = None if source is None else source.facts
+    parsed = _with_run_time_values(config, format.parse(package, facts))
+    if source is not None:
+        info = source.drafter.lm.info
+        check_sizes("head", config.directory, parsed.config, info.hidden_size, info.vocab_size)
+        _check_record(config, reads(format), source)
     head = build(format, parsed, package)
-    manifest = _manifest(config, format, parsed, model)
+    manifest = _manifest(config, format, parsed, source)
     save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}))
     # What the system itself would not compute of the directory as it lies there.
-    errors = [f"{finding.where}: {finding.text}" for finding in format.read(package, model.facts).errors]
-    _report(config, format, parsed, model, errors)
+    errors = [f"{finding.where}: {finding.text}" for finding in format.read(package, facts).errors]
+    _report(config, format, parsed, errors)
     return config.output
 
 
@@ -126,7 +118,15 @@ def _check_flags(config: ImportConfig, format: HeadFormat) -> None:
         raise InputError("w_rej", config.w_rej, f"a head of {wanted}: this is one of {format.name}", "Leave it out.")
 
 
-def _check_record(config: ImportConfig, flag: str, model: ReadModel) -> None:
+def _source(config: ImportConfig, format: HeadFormat) -> StateSource | None:
+    """What gives the hidden states that the head reads, where it was given."""
+    if getattr(config, reads(format)) is None:
+        return None
+    own = {"engine": config.engine, "trust_remote_code": config.trust_remote_code}
+    return state_source(format, config.target, config.draft, {"dtype": "auto", **own})
+
+
+def _check_record(config: ImportConfig, flag: str, source: StateSource) -> None:
     """A head that this project exported says what it was trained for, which another model's name would cover up.
 
     Raises:
@@ -137,22 +137,13 @@ def _check_record(config: ImportConfig, flag: str, model: ReadModel) -> None:
     of_model = {key: value for key, value in recorded.items() if key not in learned()}
     if not of_model:
         return
-    differing, unrecorded = compare_identity({flag: model.info.identity}, {flag: of_model})
+    differing, unrecorded = compare_identity({flag: source.drafter.identity}, {flag: of_model})
     if differing:
         names = ", ".join(key.removeprefix(f"{flag}.") for key, _, _ in differing)
-        found = f"{model.path}, which is another model than the head was trained for ({names} differ)"
+        found = f"{source.path}, which is another model than the head was trained for ({names} differ)"
         remedy = f"Pass that one; or leave --{flag} out, and train the head on with --init."
         raise InputError(flag, found, "the model it was trained for", remedy)
     warn_not_compared(str(config.directory), unrecorded)
-
-
-def _read_model(config: ImportConfig, flag: str) -> ReadModel:
-    path = getattr(config, flag)
-    if path is None:
-        return ReadModel()
-    lm = load_lm(path, "auto", "cpu", config.engine, config.trust_remote_code)
-    models = {flag: lm.info.identity, **tokenizer_identity(path)}
-    return ReadModel(path, facts_of(path, lm), lm.info, models)
 
 
 def _with_run_time_values(config: ImportConfig, parsed: Parsed) -> Parsed:
@@ -180,37 +171,39 @@ def build(format: HeadFormat, parsed: Parsed, package: Package) -> nn.Module:
     return build_head(format.kind, parsed.config, state)
 
 
-def _manifest(config: ImportConfig, format: HeadFormat, parsed: Parsed, model: ReadModel) -> dict[str, Any]:
+def _manifest(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: StateSource | None) -> dict[str, Any]:
     """What is known of the head: no settings, data or losses of a training."""
     files = weight_files(package_directory(config.directory))
-    source = {
+    flag, identity = reads(format), None if source is None else source.drafter.identity
+    imported = {
         "producer": format.name,
         "path": config.directory,
         "sha256": {file.name: file_sha256(file) for file in files},
-        reads(format): model.path,
+        flag: getattr(config, flag),
         "notes": list(parsed.notes),
     }
     return {
-        "target": None if model.info is None else model.info.identity,
-        "models": model.models,
+        "target": identity,
+        "models": {} if source is None else {flag: identity, **tokenizer_identity(source.path)},
         "sampling": None,
-        "imported": source,
+        "imported": imported,
         "packages": package_versions(),
         "git_commit": git_commit(),
     }
 
 
-def _report(config: ImportConfig, format: HeadFormat, parsed: Parsed, model: ReadModel, errors: list[str]) -> None:
+def _report(config: ImportConfig, format: HeadFormat, parsed: Parsed, errors: list[str]) -> None:
     """What came of it, what a user should know of it, and what to do next.
 
     errors: what the system would not compute of the directory.
     """
     out, flag = shlex.quote(str(config.output)), reads(format)
-    path = shlex.quote(model.path) if model.path else flag.upper()
+    given = getattr(config, flag)
+    path = shlex.quote(given) if given else flag.upper()
     say(f"{format.kind} head in the format of {format.system}: {config.output}")
     for note in parsed.notes:
         say(f"  note: {note}")
-    if model.path is None:
+    if given is None:
         say(f"  note: no --{flag} was given: nothing is recorded of it, and other models are not refused")
     for error in errors:
         say(f"  note: {format.system} would not compute this head from the directory as it is: {error}")

@@ -67,16 +67,16 @@ class StateSource:
     head_path: str | None = None
 
 
-def state_source(format: HeadFormat, target: str | None, draft: str | Path | None, how: Any) -> StateSource:
+def state_source(format: HeadFormat, target: str | None, draft: str | Path | None, loading: Any) -> StateSource:
     """What a head of this format reads: a drafter the target; a predictor the draft, which is a model, or the directory
-    of a drafting head for the target. how: says how models are loaded.
+    of a drafting head for the target. loading: how, as arguments of `load_lm`.
 
     Raises:
         InputError: a model that is needed was not given.
     """
 
     def load(path: str) -> CausalLM:
-        return load_lm(path, how.dtype, how.device, how.engine, how.trust_remote_code)
+        return load_lm(path, **loading)
 
     def target_path() -> str:
         if target is None:
@@ -92,6 +92,11 @@ def state_source(format: HeadFormat, target: str | None, draft: str | Path | Non
     drafter = load_drafter(draft, lambda: load(target_path()), load)
     path, head_path = (str(draft), None) if drafter.head is None else (target_path(), str(draft))
     return StateSource(path, drafter, facts_of(path, drafter.lm), head_path)
+
+
+def loading_of(config: Any) -> dict[str, Any]:
+    """How a command's settings say that models are loaded."""
+    return {name: getattr(config, name) for name in ("dtype", "device", "engine", "trust_remote_code")}
 
 
 def facts_of(path: str, lm: CausalLM) -> TargetFacts:
