@@ -56,6 +56,9 @@ class AcceptanceCard(ModelCard):
         drafter = shlex.quote(self.read_model or "DRAFT")
         return f"--target {shlex.quote(self.target or 'TARGET')} --draft {drafter} --acceptance DIR"
 
+    def own_settings(self) -> list[str]:
+        return ["num_blocks", "tied", "state", "judges", "w_acc", "w_rej", "mix", "calibrate"]
+
     def tables(self) -> list[str]:
         return [inputs_table(self.head)] if "num_blocks" in self.head else []
 

@@ -23,11 +23,10 @@ from draftsmith.modules.drafters.base import HeadCard
 
 # Library that an export's format belongs to, as the model hub names it, where that is not the format's own name.
 LIBRARIES = {"hf-assisted": "transformers"}
-# Settings of a training that decide its result, in the order in which a reader asks for them.
+# Settings that every training has and that decide its result, in the order in which a reader asks for them.
 SETTINGS = (
-    *("init", "num_layers", "rope", "num_blocks", "tied", "state", "judges", "w_acc", "w_rej", "mix", "calibrate"),
-    *("features", "feature_dtype", "feature_weight", "token_weight", "noise", "unroll", "unroll_after", "unroll_decay"),
-    *("epochs", "max_steps", "batch_size", "tokens_per_batch", "max_length", "optimizer", "lr", "schedule"),
+    *("features", "feature_dtype", "epochs", "max_steps", "batch_size", "tokens_per_batch", "max_length"),
+    *("optimizer", "lr", "schedule"),
     *("warmup_share", "min_lr_share", "weight_decay", "betas", "clip", "precision", "model_dtype", "val_share", "seed"),
 )
 NOT_STATED = "not stated"
@@ -230,7 +229,7 @@ class ModelCard(ABC):
         for decides, other in (("max_steps", "epochs"), ("tokens_per_batch", "batch_size")):
             if decides in config:
                 config.pop(other if config[decides] else decides, None)
-        shown = [*SETTINGS, *(name for name in self.own_settings() if name not in SETTINGS)]
+        shown = dict.fromkeys(("init", *self.own_settings(), *SETTINGS))
         rows = [(f"`{name}`", code(config[name])) for name in shown if config.get(name) is not None]
         if not rows:
             return sentence(self.unknown)
