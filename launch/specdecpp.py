@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from draftsmith.eval.studies.specdecpp.study import SpecDecPPConfig, Study
 
 STARTED = "settings.json"
-
-
-def __getattr__(name: str) -> Any:
-    """The class of settings, which the measuring part owns: nothing of it is loaded before it is asked for."""
-    if name == "SpecDecPPConfig":
-        from draftsmith.eval.studies.specdecpp.study import SpecDecPPConfig
-
-        return SpecDecPPConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def run(config: SpecDecPPConfig) -> Path:
