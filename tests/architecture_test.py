@@ -61,7 +61,7 @@ class Import:
 
 
 def module_name(path: str) -> str:
-    """`modules/drafters/eagle/head.py` -> `draftsmith.modules.drafters.eagle`; a package's `__init__.py` -> the package."""
+    """`modules/sampling.py` -> `draftsmith.modules.sampling`; a package's `__init__.py` -> the package."""
     parts = ["draftsmith", *path.removesuffix(".py").split("/")]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

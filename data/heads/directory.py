@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SCHEMA_VERSION = 1
-# Registry name = file name in modules/heads; the classes that hold its settings and its weights.
-HEADS = {"acceptance": ("AcceptanceHeadConfig", "AcceptanceHead"), "eagle": ("EagleConfig", "EagleHead")}
-
+# Registry name -> the module below `modules` with the classes that hold a head's settings and its weights.
+HEADS = {
+    "acceptance": ("acceptance.head", "AcceptanceHeadConfig", "AcceptanceHead"),
+    "eagle": ("drafters.eagle.head", "EagleConfig", "EagleHead"),
+}
 
 # Of their settings, what is read before they are built.
 SIZES = {"acceptance": {"hidden_size": int}, "eagle": {"llama": {"hidden_size": int, "vocab_size": int}}}
@@ -35,14 +37,14 @@ LABELS = ("labels", "mode", "drafter")
 
 def head_classes(kind: str) -> tuple[Any, Any]:
     """The classes that hold a head's settings and its weights, by its registry name."""
-    module = importlib.import_module(f"draftsmith.modules.drafters.{kind}")
-    config_class, head_class = HEADS[kind]
+    path, config_class, head_class = HEADS[kind]
+    module = importlib.import_module(f"draftsmith.modules.{path}")
     return getattr(module, config_class), getattr(module, head_class)
 
 
 def kind_of(head: nn.Module) -> str:
     """The registry name of a head."""
-    return type(head).__module__.rsplit(".", 1)[-1]
+    return next(kind for kind, (_, _, name) in HEADS.items() if name == type(head).__name__)
 
 
 def head_fields(head: nn.Module) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def test_pieces_count_every_token_once_and_begin_at_position_0(overlap):
     items = [pieces.item(i, 0) for i in range(len(pieces))]
     assert pieces.lengths == [len(item["input_ids"]) for item in items] and max(pieces.lengths) == 16
     assert all(torch.equal(item["position_ids"], torch.arange(len(item["input_ids"]))) for item in items)
-    # With an overlap of two the first two tokens of a piece are never predicted (modules/drafters/eagle/head.py, shift).
+    # With an overlap of two the first two tokens of a piece are never predicted (drafters/eagle/head.py, shift).
     counted = [t for item in items for t in item["input_ids"][overlap:][item["loss_mask"][overlap:]].tolist()]
     expected = [100 * row + i for row, length in enumerate(whole.lengths) for i in range(3, length)]
     assert counted == expected
