@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from draftsmith.data.models.device import pick_device
 from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import SamplingParams
 
@@ -61,6 +62,10 @@ class StageLoading(Loading):
     device: str = volatile("auto")
     num_threads: int = volatile(0)
     trust_remote_code: bool = volatile(False)
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        return super().loading | {"device": pick_device(self.device)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,6 @@ def application(prog: str, config_class: type, positional: tuple[str, ...] = (),
     return App(
         name=prog,
         help=one_line(described(config_class).description or ""),
-        help_format="plaintext",
         help_formatter=DefaultFormatter(column_specs=help_columns),
         default_command=command,
         config=read_files,
@@ -96,7 +95,7 @@ def setting_parameters(config_class: type, positional: tuple[str, ...], printing
     """The fields of a dataclass as parameters of a function, positional ones first."""
     hints, meanings, defaults = get_type_hints(config_class), field_meanings(config_class), defaults_of(config_class)
     parameters = {}
-    for name in (field.name for field in dataclasses.fields(config_class) if field.init):
+    for name in field_names(config_class):
         kind, needed = hints[name], name not in defaults
         options: dict[str, Any] = {"help": meanings.get(name), "validator": limits(name)}
         if is_list(kind):
@@ -120,7 +119,7 @@ def own_parameters(config_class: type) -> list[inspect.Parameter]:
         "debug": "show the traceback of an error",
     }
     files = keyword("config", list[Path] | None, None, ALWAYS, metavar="FILE", help="settings: YAML, or a shipped name")
-    own = [keyword(name, bool, False, ALWAYS, help=text, negative=()) for name, text in flags.items()]
+    own = [keyword(name, bool, False, ALWAYS, help=text, negative=(), show_default=False) for name, text in flags.items()]
     owner = revised(config_class)
     if owner is not None:
         meaning = f"branch, tag or commit of the hub's repository {owner.upper()}; of others: ID@REVISION"
@@ -129,7 +128,6 @@ def own_parameters(config_class: type) -> list[inspect.Parameter]:
 
 
 def keyword(name: str, kind: Any, default: Any, group: Group, **options: Any) -> inspect.Parameter:
-    options = {"show_default": group is not ALWAYS} | options
     annotation = Annotated[kind, Parameter(group=group, **options)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -154,12 +152,18 @@ def described(config_class: type) -> docstring_parser.Docstring:
     return docstring_parser.parse(text)
 
 
+def field_names(config_class: type) -> list[str]:
+    """Settings that are shared by keyword come last."""
+    fields = sorted(dataclasses.fields(config_class), key=lambda field: field.kw_only)
+    return [field.name for field in fields if field.init]
+
+
 def defaults_of(config_class: type) -> dict[str, Any]:
     """Of the fields that have one."""
-    fields = [field for field in dataclasses.fields(config_class) if field.init]
+    fields = dataclasses.fields(config_class)
     made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
     given = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    return {f.name: (made | given)[f.name] for f in fields if f.name in made | given}
+    return {name: (made | given)[name] for name in field_names(config_class) if name in made | given}
 
 
 def is_list(kind: Any) -> bool:

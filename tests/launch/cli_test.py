@@ -287,8 +287,12 @@ def test_every_setting_of_every_command_is_explained(name, capsys):
     assert [field.name for field in fields if not meanings.get(field.name)] == []
     assert cli.main([*name.split(), "--help"]) == 0
     shown = capsys.readouterr().out
+    said = "".join(shown.replace("│", " ").split())
     nested = {field.name for field in fields if dataclasses.is_dataclass(field.default_factory)}
-    assert all(f"--{field.name.replace('_', '-')}" in shown for field in fields if field.name not in nested)
+    for field in fields:
+        if field.name not in nested:
+            assert f"--{field.name.replace('_', '-')}" in shown
+            assert [word for word in meanings[field.name].replace("`", "").split() if word not in said] == []
 
 
 def test_a_meaning_may_go_on_in_the_next_line():
