@@ -46,7 +46,7 @@ FIELDS = (
 
 
 @dataclass(frozen=True)
-class ResponsesConfig(Sampling, RemoteCode):
+class ResponsesConfig(RemoteCode, Sampling):
     """How the target answers.
 
     Attributes:

@@ -119,7 +119,8 @@ def own_parameters(config_class: type) -> list[inspect.Parameter]:
         "debug": "show the traceback of an error",
     }
     files = keyword("config", list[Path] | None, None, ALWAYS, metavar="FILE", help="settings: YAML, or a shipped name")
-    own = [keyword(name, bool, False, ALWAYS, help=text, negative=(), show_default=False) for name, text in flags.items()]
+    plain: dict[str, Any] = {"negative": (), "show_default": False}
+    own = [keyword(name, bool, False, ALWAYS, help=text, **plain) for name, text in flags.items()]
     owner = revised(config_class)
     if owner is not None:
         meaning = f"branch, tag or commit of the hub's repository {owner.upper()}; of others: ID@REVISION"
