@@ -24,13 +24,13 @@ from cyclopts.config import Dict
 from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
 
+from draftsmith.launch import MAX_WIDTH
 from draftsmith.launch.errors import UsageError, did_you_mean, one_line
 
 TRUTH = {"true", "false", "yes", "no", "on", "off"}
 MAX_INTEGER = 2**63 - 1  # what torch, Arrow and NumPy hold
 MAX_THREADS = 1024  # more end the process inside the threads' library, without a word of ours
 NAME_WIDTH = 30  # of a setting's name in help; longer ones are folded
-MAX_WIDTH = 120  # longer lines are hard to read, however wide the terminal
 REQUIRED, SETTINGS, ALWAYS = (Group.create_ordered(name) for name in ("Required", "Settings", "Always"))
 
 

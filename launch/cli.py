@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from draftsmith.launch import MAX_WIDTH
 from draftsmith.launch.commands import COMMANDS, SECTIONS, command_name, configure, leading_words, unknown_command
 from draftsmith.launch.errors import name_model, user_message
 
@@ -114,7 +117,7 @@ def run_settings(run: Callable[[Any], Any], config: Any) -> int:
 def overview(group: str | None) -> str:
     """All commands by section, or those of one group."""
     bold = "\033[1m{}\033[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else "{}"
-    width = max(map(len, COMMANDS))
+    width, columns = max(map(len, COMMANDS)), min(shutil.get_terminal_size().columns, MAX_WIDTH)
     lines = []
     if group is None:
         lines += [f"{bold.format('draftsmith')} {version()}"]
@@ -124,7 +127,11 @@ def overview(group: str | None) -> str:
     for title, commands in SECTIONS.items():
         shown = {name: command for name, command in commands.items() if group in (None, name.split()[0])}
         if shown:
-            lines += [bold.format(title), *(f"  {name:{width}}  {command.help}" for name, command in shown.items()), ""]
+            lines += [bold.format(title)]
+            for name, command in shown.items():
+                first, *more = textwrap.wrap(command.help, max(columns - width - 4, 20))
+                lines += [f"  {name:{width}}  {first}", *(f"  {'':{width}}  {line}" for line in more)]
+            lines += [""]
     lines += [
         "--help after a command lists its settings; --print-config prints them as YAML;",
         "--debug shows the traceback of an error; --version prints the version.",

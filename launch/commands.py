@@ -40,6 +40,19 @@ class Command:
         return settings if self.drafter is None else settings(self.drafter), run
 
 
+def of_drafters(verb: str, settings: str, runner: str | None = None) -> dict[str, Command]:
+    """`VERB KIND` of every learned drafter in modules/drafters; its help is the first line of the drafter's file.
+
+    settings, runner: as of `Command`.
+    """
+    from draftsmith.modules.drafters import learned
+
+    return {
+        f"{verb} {kind}": Command(settings, about.removesuffix("."), runner=runner, drafter=kind)
+        for kind, about in learned().items()
+    }
+
+
 # Commands by sections of the overview, in the order in which a newcomer needs them.
 SECTIONS: dict[str, dict[str, Command]] = {
     "Start here": {
@@ -58,6 +71,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
     "Train heads": {
         "train acceptance": Command("train.acceptance:TrainAcceptanceConfig", "Acceptance head: when to stop drafting"),
         "train eagle": Command("train.eagle:TrainEagleConfig", "EAGLE head: drafts from the target's own features"),
+        **of_drafters("train", "train.drafter:drafter_config", "train.run"),
         "plan eagle": Command(
             "train.planning.plan:PlanEagleConfig", "What `train eagle` will take: memory, disk, time"
         ),

@@ -6,12 +6,31 @@ All of it is checked where the launcher is called, so that a typing error costs 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from draftsmith.launch.commands import command_name, configure, unknown_command
-from draftsmith.launch.errors import UsageError
+from draftsmith.launch.errors import UsageError, wrong
 
 # Groups whose commands share their work out by rank, but for those that show or measure something.
 SHARED, ALONE = ("data", "train"), ("data inspect", "train throughput")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What every launcher is told.
+
+    Attributes:
+        command: The command, written behind a lone --, which every process runs. A training that may be started again
+            gets --resume added, so that it goes on from its checkpoint.
+    """
+
+    command: tuple[str, ...] = ()
+
+    def check_at_least(self, **least: int) -> None:
+        """Raises UsageError for a setting below its least value."""
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise wrong(name, getattr(self, name), f"{smallest} or more", "Change it.")
 
 
 def check_dashes(launcher: str, args: Sequence[str]) -> None:

@@ -15,7 +15,8 @@ import yaml
 
 from draftsmith.launch import cli
 from draftsmith.launch.arguments import field_meanings, parse
-from draftsmith.launch.commands import COMMANDS, SECTIONS, Command
+from draftsmith.launch.commands import COMMANDS, SECTIONS, Command, of_drafters
+from draftsmith.modules import drafters
 
 HEAVY = ("torch", "transformers", "lightning", "datasets", "deepspeed", "wandb", "pyarrow", "numpy", "safetensors")
 
@@ -268,12 +269,20 @@ def test_overview_and_version_load_nothing_heavy(args):
     assert shown and all(len(line) <= 80 for line in shown)
 
 
+@pytest.mark.parametrize("columns", [50, 80, 120, 200])
+def test_the_overview_uses_the_terminals_columns_and_cuts_nothing(monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    section = shown.split("Start here")[1].split("Your shell")[0].splitlines()
+    assert all(len(line) <= min(columns, 120) for line in section)
+    said = " ".join(shown.split())
+    assert all(f"{name} {command.help}" in said for name, command in COMMANDS.items())
+
+
 def test_every_command_is_in_the_overview_once():
     listed = [name for names in SECTIONS.values() for name in names]
     assert len(set(listed)) == len(listed) == len(COMMANDS)
-    # Two columns of 80: indent 2, the longest name, a gap of 2.
-    width = 80 - 4 - max(len(name) for name in COMMANDS)
-    assert all(len(command.help) <= width for command in COMMANDS.values())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -334,6 +343,13 @@ def test_a_script_of_one_command_has_the_same_help_settings_and_errors(capsys):
     assert cli.main_of(ProbeConfig, seen.append, ["--name", "x", "--cuont", "4"]) == 2
     assert "--cuont" in error_line(capsys) and len(seen) == 1
     assert cli.main_of(ProbeConfig, seen.append, ["--help"]) == 0 and len(seen) == 1
+
+
+def test_every_learned_drafter_has_its_commands(monkeypatch):
+    monkeypatch.setattr(drafters, "learned", lambda: {"probe": "Probe: drafts nothing (2024)."})
+    made = of_drafters("train", "train.drafter:drafter_config", "train.run")
+    expected = Command("train.drafter:drafter_config", "Probe: drafts nothing (2024)", (), "train.run", "probe")
+    assert made == {"train probe": expected}
 
 
 def test_a_drafters_command_asks_for_its_settings_by_its_name(probe, monkeypatch, capsys):
