@@ -69,8 +69,9 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "data inspect": Command("data.inspect:InspectConfig", "Look at rows, their mask in colour", ("artefact",)),
     },
     "Train heads": {
-        "train acceptance": Command("train.acceptance:TrainAcceptanceConfig", "Acceptance head: when to stop drafting"),
-        "train eagle": Command("train.eagle:TrainEagleConfig", "EAGLE head: drafts from the target's own features"),
+        "train acceptance": Command(
+            "train.acceptance:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="train.run"
+        ),
         **of_drafters("train", "train.drafter:drafter_config", "train.run"),
         "plan eagle": Command(
             "train.planning.plan:PlanEagleConfig", "What `train eagle` will take: memory, disk, time"

@@ -239,6 +239,10 @@ def test_print_config_gives_back_every_setting_and_words_win_over_the_file(tmp_p
     assert set(yaml.safe_load(file.read_text())) == {field.name for field in dataclasses.fields(ProbeConfig)}
     assert words("--config", str(file)) == direct
     assert words("--config", str(file), "--count", "1") == dataclasses.replace(direct, count=1)
+    later = tmp_path / "later.yaml"
+    later.write_text("count: 2\nmaybe: null\npair: [1e-3, 2]\n")
+    expected = dataclasses.replace(direct, count=2, pair=(0.001, 2.0))
+    assert words("--config", str(file), "--config", str(later)) == expected
 
 
 def test_a_shipped_config_is_found_by_its_name(capsys):
@@ -350,6 +354,11 @@ def test_every_learned_drafter_has_its_commands(monkeypatch):
     made = of_drafters("train", "train.drafter:drafter_config", "train.run")
     expected = Command("train.drafter:drafter_config", "Probe: drafts nothing (2024)", (), "train.run", "probe")
     assert made == {"train probe": expected}
+
+
+@pytest.mark.parametrize("args", [("--", "-x"), ("--name", "- x"), ("- x",), ("--name", "-x")])
+def test_a_text_may_begin_with_a_dash(args):
+    assert words(*args).name == args[-1]
 
 
 def test_a_drafters_command_asks_for_its_settings_by_its_name(probe, monkeypatch, capsys):
