@@ -125,11 +125,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
         ),
     },
     "Measure Draftsmith itself": {
-        "eval generation": Command("eval.generation:GenerationConfig", "Batched answers against one prompt at a time"),
-        "eval latency": Command("eval.latency:LatencyConfig", "What the decoder adds to its models' forwards"),
-        "eval tune-check": Command(
-            "eval.tuning.check:TuneCheckConfig", "The tuner's choice beside an exhaustive measured sweep"
-        ),
         "train throughput": Command("train.throughput:ThroughputConfig", "What a training step costs, beside others"),
         "plan check": Command("train.planning.check:PlanCheckConfig", "Plans of memory beside measured peaks"),
     },

@@ -10,6 +10,7 @@ from torch import nn
 
 from draftsmith.data.heads.directory import another_mode, drafter_identity, head_config, load_head
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
+from draftsmith.eval.cost.auto import MeasuredTimes
 from draftsmith.eval.methods import check_needs
 from draftsmith.eval.methods.base import Models, Named
 from draftsmith.modules.acceptance.head import AcceptanceHead
@@ -56,7 +57,7 @@ def load_models(
         acceptance = load_acceptance(named, paths, target, draft)
         warn_about_sampling(str(paths["acceptance"]), params)
     ends = tuple(target.info.eos_ids)
-    return Models(target, draft, mid, eagle, acceptance, dict(paths), longest + DRAFT_ROOM, ends=ends)
+    return Models(target, draft, mid, eagle, acceptance, dict(paths), longest + DRAFT_ROOM, ends, MeasuredTimes())
 
 
 def eagle_owner(named: Iterable[Named]) -> str:

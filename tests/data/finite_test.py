@@ -13,7 +13,7 @@ from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.mixed_text import label
 from draftsmith.data.models.naming import naming
 from draftsmith.data.rollouts import Rollouts, label_response
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.along import accept_along
 from draftsmith.eval.replay.coupling import CoupledDraws
 from draftsmith.eval.replay.record import ChainRecorder, Recording

@@ -10,9 +10,9 @@ from typing import Any
 from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.progress import say
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.methods.base import Models, at_least, between
-from draftsmith.eval.replay.record import Answers, DrafterName, Recording
+from draftsmith.eval.replay.record import DrafterName, Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.studies.common import Ground, StudyConfig, numbers, prepare, reduced, write_results
 from draftsmith.eval.studies.overlap import known_grams, least_third, overlap
@@ -195,7 +195,7 @@ def scenes(
     for params in config.sampling:
         how = Recording(params, config.max_drafted, config.max_new_tokens, config.seed, ground.eos_ids)
         splits = {"dev": list(dev), "test": ground.prompts}
-        answers = {split: Answers(ground.models.target, how) for split in splits}
+        answers = {split: TargetAnswers(ground.models.target, how) for split in splits}
         for drafter in config.drafters:
             heads = shelves[drafter].at(params)
             recorded: dict[str, ChainRollouts] = {
