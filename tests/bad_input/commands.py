@@ -66,7 +66,7 @@ ROWS = [
     Row("plan eagle: no such target", "plan eagle --target ./nosuch", ("./nosuch",)),
     Row("plan eagle: ranks", f"plan eagle {TARGET}--world -1", ("world", "-1")),
     Row("plan eagle: short samples", f"plan eagle {TARGET}--assume-length 0", ("assume_length", "0")),
-    Row("plan acceptance: a head", "plan acceptance --draft {eagle}", ("eagle",)),
+    Row("plan acceptance: a head alone", "plan acceptance --draft {eagle}", ("target", "--target")),
     Row("plan check: no such shape", "plan check --shapes nosuch", ("shapes", "nosuch")),
     Row("throughput: no such shape", "train throughput --output {out} --hidden 8", ("hidden", "8")),
     # Launchers check the command before anything starts.
