@@ -16,8 +16,9 @@ from torch import nn
 from draftsmith.data.exchange.assistant import check_assistant
 from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.record import against_record, read_record
-from draftsmith.data.exchange.states import StateSource, loading_of, make_trial, state_source
+from draftsmith.data.exchange.states import StateSource, make_trial, state_source
 from draftsmith.data.heads.directory import build_head, kind_at, load_head
+from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.manifest import compare_identity
 from draftsmith.modules.interop import formats, hf_assisted
 from draftsmith.modules.interop.base import Finding, HeadFormat, Measure
@@ -30,7 +31,7 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConfig:
+class CheckConfig(Loading):
     """Read a directory as another system would and compare it with what this project makes of it: names, settings,
     and logits on hidden states of the real model. Exits with 1 when anything differs.
 
@@ -43,10 +44,6 @@ class CheckConfig:
         eagle: The old name of --draft for a head.
         head: The head that the directory was exported from, if it is at hand; else the directory itself, imported, is
             what logits are compared with.
-        dtype: Type of the model that gives hidden states; auto takes what its checkpoint holds.
-        device: Where that model runs.
-        engine: How it runs; lean for Llama-family weights, hf for any transformers model.
-        trust_remote_code: Let the model's repository run its own code.
     """
 
     directory: Path
@@ -55,10 +52,7 @@ class CheckConfig:
     draft: str | None = None
     eagle: Path | None = None
     head: Path | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "cpu"
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    trust_remote_code: bool = False
+    dtype: Dtype = "auto"
 
 
 @dataclass
@@ -86,7 +80,7 @@ def run(config: CheckConfig) -> int:
         report = report_of_assistant(config.directory, config.target)
     else:
         format = formats()[config.format]
-        source = state_source(format, config.target, config.draft or config.eagle, loading_of(config))
+        source = state_source(format, config.target, config.draft or config.eagle, config.loading)
         head = original(config.head, format.kind, source) if config.head is not None else None
         report = check_head(config.directory, format, source, head)
     print_report(report, str(config.directory), config.format)

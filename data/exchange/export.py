@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from torch import Tensor, nn
@@ -21,12 +21,13 @@ from draftsmith.data.exchange.check import (
 )
 from draftsmith.data.exchange.directory import SAFEAI
 from draftsmith.data.exchange.record import RECORD, make_record
-from draftsmith.data.exchange.states import StateSource, loading_of, state_source
+from draftsmith.data.exchange.states import StateSource, state_source
 from draftsmith.data.heads.card import draft_model_card, model_card
 from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind
 from draftsmith.data.heads.measured import measured_of
 from draftsmith.data.models.hub import loadable, model_directory
 from draftsmith.data.models.loading import DTYPES, load_lm, tokenizer_identity
+from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text, write_torch
 from draftsmith.data.store.manifest import git_commit, package_versions
 from draftsmith.data.store.reading import open_tensors, read_object
@@ -44,7 +45,7 @@ INDEX, TARGET_INDEX = "model.safetensors.index.json", "target-index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig:
+class ExportConfig(Loading):
     """Write a head as another system loads it, check it by that system's rules, and print the command that serves it.
 
     Attributes:
@@ -63,9 +64,6 @@ class ExportConfig:
         weights: Type of the exported weights; auto keeps the head's.
         license: Licence of the head, for the card.
         dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.
-        device: Where that model runs.
-        engine: How it runs; lean for Llama-family weights, hf for any transformers model.
-        trust_remote_code: Let the model's repository run its own code.
     """
 
     format: FormatName
@@ -76,12 +74,9 @@ class ExportConfig:
     eagle: Path | None = None
     results: Path | None = None
     num_drafted: int = 0
-    weights: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: Dtype = "auto"
     license: str = ""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "cpu"
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    trust_remote_code: bool = False
+    dtype: Dtype = "auto"
 
 
 class Refused(Exception):
@@ -117,7 +112,7 @@ def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
     manifest = _head_manifest(config, format)
     recorded = manifest.get("config") or manifest.get("imported") or {}
     target, draft = config.target or recorded.get("target"), _draft(config, recorded)
-    source = state_source(format, target, draft, loading_of(config))
+    source = state_source(format, target, draft, config.loading)
     head: Any = original(_head_of(config), format.kind, source)
     state = exported_state(head, config.weights)
     package = format.write(head.config, state, next(iter(state.values())).dtype)

@@ -94,11 +94,6 @@ def state_source(format: HeadFormat, target: str | None, draft: str | Path | Non
     return StateSource(path, drafter, facts_of(path, drafter.lm), head_path)
 
 
-def loading_of(config: Any) -> dict[str, Any]:
-    """How a command's settings say that models are loaded."""
-    return {name: getattr(config, name) for name in ("dtype", "device", "engine", "trust_remote_code")}
-
-
 def facts_of(path: str, lm: CausalLM) -> TargetFacts:
     """What the public formats need to know of a loaded model. path: what `lm` was loaded from.
 
