@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.data.store.manifest import compare_identity, file_sha256, warn_not_compared
-from draftsmith.data.store.reading import check_shape, read_object
+from draftsmith.data.store.reading import check_shape, read_object, read_tensors
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.drafters.base import DraftHead
@@ -263,15 +263,7 @@ def head_settings(directory: str | Path, kind: str) -> Any:
 
 def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
     """On the CPU, in the type of its file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    file = Path(directory) / "model.safetensors"
-    try:
-        state = load_file(file)
-    except (SafetensorError, OSError) as error:
-        remedy = "Copy or train the head again."
-        raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", remedy) from error
+    state = read_tensors(Path(directory) / "model.safetensors", "Copy or train the head again.")
     return build_head(config["kind"], _settings(config), state)
 
 
