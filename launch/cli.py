@@ -22,7 +22,7 @@ class Command:
     """Where a command lives.
 
     module: relative to the package; has `run(config)`.
-    config: name of the module's dataclass of settings.
+    config: name of the module's dataclass of settings; or FUNCTION:KIND, of what gives it.
     help: one line for the overview.
     positional: settings that may also be given without their names, in this order.
     """
@@ -41,8 +41,8 @@ COMMANDS: dict[str, Command] = {
     "data acceptance": Command("data.acceptance", "AcceptanceConfig", "Label which drafted tokens the target keeps"),
     "data features": Command("data.features", "FeaturesConfig", "The target's hidden states, to train a draft head"),
     "data inspect": Command("data.inspect", "InspectConfig", "Look at rows, their mask in colour", ("artefact",)),
-    "train acceptance": Command("train.acceptance", "TrainAcceptanceConfig", "Acceptance head: when to stop drafting"),
-    "train eagle": Command("train.eagle", "TrainEagleConfig", "EAGLE head: drafts from the target's own features"),
+    "train acceptance": Command("train.run", "TrainAcceptanceConfig", "Acceptance head: when to stop drafting"),
+    "train eagle": Command("train.run", "drafter_config:eagle", "EAGLE head: drafts from the target's own features"),
     "export": Command("data.exchange.export", "ExportConfig", "A head as another system loads it, checked"),
     "check": Command(
         "data.exchange.check", "CheckConfig", "What another system makes of a directory", ("directory",)
@@ -214,7 +214,8 @@ def configure(name: str, args: list[str]) -> tuple[ModuleType, Any | None]:
 
     from draftsmith.launch.arguments import parse
 
-    config_class = getattr(module, command.config)
+    setting, _, kind = command.config.partition(":")
+    config_class = getattr(module, setting)(kind) if kind else getattr(module, setting)
     return module, parse(f"draftsmith {name}", config_class, args, command.positional, command.help)
 
 

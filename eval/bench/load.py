@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from draftsmith.data.heads.directory import another_mode, eagle_identity, head_config, load_head
+from draftsmith.data.heads.directory import another_mode, drafter_identity, head_config, load_head
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
 from draftsmith.eval.cost.auto import MeasuredTimes
 from draftsmith.eval.methods import check_needs
@@ -83,7 +83,7 @@ def load_acceptance(
     if readers == {"draft"}:
         head = load_head(directory, draft, kind="acceptance")
     else:
-        head = load_head(directory, target, kind="acceptance", identity=eagle_identity(str(paths["eagle"]), target))
+        head = load_head(directory, target, kind="acceptance", identity=drafter_identity(str(paths["eagle"]), target))
     assert isinstance(head, AcceptanceHead)
     check_judges(directory, head, named)
     return head

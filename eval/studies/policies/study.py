@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.heads.directory import eagle_identity, head_config
+from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.progress import say
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -175,7 +175,7 @@ def shelf_of(config: PoliciesConfig, models: Models, drafter: DrafterName) -> Sh
         return Shelf({}, {}, {})
     places = head_directories(folder)
     if drafter == "eagle":
-        heads = load_heads(places, models.target, eagle_identity(str(config.eagle), models.target))
+        heads = load_heads(places, models.target, drafter_identity(str(config.eagle), models.target))
     else:
         assert models.draft is not None
         heads = load_heads(places, models.draft)
