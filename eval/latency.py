@@ -31,10 +31,9 @@ from draftsmith.eval.bench.tables import plain_table
 from draftsmith.eval.cost.clocks import clock_of, interleaved, paired_ratio
 from draftsmith.eval.cost.predictor_cost import judges
 from draftsmith.eval.decoder_cost import Row, dispatch, fixed_shapes, ideals, long_context, overheads, trace_cost
-from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.pairs import GREEDY, K, Pair, embedded_models, random_models
 from draftsmith.modules.packed import can_pack
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, at_least
 
 HEADINGS = ("what", "models", "value", "aim")
 

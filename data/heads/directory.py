@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,21 @@ def head_config(directory: str | Path) -> dict[str, Any]:
         raise InputError("kind", config["kind"], " or ".join(HEADS), f"{directory} is no head of this version.")
     check_shape(directory / "config.json", config["head"], SIZES[config["kind"]], again, "head")
     return config
+
+
+def kind_in(directory: str | Path) -> str | None:
+    """The kind of the head in a directory, as its config.json says; None where there is no head.
+
+    Raises:
+        InputError: a head of a kind that this version does not know.
+    """
+    try:
+        config = json.loads((Path(directory) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict) or "head" not in config or not isinstance(config.get("kind"), str):
+        return None
+    return head_config(directory)["kind"] if config["kind"] not in HEADS else config["kind"]
 
 
 def eagle_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.heads.measured import write_measured
-from draftsmith.eval.methods.base import Named
+from draftsmith.modules.drafters.methods import Named
 from draftsmith.modules.types import InputError
 
 SCHEMA_VERSION = 1

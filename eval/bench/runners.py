@@ -12,12 +12,12 @@ import torch
 from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.reading import read_lines
-from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
+from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, load_hf_model
 from draftsmith.eval.bench.learned import built_for_each
 from draftsmith.eval.bench.measure import BatchRunner, BenchPrompt, EngineRunner, GroupRunner, OneByOne
 from draftsmith.eval.bench.trace import TEXTS, TRACE, TracedRunner, TraceFile, about
-from draftsmith.eval.methods.base import Method, Models, Named, rows_lm
-from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
+from draftsmith.modules.drafters.chains import rows_lm
+from draftsmith.modules.drafters.methods import Method, Models, Named
 from draftsmith.modules.targets.base import RowsSession, Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams

@@ -19,7 +19,7 @@ from draftsmith.data.models.naming import naming
 from draftsmith.data.store.files import append, make_directory, write_text
 from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner
 from draftsmith.eval.cost.clocks import synchronised
-from draftsmith.modules.acceptance.policies import JudgedStop
+from draftsmith.modules.acceptance.policies import PredictorStop
 from draftsmith.modules.decoding.confidence import draft_law
 from draftsmith.modules.decoding.loop import Generation, Round, generate
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView, Verdict
@@ -257,9 +257,9 @@ class _WatchedStop:
         """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a judge's
         word: a late one says nothing of a round's last token, and 1 before it has one to judge."""
         views, self._views = self._views, []
-        if not views or not isinstance(self.policy, JudgedStop):
+        if not views or not isinstance(self.policy, PredictorStop):
             return views, []
-        return views, self.policy.probs[int(self.policy.judge.late) :]
+        return views, self.policy.probs[int(self.policy.predictor.late) :]
 
 
 def _watch_stop(drafter: Any) -> _WatchedStop | None:

@@ -14,8 +14,8 @@ from draftsmith.eval.bench.measure import EngineRunner
 from draftsmith.eval.cost.synthetic import random_eagle_head
 from draftsmith.eval.decoder_cost import Row
 from draftsmith.eval.pairs import GREEDY, SAMPLING, Pair
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, HeadJudge
-from draftsmith.modules.acceptance.policies import Judge, JudgedStop, OnlineJudge, ThresholdRule
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, HeadPredictor
+from draftsmith.modules.acceptance.policies import OnlinePredictor, Predictor, PredictorStop, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleDrafter
@@ -36,20 +36,20 @@ def judges(pair: Pair, repeats: int) -> Iterator[Row]:
     target, draft = pair.packed
     eagle = random_eagle_head(target)
 
-    def by_draft(stop: JudgedStop) -> Any:
+    def by_draft(stop: PredictorStop) -> Any:
         return DraftModelDrafter(draft, stop, pair.capacity)
 
-    def by_eagle(stop: JudgedStop) -> Any:
+    def by_eagle(stop: PredictorStop) -> Any:
         return EagleDrafter(eagle, target, stop, pair.capacity)
 
     for name, make, reader in (("draft model", by_draft, draft), ("EAGLE head", by_eagle, target)):
         size = reader.info.hidden_size
         published = random_head(size)
         early = random_head(size, num_blocks=1, state="before", features=FEATURES, width=size // NARROWER)
-        every: dict[str, Callable[[], Judge]] = {
-            "a head of labels of rounds": partial(HeadJudge, early, reader.embed),
-            "the published head, D=3": partial(HeadJudge, published),
-            "online": OnlineJudge,
+        every: dict[str, Callable[[], Predictor]] = {
+            "a head of labels of rounds": partial(HeadPredictor, early, reader.embed),
+            "the published head, D=3": partial(HeadPredictor, published),
+            "online": OnlinePredictor,
         }
         for who, judge in every.items():
             for mode, params in (("T=0", GREEDY), ("T=1", SAMPLING)):
@@ -62,12 +62,12 @@ def judges(pair: Pair, repeats: int) -> Iterator[Row]:
 
 @torch.inference_mode()
 def share_of_a_step(
-    pair: Pair, make: Callable[[JudgedStop], Any], judge: Judge, params: SamplingParams
+    pair: Pair, make: Callable[[PredictorStop], Any], judge: Predictor, params: SamplingParams
 ) -> tuple[float, float]:
     """(judging one token by drafting one, seconds of the first), in one answer, interleaved as they are in use: a judge
     that is asked over and over finds everything at hand, and takes a fraction of this. Medians of the wall's seconds:
     the CPU time's clock is a system call, which disturbs what is as short as this."""
-    drafter = make(JudgedStop(judge, ThresholdRule(1.0), DRAFTED, DRAFTED))
+    drafter = make(PredictorStop(judge, ThresholdRule(1.0), DRAFTED, DRAFTED))
     runner = EngineRunner(pair.packed[0], drafter, params, ())
     runner(pair.prompts[0], DRAFTED, 0)  # uncounted: what is made once
     asked: list[float] = []

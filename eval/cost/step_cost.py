@@ -7,7 +7,6 @@ step, its judgement and the row that the target reads more. c = step_s / round_s
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,29 +16,16 @@ import torch
 
 from draftsmith.eval.bench.measure import BatchRunner, EngineRunner, GroupRunner, OneByOne
 from draftsmith.eval.cost.clocks import Clock, interleaved, synchronised
-from draftsmith.eval.methods.base import Models, rows_lm
-from draftsmith.eval.methods.chains import build_chain, build_chains
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.drafters.chains import build_chain, build_chains, rows_lm
+from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.types import SamplingParams
 
 SHORT, LONG = 1, 6  # drafted tokens of the rounds that are compared
 PROMPT, NEW_TOKENS, REPEATS = 16, 10, 9
 SLOW_S = 0.3  # where a prompt takes longer, rounds do, and fewer of them say as much
 SMALLEST = 1e-3
-
-
-def step_cost(models: Models, drafter: str, batch: int | None = None) -> float:
-    """c of this drafter (`draft` or `eagle`): measured when it is first asked for in a run, and said.
-
-    batch: rows that are decoded together, by the batched loop; None of the loop for one sequence.
-    """
-    key = drafter if batch is None else f"{drafter}, batches of {batch}"
-    if key not in models.step_costs:
-        models.step_costs[key] = measure_step_cost(models, drafter, batch, own_clock(models))
-        about = f"a drafted token's time in rounds without a draft, measured here ({key})"
-        print(f"draftsmith: c = {models.step_costs[key]:.3f}: {about}", file=sys.stderr)
-    return models.step_costs[key]
 
 
 def own_clock(models: Models) -> Clock:
@@ -49,7 +35,10 @@ def own_clock(models: Models) -> Clock:
 
 
 def measure_step_cost(models: Models, drafter: str, batch: int | None, clock: Clock) -> float:
-    """From short answers with drafts of two lengths, interleaved, less the time of their prompts. 1 where the context
+    """c of a drafter (`draft`, or a head's kind). batch: rows that are decoded together, by the batched loop; None of
+    the loop for one.
+
+    From short answers with drafts of two lengths, interleaved, less the time of their prompts. 1 where the context
     has no room for drafts of two lengths."""
     made: dict[str, Generation] = {}
     room = models.target.info.max_position

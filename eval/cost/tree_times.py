@@ -1,32 +1,37 @@
-"""What a round of `eagle2:nodes=auto` takes on this machine, measured once a run."""
+"""What a round of draft trees whose size is `auto` takes on this machine, measured once a run."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from draftsmith.eval.bench.measure import BenchPrompt
 from draftsmith.eval.cost.clocks import clock_of, synchronised
 from draftsmith.eval.cost.costs import PROPOSALS, STEPS, DraftCost, draft_cost, straight, target_curves
-from draftsmith.eval.methods.base import Models
-from draftsmith.eval.methods.trees import MAX_NODES, Eagle2
 from draftsmith.eval.replay.record import Answers, Recording
 from draftsmith.modules.acceptance.tree_rule import TreeTimes
+from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.drafters.methods import MAX_NODES, Models
 from draftsmith.modules.types import SamplingParams
 
 ROWS, REPEATS = (1, 2, 4, 8, 16, 32, 64), 5
 PROMPT_TOKENS, SEED = 128, 0
-CURVE = "target, by rows"  # of `Models.measured`
+CURVE = "target, by rows"  # of `measured`
 
 
-def tree_times(models: Models, method: Eagle2) -> TreeTimes:
-    """Seconds of the method's trees, on a prompt of random tokens: what they are changes no forward's time."""
-    target, measured = models.target, models.measured
-    drafter = f"trees of topk {method.topk}, value {method.value}"
-    if CURVE not in measured or drafter not in measured:
+def tree_times(
+    models: Models, trees: str, probe: Callable[[int], Drafter], measured: MutableMapping[str, Any]
+) -> TreeTimes:
+    """Seconds of trees, on a prompt of random tokens: what they are changes no forward's time.
+
+    trees, probe: as of `MachineTimes.tree_times`. measured: what is known, to which is added what was not.
+    """
+    target = models.target
+    if CURVE not in measured or trees not in measured:
         clock = clock_of("cpu") if target.device.type == "cpu" and torch.get_num_threads() == 1 else synchronised
         how = Recording(SamplingParams(), STEPS, 2 * PROPOSALS, SEED, ())
         prompt = random_prompt(models, how.max_new_tokens + MAX_NODES)
@@ -35,11 +40,9 @@ def tree_times(models: Models, method: Eagle2) -> TreeTimes:
             if CURVE not in measured:
                 context = len(prompt.prompt_ids)
                 _, measured[CURVE] = target_curves(models, prompt, reading, context, clock, ROWS, REPEATS)
-            built = replace(method, nodes=method.topk, depth=STEPS).build(models)
-            assert built is not None
-            measured[drafter] = asdict(draft_cost(built, [prompt], [reading], how, clock))
+            measured[trees] = asdict(draft_cost(probe(STEPS), [prompt], [reading], how, clock))
     curve = {int(rows): seconds for rows, seconds in measured[CURVE].items()}  # JSON's keys are text
-    return times_of(curve, DraftCost(**measured[drafter]), MAX_NODES)
+    return times_of(curve, DraftCost(**measured[trees]), MAX_NODES)
 
 
 def random_prompt(models: Models, room: int) -> BenchPrompt:

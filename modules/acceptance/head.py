@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.modules.acceptance.policies import JudgedStop, ThresholdRule
+from draftsmith.modules.acceptance.policies import PredictorStop, ThresholdRule
 from draftsmith.modules.acceptance.repeats import RepeatScores
 from draftsmith.modules.decoding.confidence import (
     MAX_LOGIT,
@@ -204,7 +204,7 @@ def interpolate(logit: Tensor, knots: tuple[tuple[float, float], ...]) -> Tensor
     return y[left] + share * (y[right] - y[left])
 
 
-class HeadJudge:
+class HeadPredictor:
     """P^ of drafted tokens by an acceptance head, one by one while decoding."""
 
     learns = False
@@ -223,7 +223,7 @@ class HeadJudge:
         self._before: list[float] = []  # a late judge's features, of the token that it is going to judge
         self._repeats = RepeatScores() if "repeat" in config.features else None
 
-    def beside(self) -> HeadJudge:
+    def beside(self) -> HeadPredictor:
         """One for another draft at the same time; it shares the head's weights and what was made of them."""
         other = copy(self)
         other._before, other._repeats = [], RepeatScores() if self._repeats is not None else None
@@ -360,7 +360,7 @@ def product(weight: Tensor, x: Tensor, out: Tensor) -> Callable[[], object]:
     return partial(torch.mv, weight.contiguous(), x, out=out)
 
 
-class SpecDecPP(JudgedStop):
+class SpecDecPP(PredictorStop):
     """Stop when P(at least one drafted token is rejected) = 1 - prod p^ exceeds h (SpecDec++ section 3.2).
 
     The published head reads a token one forward after it was drafted: when token n is shown, tokens 1..n-1 have been
@@ -377,4 +377,4 @@ class SpecDecPP(JudgedStop):
         embed: Callable[[Tensor], Tensor] | None = None,
     ):
         """h: threshold in (0, 1). calibrated: judge by the calibrated probability, not by the paper's raw output."""
-        super().__init__(HeadJudge(head, embed, calibrated), ThresholdRule(h), min_drafted, max_drafted)
+        super().__init__(HeadPredictor(head, embed, calibrated), ThresholdRule(h), min_drafted, max_drafted)

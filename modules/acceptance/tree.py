@@ -14,7 +14,7 @@ from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
 
 
-class TreeJudge:
+class TreePredictor:
     """log P^ that the target, at a node, goes on with one of its children.
 
     The head's arithmetic with its first layer taken apart: the state's part is worked out once a node, and the token's

@@ -1,50 +1,60 @@
-"""Methods that draft one chain a round: a draft model or an EAGLE head, and a policy that says when to stop."""
+"""Methods that draft one chain a round: a draft model or any trained drafter, and a policy that says when to stop."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
-from draftsmith.eval.methods.base import Method, Models, at_least, between, rows_lm
-from draftsmith.modules.acceptance.policies import ConfidenceName, Judge, JudgedStop, Rule
+from draftsmith.modules.acceptance.head import HeadPredictor
+from draftsmith.modules.acceptance.policies import (
+    ConfidenceName,
+    CostRule,
+    OnlinePredictor,
+    Predictor,
+    PredictorStop,
+    Rule,
+    ThresholdRule,
+)
 from draftsmith.modules.decoding.chains import BatchDrafter
-from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
-from draftsmith.modules.types import InputError
+from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
+from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify, UntilEnd
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
+from draftsmith.modules.drafters.methods import Method, Models, known_methods
+from draftsmith.modules.targets.base import CausalLM, RowsLM
+from draftsmith.modules.types import InputError, at_least, between
 
 
-@dataclass(frozen=True)
-class Autoregressive(Method):
-    """One token a target call, by this engine: what every speed-up is measured against."""
+def rows_lm(role: str, lm: CausalLM | None) -> RowsLM:
+    """The model as one that reads rows side by side.
 
-    batchable = True
+    Raises:
+        InputError: it is run by transformers.
+    """
+    if not hasattr(lm, "rows_session"):
+        found = "a model that only transformers can run"
+        raise InputError(role, found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
+    return cast(RowsLM, lm)
 
-    def build(self, models: Models) -> Drafter | None:
-        return None
 
-    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
-        return None
-
-
-def build_chain(models: Models, drafter: str, stop: StopPolicy) -> Drafter:
-    """A chain drafter (`draft` or `eagle`) that stops when the policy says so, and at an end token."""
-    from draftsmith.modules.decoding.stop import UntilEnd
-
+def build_chain(models: Models, drafter: str, stop: StopPolicy) -> NestedDrafter:
+    """What drafts chains (`draft`, or the kind of a trained drafter), until the policy ends them or an end token."""
     stop = UntilEnd(stop, models.ends) if models.ends else stop
-    if drafter == "eagle":
-        from draftsmith.modules.drafters.eagle.head import EagleDrafter, EagleHead
+    return bare_chain(models, drafter, models.target, stop)
 
-        assert isinstance(models.eagle, EagleHead)
-        return EagleDrafter(models.eagle, models.target, stop, models.capacity)
-    from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 
-    assert models.draft is not None
-    return DraftModelDrafter(models.draft, stop, models.capacity)
+def bare_chain(models: Models, drafter: str, target: CausalLM, stop: StopPolicy) -> NestedDrafter:
+    """The same for any model as the target, and without a look at end tokens."""
+    if drafter == "draft":
+        assert models.draft is not None
+        return DraftModelDrafter(models.draft, stop, models.capacity)
+    return models.heads[drafter].drafter(target, stop, models.capacity)
 
 
 def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> BatchDrafter:
-    """The same for as many rows as there are policies.
+    """`build_chain` for as many rows as there are policies.
 
     On a GPU chains of a fixed length go on behind an end token: there the host would have to wait for each token to see
     it, and rows draft beside each other in any case.
@@ -52,36 +62,49 @@ def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> B
     Raises:
         InputError: a draft model that only transformers can run.
     """
-    from draftsmith.modules.decoding.stop import FixedLength, UntilEnd
-
     if models.ends and (models.target.device.type == "cpu" or not all(isinstance(s, FixedLength) for s in stops)):
         stops = [UntilEnd(stop, models.ends) for stop in stops]
-    if drafter == "eagle":
-        from draftsmith.modules.drafters.eagle.head import EagleHead
-        from draftsmith.modules.drafters.eagle.rows import BatchEagle
+    if drafter == "draft":
+        return BatchDraftModel(rows_lm("draft", models.draft), stops, models.capacity)
+    return models.heads[drafter].rows_drafter(models.target, stops, models.capacity)
 
-        assert isinstance(models.eagle, EagleHead)
-        return BatchEagle(models.eagle, models.target, stops, models.capacity)
-    from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
 
-    return BatchDraftModel(rows_lm("draft", models.draft), stops, models.capacity)
+def chain_methods() -> dict[str, str]:
+    """What can draft chains -> the name of its method of a fixed length: {draft: spec, ...}."""
+    found = {method.uses[0]: name for name, method in known_methods().items() if issubclass(method, FixedK)}
+    return {"draft": found.pop("draft"), **found}
+
+
+def by_drafter(name: str) -> str:
+    """What stands behind a stop rule's name where it ends chains of this drafter."""
+    return "" if name == "draft" else f":drafter={name}"
+
+
+def check_drafter(name: str) -> None:
+    """Raises InputError where nothing of this name drafts chains."""
+    if name not in chain_methods():
+        raise InputError("drafter", repr(name), f"one of {', '.join(chain_methods())}", "Choose one of these.")
 
 
 @dataclass(frozen=True)
 class Chain(Method, ABC):
-    """One chain a round, drafted by the first of the models that the method needs."""
+    """One chain a round, drafted by the first of what the method needs.
+
+    Rows that are decoded together have a policy each, which learns from that row alone: what a row drafts does not
+    depend on the rows beside it.
+    """
 
     batchable = True
 
     @abstractmethod
-    def policy(self, models: Models) -> StopPolicy:
-        """A fresh stop policy."""
+    def policies(self, models: Models, batch: int | None) -> Sequence[StopPolicy]:
+        """A fresh one for each row. batch: rows that are decoded together; None of the loop for one."""
 
-    def build(self, models: Models) -> Drafter | None:
-        return build_chain(models, self.needs[0], self.policy(models))
+    def build(self, models: Models) -> NestedDrafter:
+        return build_chain(models, self.needs[0], self.policies(models, None)[0])
 
-    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
-        return build_chains(models, self.needs[0], [self.policy(models) for _ in range(batch)])
+    def build_batch(self, models: Models, batch: int) -> BatchDrafter:
+        return build_chains(models, self.needs[0], self.policies(models, batch))
 
 
 @dataclass(frozen=True)
@@ -94,40 +117,35 @@ class FixedK(Chain):
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
 
-    def policy(self, models: Models) -> StopPolicy:
-        from draftsmith.modules.decoding.stop import FixedLength
-
-        return FixedLength(self.k)
-
-
-@dataclass(frozen=True)
-class EagleChain(FixedK):
-    """An EAGLE head drafts a chain of k tokens a round (Li et al. 2024)."""
-
-    uses = ("eagle",)
+    def policies(self, models: Models, batch: int | None) -> Sequence[StopPolicy]:
+        return [FixedLength(self.k) for _ in range(batch or 1)]
 
 
 @dataclass(frozen=True)
 class StopRule(Chain, ABC):
     """A chain whose length a policy decides.
 
-    drafter: draft for a draft model, eagle for an EAGLE head.
+    drafter: draft for a draft model, or the kind of a trained drafter.
     """
 
-    drafter: Literal["draft", "eagle"] = field(default="draft", kw_only=True)
+    drafter: str = field(default="draft", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_drafter(self.drafter)
 
     @property
     def needs(self) -> tuple[str, ...]:
         return (self.drafter,)
 
+    def check_lengths(self, least: int, most: int) -> None:
+        at_least("min", least, 1)
+        at_least("max", most, least)
+
 
 @dataclass(frozen=True)
-class Judged(StopRule, ABC):
-    """A chain that ends by the probabilities that its tokens are accepted: one judge and one rule, whatever is drafted.
-
-    Rows that are decoded together have a policy each, which learns from that row alone: what a row drafts does not
-    depend on the rows beside it.
-    """
+class ByPrediction(StopRule, ABC):
+    """A chain that ends by the probabilities that its tokens are accepted: one predictor and one rule, whatever is
+    drafted."""
 
     @property
     @abstractmethod
@@ -135,37 +153,39 @@ class Judged(StopRule, ABC):
         """Fewest and most drafted tokens of a round."""
 
     @abstractmethod
-    def judges(self, models: Models, count: int) -> Sequence[Judge]:
+    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
         """One for each row."""
 
     @abstractmethod
     def rule(self, models: Models, batch: int | None) -> Rule:
-        """batch: rows that are decoded together; None of the loop for one."""
+        """batch: as of `policies`."""
 
-    def policies(self, models: Models, batch: int | None) -> list[JudgedStop]:
-        """One for each row, or one."""
-        return [JudgedStop(judge, self.rule(models, batch), *self.limits) for judge in self.judges(models, batch or 1)]
-
-    def policy(self, models: Models) -> StopPolicy:
-        return self.policies(models, None)[0]
-
-    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
-        return build_chains(models, self.drafter, self.policies(models, batch))
-
-
-def head_judges(models: Models, drafter: str, calibrated: bool, count: int) -> list[Judge]:
-    """By the acceptance head of this drafter."""
-    from draftsmith.modules.acceptance.head import AcceptanceHead, HeadJudge
-
-    assert isinstance(models.acceptance, AcceptanceHead)
-    reader = models.target if drafter == "eagle" else models.draft
-    assert reader is not None
-    judge = HeadJudge(models.acceptance, reader.embed, calibrated)
-    return [judge, *(judge.beside() for _ in range(count - 1))]
+    def policies(self, models: Models, batch: int | None) -> Sequence[StopPolicy]:
+        predictors = self.predictors(models, batch or 1)
+        return [PredictorStop(predictor, self.rule(models, batch), *self.limits) for predictor in predictors]
 
 
 @dataclass(frozen=True)
-class SpecDecPlusPlus(Judged):
+class ByHead(ByPrediction, ABC):
+    """Stopped by what the acceptance head of the drafter says."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.drafter, "acceptance")
+
+    @property
+    @abstractmethod
+    def uses_calibrated(self) -> bool:
+        """Whether by its calibrated probability; else by its raw output."""
+
+    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
+        assert models.acceptance is not None
+        first = HeadPredictor(models.acceptance, models.embedder(self.drafter).embed, self.uses_calibrated)
+        return [first, *(first.beside() for _ in range(count - 1))]
+
+
+@dataclass(frozen=True)
+class SpecDecPlusPlus(ByHead):
     """SpecDec++: stopped by the acceptance head once 1 - (product of its outputs) > h.
 
     calibrated: off applies h to the head's raw output, as the paper does; on to its calibrated probability.
@@ -177,29 +197,24 @@ class SpecDecPlusPlus(Judged):
     calibrated: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         between("h", self.h, 0, 1)
-        at_least("min", self.min, 1)
-        at_least("max", self.max, self.min)
+        self.check_lengths(self.min, self.max)
 
     @property
     def limits(self) -> tuple[int, int]:
         return self.min, self.max
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        return (self.drafter, "acceptance")
-
-    def judges(self, models: Models, count: int) -> Sequence[Judge]:
-        return head_judges(models, self.drafter, self.calibrated, count)
+    def uses_calibrated(self) -> bool:
+        return self.calibrated
 
     def rule(self, models: Models, batch: int | None) -> Rule:
-        from draftsmith.modules.acceptance.policies import ThresholdRule
-
         return ThresholdRule(self.h)
 
 
 @dataclass(frozen=True)
-class CostAware(Judged, ABC):
+class CostAware(ByPrediction, ABC):
     """Stopped once one more token is worth less than its time, without a threshold (`policies.CostRule`).
 
     c: time of one more drafted token, and of verifying it, by the time of a round without a draft; auto measures it on
@@ -211,32 +226,27 @@ class CostAware(Judged, ABC):
     max: int = 16
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.c, str) and not self.c > 0:
             raise InputError("c", self.c, "a number above 0, or auto", "Correct it.")
-        at_least("min", self.min, 1)
-        at_least("max", self.max, self.min)
+        self.check_lengths(self.min, self.max)
 
     @property
     def limits(self) -> tuple[int, int]:
         return self.min, self.max
 
     def rule(self, models: Models, batch: int | None) -> Rule:
-        from draftsmith.eval.cost.step_cost import step_cost
-        from draftsmith.modules.acceptance.policies import CostRule
-
-        return CostRule(step_cost(models, self.drafter, batch) if isinstance(self.c, str) else self.c)
+        if not isinstance(self.c, str):
+            return CostRule(self.c)
+        assert models.times is not None
+        return CostRule(models.times.step_cost(models, self.drafter, batch))
 
 
 @dataclass(frozen=True)
-class HeadByCost(CostAware):
+class HeadByCost(CostAware, ByHead):
     """The acceptance head's calibrated probabilities, and the cost of drafting on: no threshold to choose."""
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (self.drafter, "acceptance")
-
-    def judges(self, models: Models, count: int) -> Sequence[Judge]:
-        return head_judges(models, self.drafter, True, count)
+    uses_calibrated = True
 
 
 @dataclass(frozen=True)
@@ -250,10 +260,8 @@ class Online(CostAware):
     by: ConfidenceName = "q"
     repeats: bool = True
 
-    def judges(self, models: Models, count: int) -> Sequence[Judge]:
-        from draftsmith.modules.acceptance.policies import OnlineJudge
-
-        return [OnlineJudge(self.by, self.repeats) for _ in range(count)]
+    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
+        return [OnlinePredictor(self.by, self.repeats) for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -265,14 +273,12 @@ class ConfidenceStop(StopRule):
     max: int = 20
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         between("t", self.t, 0, 1)
-        at_least("min", self.min, 1)
-        at_least("max", self.max, self.min)
+        self.check_lengths(self.min, self.max)
 
-    def policy(self, models: Models) -> StopPolicy:
-        from draftsmith.modules.decoding.stop import Confidence
-
-        return Confidence(self.t, self.min, self.max)
+    def policies(self, models: Models, batch: int | None) -> Sequence[StopPolicy]:
+        return [Confidence(self.t, self.min, self.max) for _ in range(batch or 1)]
 
 
 @dataclass(frozen=True)
@@ -282,9 +288,18 @@ class SelfVerification(StopRule):
     k: int = 10
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("k", self.k, 1)
 
-    def policy(self, models: Models) -> StopPolicy:
-        from draftsmith.modules.decoding.stop import SelfVerify
+    def policies(self, models: Models, batch: int | None) -> Sequence[StopPolicy]:
+        return [SelfVerify(self.k) for _ in range(batch or 1)]
 
-        return SelfVerify(self.k)
+
+METHODS = {
+    "spec": FixedK,
+    "specdec++": SpecDecPlusPlus,
+    "cost": HeadByCost,
+    "online": Online,
+    "confidence": ConfidenceStop,
+    "self-verify": SelfVerification,
+}

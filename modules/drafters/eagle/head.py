@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from draftsmith.modules.decoding.branches import SideBySide
 from draftsmith.modules.decoding.chain import draft_chain
+from draftsmith.modules.decoding.chains import BatchDrafter
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source, StopPolicy
 from draftsmith.modules.finite import blame
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling, rope_table
@@ -189,6 +191,27 @@ class EagleHead(nn.Module):
         else:
             cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]
         return cos.to(embeds.dtype), sin.to(embeds.dtype)
+
+    @property
+    def context(self) -> int:
+        """Most positions of a text that it drafts for."""
+        return self.config.llama.max_position
+
+    def drafter(self, target: CausalLM, stop: StopPolicy, capacity: int) -> EagleDrafter:
+        """Chains for one sequence."""
+        return EagleDrafter(self, target, stop, capacity)
+
+    def rows_drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> BatchDrafter:
+        """Chains for as many rows as there are policies."""
+        from draftsmith.modules.drafters.eagle.rows import BatchEagle
+
+        return BatchEagle(self, target, stops, capacity)
+
+    def branches(self, target: CausalLM, depth: int) -> SideBySide:
+        """Drafts from many places of one text."""
+        from draftsmith.modules.drafters.eagle.branches import EagleBranches
+
+        return EagleBranches(self, target, depth)
 
     def init_from_target(self, layer_state: Mapping[str, Tensor]) -> None:
         """Start from the target's last layer (its state dict), and from fc = [0 | I]: the feature passes through.

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from draftsmith.eval.cost.costs import Costs, DraftCost, Overhead, _Probe, drafter_of, family_of, overhead, seconds
-from draftsmith.eval.methods import parse_methods
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.drafters.methods import parse_methods
 
 COSTS = Costs(
     context=100,
