@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from quick_heads import specdecpp
 from table_models import H, TableLM, V
 
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor, SpecDecPP
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.protocols import DraftTree
@@ -75,10 +76,10 @@ def stop_policy(name: str, seed: int, reader: TableLM):
         # Such heads say little that is right, and such drafts are seldom accepted: drafting has to be cheap.
         return PredictorStop(judge, CostRule(0.15 if early else 0.1), min_drafted=1, max_drafted=3)
     if name.startswith("specdec++early"):
-        return SpecDecPP(random_acceptance_head(seed, **EARLY), 0.6, 1, 3, calibrated=True, embed=reader.embed)
+        return specdecpp(random_acceptance_head(seed, **EARLY), 0.6, 1, 3, calibrated=True, embed=reader.embed)
     if name.startswith("specdec++"):
         head = random_acceptance_head(seed)
-        return SpecDecPP(head, h=0.6, min_drafted=1, max_drafted=3, calibrated="calibrated" in name)
+        return specdecpp(head, h=0.6, min_drafted=1, max_drafted=3, calibrated="calibrated" in name)
     if name.startswith("confidence"):
         return Confidence(0.5, 1, 3)
     return SelfVerify(3) if name.startswith("self-verify") else FixedLength(int(name[-1]))

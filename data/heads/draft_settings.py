@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class DraftSettings:
         Raises:
             InputError: two of a kind, or a head that does not draft.
         """
-        return drafters_by_kind(*(self.draft or ()), **({} if self.eagle is None else {"eagle": str(self.eagle)}))
+        return drafters_by_kind(self.draft or (), {} if self.eagle is None else {"eagle": str(self.eagle)})
 
     @property
     def paths(self) -> dict[str, str]:
@@ -46,21 +47,9 @@ class DraftSettings:
         given = {role: getattr(self, role) for role in ROLES if role in own}
         return {role: str(path) for role, path in given.items() if path} | self.drafters
 
-    def only_drafter(self) -> tuple[str, str]:
-        """`draft` or a head's kind, and what was passed, of a command that uses one.
 
-        Raises:
-            InputError: none, or several.
-        """
-        found = self.drafters
-        if len(found) != 1:
-            given = " and ".join(found.values()) or "nothing"
-            raise InputError("draft", given, "one drafter", "Pass --draft DIR, a draft model or a head, once.")
-        return next(iter(found.items()))
-
-
-def drafters_by_kind(*directories: str, **heads: str) -> dict[str, str]:
-    """As `DraftSettings.drafters`. heads: those whose kind is known."""
+def drafters_by_kind(directories: Sequence[str], heads: Mapping[str, str]) -> dict[str, str]:
+    """As `DraftSettings.drafters`. heads: kind -> directory, where it is known."""
     found: dict[str, str] = {}
     for kind, directory in [*((kind_in(name) or MODEL, name) for name in directories), *heads.items()]:
         if kind == "acceptance":
@@ -72,9 +61,3 @@ def drafters_by_kind(*directories: str, **heads: str) -> dict[str, str]:
             raise InputError("draft", both, "one of a kind", "Leave one of them out.")
         found[kind] = directory
     return found
-
-
-def recorded_drafters(settings: dict[str, Any]) -> dict[str, str]:
-    """`drafters` of settings as a manifest or results.json keeps them, of earlier versions too."""
-    draft, eagle = settings.get("draft") or (), settings.get("eagle")
-    return drafters_by_kind(*([draft] if isinstance(draft, str) else draft), **({"eagle": eagle} if eagle else {}))

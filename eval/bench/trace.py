@@ -23,7 +23,7 @@ from draftsmith.modules.acceptance.policies import PredictorStop
 from draftsmith.modules.decoding.confidence import draft_law
 from draftsmith.modules.decoding.loop import Generation, Round, generate
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView, Verdict
-from draftsmith.modules.decoding.stop import entropy
+from draftsmith.modules.decoding.stop import Around, entropy
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.types import SamplingParams
 
@@ -235,31 +235,30 @@ class _TimedDrafter(_Clock):
         return self.timed(self._drafter.propose, *args)
 
 
-class _WatchedStop:
+class _WatchedStop(Around):
     """A stop policy that remembers what it was shown in this round."""
 
     def __init__(self, drafter: Any):
-        self._drafter, self.policy = drafter, drafter.stop
+        super().__init__(drafter.stop)
+        self._drafter = drafter
         drafter.stop = self
         self._views: list[DraftView] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name)
-
     def should_stop(self, view: DraftView) -> bool:
         self._views.append(view)
-        return self.policy.should_stop(view)
+        return super().should_stop(view)
 
     def restore(self) -> None:
         self._drafter.stop = self.policy
 
     def take(self) -> tuple[list[DraftView], list[float]]:
-        """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a judge's
-        word: a late one says nothing of a round's last token, and 1 before it has one to judge."""
+        """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a
+        predictor's word: a late one says nothing of a round's last token, and 1 before it has one to judge."""
         views, self._views = self._views, []
-        if not views or not isinstance(self.policy, PredictorStop):
+        policy = self.innermost
+        if not views or not isinstance(policy, PredictorStop):
             return views, []
-        return views, self.policy.probs[int(self.policy.predictor.late) :]
+        return views, policy.probs[int(policy.predictor.late) :]
 
 
 def _watch_stop(drafter: Any) -> _WatchedStop | None:

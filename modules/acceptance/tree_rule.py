@@ -35,7 +35,7 @@ class TreeRule:
     `policies.CostRule`). Drafting is paid for when n is chosen, so it counts in the pace only.
 
     Another level is worth its time where the nodes to be expanded, one of which is on the target's path with the sum of
-    their P_i, would bring more tokens than the pace does: that sum x the share of accepted levels among the judged.
+    their P_i, would bring more tokens than the pace does: that sum x the share of accepted levels among the verified.
 
     Values may be too sure of themselves, all the more where the best of many are taken: every P_i is multiplied by
     `trust`, the nodes accepted so far by those that were expected.

@@ -221,4 +221,4 @@ def test_a_draft_ends_with_an_end_token_and_the_policy_is_asked_all_the_same():
     assert [policy.should_stop(view(n, token)) for n, token in ((1, 3), (2, 7))] == [False, True]
     policy.observe(2, 1)
     assert judge.asked == [1, 2] and judge.verdicts == [(2, 1)]
-    assert policy.max_drafted == 4 and policy.rule.h == 0.99 and not hasattr(policy, "nothing")
+    assert policy.max_drafted == 4 and policy.innermost.rule.h == 0.99

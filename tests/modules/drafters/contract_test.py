@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from quick_heads import specdecpp
 from table_models import H, TableLM, V, decoded_law, target_law, total_variation
 from torch import nn
 
 from draftsmith.data.heads.directory import HEADS, load_head, save_head
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleDrafter, EagleHead, shift
@@ -62,7 +63,7 @@ def loss_of_eagle(head: nn.Module, rng: torch.Generator) -> LossOutput:
 
 
 def acceptance_drafter(head: Any, target: TableLM) -> Any:
-    return DraftModelDrafter(TableLM(9), SpecDecPP(head.float(), h=0.6, min_drafted=1, max_drafted=3), CAPACITY)
+    return DraftModelDrafter(TableLM(9), specdecpp(head.float(), h=0.6, min_drafted=1, max_drafted=3), CAPACITY)
 
 
 def eagle_drafter(head: Any, target: TableLM) -> Any:
