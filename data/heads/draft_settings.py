@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.data.heads.directory import kind_in
+from draftsmith.data.heads.directory import kind_at
 from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import InputError
 
@@ -51,7 +51,7 @@ class DraftSettings:
 def drafters_by_kind(directories: Sequence[str], heads: Mapping[str, str]) -> dict[str, str]:
     """As `DraftSettings.drafters`. heads: kind -> directory, where it is known."""
     found: dict[str, str] = {}
-    for kind, directory in [*((kind_in(name) or MODEL, name) for name in directories), *heads.items()]:
+    for kind, directory in [*((kind_at(name) or MODEL, name) for name in directories), *heads.items()]:
         if kind == "acceptance":
             remedy = "Pass it with --acceptance."
             raise InputError("draft", f"{directory}, an acceptance head", "a model or head that drafts", remedy)

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from draftsmith.data.heads.directory import another_mode, eagle_identity, head_config, load_head
+from draftsmith.data.heads.directory import another_mode, drafter_identity, head_config, load_head
 from draftsmith.data.heads.draft_settings import MODEL, ROLES
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
-from draftsmith.eval.bench.auto import MeasuredTimes
 from draftsmith.eval.bench.trees import read_tree
+from draftsmith.eval.cost.auto import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.methods import Models, Named, check_needs
@@ -91,7 +91,7 @@ def load_acceptance(
     if reader == MODEL:
         head = load_head(directory, draft, kind="acceptance")
     else:
-        head = load_head(directory, target, kind="acceptance", identity=eagle_identity(paths[reader], target))
+        head = load_head(directory, target, kind="acceptance", identity=drafter_identity(paths[reader], target))
     assert isinstance(head, AcceptanceHead)
     check_predicts(directory, head, {method.predicts for method in by_head})
     return head

@@ -18,19 +18,17 @@ from draftsmith.data.progress import bar, say
 from draftsmith.data.prompts import numbers
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.reading import read_object
-from draftsmith.eval.bench.command import BenchConfig, bench, longest_sequence
+from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.load import LOADING, check_methods, load_models
-from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner
-from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.provenance import RESULTS
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
+from draftsmith.eval.bench.results import RESULTS
+from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.report.figures import Figure
 from draftsmith.eval.studies.keeping import keep
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.methods import Models, parse_methods
 from draftsmith.modules.types import SamplingParams, at_least
-
-NUM_RESAMPLES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +146,7 @@ def decode(
                 on_round(prompt, done)
 
             runner = EngineRunner(ground.models.target, drafter, params, ground.eos_ids, seen)
-            made.append(runner(prompt.prompt_ids, config.max_new_tokens, config.seed + number))
+            made += runner([prompt.prompt_ids], config.max_new_tokens, [config.seed + number])
             advance(1)
     return made
 
@@ -197,20 +195,6 @@ def write_results(
     """Print all tables and write results.json; arguments as of `keep`."""
     keep(kind, config, ground.models, ground.prompts, figures, summary, **more)
     return config.output
-
-
-def mean_interval(values: Sequence[float], owner: Sequence[Any], seed: int) -> tuple[float | None, float | None]:
-    """95 % bootstrap interval of the mean of values [N]; what belongs to one owner [N] (a prompt) is drawn together.
-    (None, None) for fewer than two owners."""
-    _, group = np.unique(np.asarray(owner), return_inverse=True)
-    count = group.max() + 1 if len(group) else 0
-    if count < 2:
-        return None, None
-    picks = np.random.default_rng(seed).integers(count, size=(NUM_RESAMPLES, count))
-    sums, sizes = np.bincount(group, values), np.bincount(group)
-    means = sums[picks].sum(1) / sizes[picks].sum(1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from draftsmith.data.progress import bar
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.replay.record import Answers, ChainRecorder, Recording
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.replay.store import recorded
 from draftsmith.modules.acceptance.head import AcceptanceHead
@@ -27,7 +27,7 @@ def recorded_chains(
     how: Recording,
     heads: Mapping[str, AcceptanceHead],
     together: bool = False,
-    answers: Answers | None = None,
+    answers: TargetAnswers | None = None,
     along: bool = False,
 ) -> ChainRollouts:
     """Chains of every prompt with the logits of all heads: those in `directory` are read, the others recorded there.

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table as ScreenTable
 
 from draftsmith.eval.bench.tables import plain_table
-from draftsmith.eval.cost.costs import AR, Costs
+from draftsmith.eval.cost.machine import AR, DecodingCosts
 from draftsmith.eval.report.figures import Axis, Chart, Column, Figure, Table, formatted, plain
 from draftsmith.eval.tuning.candidates import Predicted, best_of_families
 
@@ -31,7 +31,7 @@ class Choice:
 
     predicted: Sequence[Predicted]
     measured: Mapping[str, float]
-    costs: Costs
+    costs: DecodingCosts
     spent: Mapping[str, float]
 
     @property
@@ -137,7 +137,7 @@ def keep_best(best: dict[tuple[str, int], Predicted], key: tuple[str, int], item
         best[key] = item
 
 
-def target_chart(costs: Costs) -> Chart:
+def target_chart(costs: DecodingCosts) -> Chart:
     points = [
         {"rows": count, "kind": kind, "milliseconds": plain(1000 * seconds)}
         for kind, curve in (("chain", costs.target), ("tree", costs.tree))
@@ -150,7 +150,7 @@ def target_chart(costs: Costs) -> Chart:
     )  # fmt: skip
 
 
-def draft_chart(costs: Costs) -> Chart:
+def draft_chart(costs: DecodingCosts) -> Chart:
     points = [
         {"drafter": name, "step": step, "milliseconds": plain(1000 * seconds)}
         for name, cost in costs.drafters.items()

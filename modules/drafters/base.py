@@ -56,7 +56,7 @@ class TrainStep:
     total: int
     lengths: Sequence[int]
     seeds: Sequence[int]
-    feature_std: float
+    feature_std: float = 1.0
 
 
 class TargetWeights(Protocol):
@@ -136,10 +136,10 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def flops(cls, config: Any, settings: Any, lengths: Sequence[int], loss_tokens: int, progress: float) -> float:
+    def flops(cls, config: Any, settings: Any, step: TrainStep, loss_tokens: int) -> float:
         """Model FLOPs (modules/flops.py) of the loss and its gradient, from features that are there.
 
-        lengths: tokens of the sequences. loss_tokens: of them those that count. progress: share of the steps done.
+        step: with the lengths of the sequences. loss_tokens: of their tokens those that count.
         """
 
     # -- decoding

@@ -50,7 +50,7 @@ def bare_chain(models: Models, drafter: str, target: CausalLM, stop: StopPolicy)
     if drafter == "draft":
         assert models.draft is not None
         return DraftModelDrafter(models.draft, stop, models.capacity)
-    return models.heads[drafter].drafter(target, stop, models.capacity)
+    return models.heads[drafter].drafter(target, [stop], models.capacity)
 
 
 def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> BatchDrafter:
@@ -238,7 +238,6 @@ class CostAware(ByPrediction, ABC):
     def rule(self, models: Models, batch: int | None) -> Rule:
         if not isinstance(self.c, str):
             return CostRule(self.c)
-        assert models.times is not None
         return CostRule(models.times.step_cost(models, self.drafter, batch))
 
 

@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.tree_rule import TreeTimes
@@ -27,15 +27,24 @@ MAX_NODES = 128  # what a session of the target has room for (`modules.decoding.
 SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
-class MachineTimes(Protocol):
-    """What settings of `auto` go by: times of this machine, taken when they are first asked for."""
+class MachineTimes:
+    """What settings of `auto` go by: times of this machine, taken when they are first asked for. This one has none."""
 
-    def step_cost(self, models: Models, drafter: str, rows: int | None) -> float:
+    def step_cost(self, models: Models, drafter: str, rows: int | None = None) -> float:
         """c of what drafts chains: the time of one more drafted token, and of verifying it, by that of a round without
         a draft. rows: decoded together by the batched loop; None of the loop for one sequence."""
+        raise NotImplementedError("no times of this machine were handed in")
 
     def tree_times(self, models: Models, trees: str, probe: Callable[[int], Drafter]) -> TreeTimes:
         """Times of the parts of a round. trees: a name for these trees. probe: what drafts them with so many levels."""
+        raise NotImplementedError("no times of this machine were handed in")
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """All that is known, as JSON values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go by these in the place of measuring; what is not among them is measured when it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Models:
     capacity: int = 0
     ends: tuple[int, ...] = ()
     trees: Mapping[str, StaticTree] = field(default_factory=dict)
-    times: MachineTimes | None = None
+    times: MachineTimes = field(default_factory=MachineTimes)
 
     def embedder(self, drafter: str) -> CausalLM:
         """The model whose token embeddings a drafter of chains reads: the draft model's own, or its target's."""

@@ -11,7 +11,7 @@ import numpy as np
 from draftsmith.eval.bench.summary import BASELINE
 from draftsmith.eval.report.figures import Axis, Chart, Column, Row, Table, plain
 from draftsmith.eval.studies.common import ci, mean, mode, slug
-from draftsmith.eval.studies.eagle2.cost import fit, left_out
+from draftsmith.eval.studies.eagle2.cost import counts_of, fit_tree_cost, left_out
 from draftsmith.eval.studies.eagle2.nodes import Node, by_confidence, by_position, correlation, positions
 from draftsmith.modules.decoding.trace import Totals
 from draftsmith.modules.decoding.tree import StaticTree
@@ -281,8 +281,8 @@ def predictions(sizes: Sequence[Size], one: Found) -> dict[Size, float]:
     rows = cost_rows(sizes, one)
     if len(rows) < 5:
         return {}
-    cost, rate = fit(rows), one.rows[BASELINE]["tokens_per_s"]
-    return {size: totals.num_tokens / cost.seconds(totals) / rate for size, totals in one.replayed.items()}
+    cost, rate = fit_tree_cost(rows), one.rows[BASELINE]["tokens_per_s"]
+    return {size: totals.num_tokens / cost.seconds(*counts_of(totals)) / rate for size, totals in one.replayed.items()}
 
 
 def predicted_speed(sizes: Sequence[Size], found: Sequence[Found]) -> Chart:

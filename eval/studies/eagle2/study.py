@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.trees import read_tree
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.replay.replay import replay_tree
@@ -52,7 +52,7 @@ class Eagle2Config(StudyConfig):
     """Repeats the experiments of EAGLE-2 with an EAGLE head: which drafted tokens are accepted, what ranking them by
     value and reranking them adds, and how many to draft.
 
-    eagle: EAGLE head directory, trained for the target.
+    draft: the directory of an EAGLE head that was trained for the target.
     tree: static tree whose positions are looked at: a shipped name, or a YAML list of paths of ranks.
     ablations: sizes nodes:depth:topk of the ablations, separated by commas; confidence is looked at in the first.
     topk: children of a node, and nodes that are expanded at once, of all trees whose nodes and depth vary.

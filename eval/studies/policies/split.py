@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from draftsmith.data.progress import say
 from draftsmith.data.text.sources import named_split
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompts import has_splits, kept_rows, read_prompts
+from draftsmith.eval.bench.prompts import BenchPrompt, has_splits, kept_rows, read_prompts
 from draftsmith.eval.studies.overlap import texts_of
 from draftsmith.modules.types import InputError
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.heads.directory import eagle_identity, head_config
+from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.progress import say
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.replay.record import Answers, Recording
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.studies.common import Ground, StudyConfig, numbers, prepare, reduced, write_results
 from draftsmith.eval.studies.overlap import known_grams, least_third, overlap
@@ -175,7 +175,7 @@ def shelf_of(config: PoliciesConfig, models: Models, drafter: str) -> Shelf:
         return Shelf({}, {}, {})
     places = head_directories(folder)
     if drafter != "draft":
-        heads = load_heads(places, models.target, eagle_identity(config.drafters[drafter], models.target))
+        heads = load_heads(places, models.target, drafter_identity(config.drafters[drafter], models.target))
     else:
         assert models.draft is not None
         heads = load_heads(places, models.draft)
@@ -195,7 +195,7 @@ def scenes(
     for params in config.sampling:
         how = Recording(params, config.max_drafted, config.max_new_tokens, config.seed, ground.eos_ids)
         splits = {"dev": list(dev), "test": ground.prompts}
-        answers = {split: Answers(ground.models.target, how) for split in splits}
+        answers = {split: TargetAnswers(ground.models.target, how) for split in splits}
         for drafter in config.chain_drafters:
             heads = shelves[drafter].at(params)
             recorded: dict[str, ChainRollouts] = {

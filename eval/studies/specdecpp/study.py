@@ -14,10 +14,8 @@ import torch
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import volatile
 from draftsmith.data.text.sources import named_split
-from draftsmith.eval.bench.command import longest_sequence
 from draftsmith.eval.bench.load import LOADING, load_models, warn_about_sampling
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.studies.forward_times import ForwardTimes

@@ -99,7 +99,6 @@ class Eagle2(Method):
         at_most("topk", self.topk, models.target.info.vocab_size)
         if self.nodes != "auto":
             return self._drafter(models, self.most_nodes, self.most_depth)
-        assert models.times is not None
         trees = f"trees of topk {self.topk}, value {self.value}"
         times = models.times.tree_times(models, trees, lambda levels: self._drafter(models, self.topk, levels))
         return self._drafter(models, self.most_nodes, self.most_depth, TreeRule(times, self.depth == "auto"))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from run_models import run_models
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.cost.step_cost import measure_step_cost, ratio
+from draftsmith.eval.cost.auto import MeasuredTimes, measure_step_cost, ratio
 from draftsmith.modules.drafters.methods import Models, parse_method
 
 
@@ -60,7 +59,7 @@ def test_the_line_through_two_lengths():
 
 
 def test_it_is_measured_once_a_run_and_said(models, capsys):
-    own = run_models(load_lm(models["target"]), load_lm(models["draft"]), capacity=300)
+    own = Models(load_lm(models["target"]), load_lm(models["draft"]), capacity=300, times=MeasuredTimes())
     first = own.times.step_cost(own, "draft")
     assert 0 < first < 10
     assert capsys.readouterr().err == (
