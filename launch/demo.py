@@ -164,7 +164,7 @@ def bench_step(
     """Methods against each other on held-out prompts, answers to the end token."""
     argv = (
         *("eval", "bench", "--target", TARGET, "--draft", DRAFT),
-        *("--acceptance", str(sized / "acceptance-head" / "best"), "--eagle", str(sized / "eagle-head" / "best")),
+        *("--acceptance", str(sized / "acceptance-head" / "best"), "--draft", str(sized / "eagle-head" / "best")),
         *("--methods", ",".join(methods), "--prompts", PROMPTS, "--split", split, "--keep_tasks", profile.tasks),
         *("--limit", str(limit), "--max_new_tokens", str(profile.max_new_tokens), "--repeats", str(repeats)),
         *("--seed", str(config.seed), "--output", str(sized / split)),
