@@ -19,7 +19,7 @@ from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.chains import rows_lm
 from draftsmith.modules.drafters.methods import Method, Models, Named
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.targets.base import CausalLM, RowsSession, Session
+from draftsmith.modules.targets.base import CausalLM, RowsLM, RowsSession, Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
 
@@ -74,7 +74,7 @@ class BatchRunner:
     """This project's batched loop: a group is decoded together. The session may be shared by methods in turn. Other
     fields as of `EngineRunner`."""
 
-    target: LlamaLM
+    target: RowsLM
     drafter: BatchDrafter | None
     params: SamplingParams
     eos_ids: tuple[int, ...]
