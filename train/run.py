@@ -9,7 +9,8 @@ from draftsmith.data.answering.batched import set_threads
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.train import acceptance, drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.drafter import TrainDrafterConfig, drafter_config
+from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.drafter import drafter_config
 
 __all__ = ["TrainAcceptanceConfig", "drafter_config", "prepare", "run"]
 TrainedConfig = TrainAcceptanceConfig | TrainDrafterConfig

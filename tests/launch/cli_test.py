@@ -262,7 +262,8 @@ def test_every_command_is_in_the_overview_once():
 def test_every_setting_of_every_command_is_explained(name, capsys):
     command = cli.COMMANDS[name]
     module = importlib.import_module(f"draftsmith.{command.module}")
-    config_class = getattr(module, command.config)
+    setting, _, kind = command.config.partition(":")
+    config_class = getattr(module, setting)(kind) if kind else getattr(module, setting)
     assert callable(module.run)
     assert dataclasses.is_dataclass(config_class) and config_class.__dataclass_params__.frozen
     unexplained = [row[0] for row in help.settings(config_class) if not row[3]]

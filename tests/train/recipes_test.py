@@ -20,7 +20,9 @@ def test_a_recipe_is_accepted_by_its_command(file):
     """`configs/recipes/MODEL-HEAD.yaml` belongs to `draftsmith train HEAD`."""
     name = f"train {file.stem.split('-')[-1]}"
     command = COMMANDS[name]
-    config_class = getattr(importlib.import_module(f"draftsmith.{command.module}"), command.config)
+    setting, _, kind = command.config.partition(":")
+    found = getattr(importlib.import_module(f"draftsmith.{command.module}"), setting)
+    config_class = found(kind) if kind else found
     words = ["--config", str(file), "--output", "mine"]  # no two runs share an output that a file names
     assert "output" not in yaml.safe_load(file.read_text("utf-8"))
     config = parse(f"draftsmith {name}", config_class, words, command.positional, command.help)
