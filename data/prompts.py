@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from draftsmith.data.models.loading import text_identity
 from draftsmith.data.progress import Advance
+from draftsmith.data.settings import RemoteCode
 from draftsmith.data.store.manifest import Field, volatile
 from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
 from draftsmith.data.store.writer import sole_writer
@@ -49,7 +50,7 @@ SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("
 
 
 @dataclass(frozen=True)
-class PromptsConfig:
+class PromptsConfig(RemoteCode):
     """Which prompts, for which target.
 
     Attributes:
@@ -73,7 +74,6 @@ class PromptsConfig:
         overlong: What happens to longer ones: an error, or dropped and counted.
         invalid: What happens to rows that can not be used (no user turn, no text): an error, or dropped and counted.
         rows_per_shard: Rows of the source in each shard.
-        trust_remote_code: Let the target's repository run its own code.
     """
 
     source: str = volatile()
@@ -92,7 +92,7 @@ class PromptsConfig:
     overlong: Literal["error", "drop"] = "error"
     invalid: Literal["error", "drop"] = "error"
     rows_per_shard: int = 4096
-    trust_remote_code: bool = volatile(False)
+    trust_remote_code: bool = volatile(False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_positive(self, "rows_per_shard")

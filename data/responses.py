@@ -19,6 +19,7 @@ from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
+from draftsmith.data.settings import RemoteCode, Sampling
 from draftsmith.data.store.datasets import Lists
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.shards import Plan, Rows, Shard, ShardContent, run_stage
@@ -26,7 +27,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import Supervision, answer_mask, spans
 from draftsmith.data.text.turns import Answer, Talk, has_later_turns, turns_tokenizer
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError
 
 Talks = Callable[[Mapping[str, Any]], Talk]
 
@@ -45,7 +46,7 @@ FIELDS = (
 
 
 @dataclass(frozen=True)
-class ResponsesConfig:
+class ResponsesConfig(RemoteCode, Sampling):
     """How the target answers.
 
     Attributes:
@@ -53,9 +54,6 @@ class ResponsesConfig:
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
         engine: In process with our own batching (transformers), or through an OpenAI-compatible server (openai).
-        temperature: 0 is greedy.
-        top_k: Sample among the k most probable tokens; 0 is all.
-        top_p: Sample among the most probable tokens that hold this much probability; 1 is all.
         max_new_tokens: Longest answer, in tokens. One that it cuts is the last of its conversation.
         ignore_eos: Go on behind end tokens, up to max_new_tokens: for prompts whose own answers are too short to learn
             from. Of a conversation only the first turn is answered then.
@@ -67,7 +65,6 @@ class ResponsesConfig:
         lm_engine: How the model runs in process: lean for Llama-family weights, hf for any transformers model.
         device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
         num_threads: CPU threads; 0 is torch's own choice.
-        trust_remote_code: Let the model's repository run its own code.
         chat_template: File with the template that the prompts were made with, for later turns, where it is neither the
             tokenizer's own nor still where they had it from.
         server: Where and how to ask, for engine openai.
@@ -77,9 +74,7 @@ class ResponsesConfig:
     target: str = volatile()
     output: Path = volatile()
     engine: Literal["transformers", "openai"] = "transformers"
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float = field(default=1.0, kw_only=True)
     max_new_tokens: int = 256
     ignore_eos: bool = False
     seed: int = 0
@@ -90,18 +85,14 @@ class ResponsesConfig:
     lm_engine: Literal["auto", "lean", "hf"] = "auto"
     device: str = volatile("auto")
     num_threads: int = volatile(0)
-    trust_remote_code: bool = volatile(False)
+    trust_remote_code: bool = volatile(False, kw_only=True)
     chat_template: Path | None = volatile(None)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
         check_positive(self, "max_new_tokens", "batch_size", "rows_per_shard")
         check_not_negative(self, "limit", "num_threads")
-        _ = self.params
-
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_k, self.top_p)
+        _ = self.sampling
 
 
 @sole_writer(shared=True)
@@ -189,7 +180,7 @@ def answer_turns(
     asked = [talk.asked()["prompt_ids"] for _, talk in waiting]
     with naming([talk.asked()["id"] for _, talk in waiting]):
         answers = answer_all(
-            lm, asked, config.params, config.max_new_tokens, config.batch_size, uniforms, advance, eos_ids=ends
+            lm, asked, config.sampling, config.max_new_tokens, config.batch_size, uniforms, advance, eos_ids=ends
         )
     for (_, talk), tokens in zip(waiting, answers, strict=True):
         talk.hear(Answer(tokens, ended=tokens[-1] in ends))

@@ -122,7 +122,7 @@ class ServerEngine:
         from draftsmith.data.text.template import context_length, template_hash
 
         _need_extra()
-        self.config, self.server, self.params = config, config.server, config.params
+        self.config, self.server, self.params = config, config.server, config.sampling
         self.tokenizer = load_tokenizer(config.target)
         directory = model_directory(config.target)
         raw = read_config(config.target)

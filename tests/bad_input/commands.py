@@ -15,13 +15,14 @@ ROWS = [
     Row("no such command", "evaluate bench", ("evaluate bench",)),
     Row("a misspelt command", "eval bnech", ("eval bnech", "eval bench")),
     Row("a group with a setting", "data --target x", ("data",)),
-    Row("words without a name", "data prompts x y", ("x", "--name value")),
-    Row("no value", "decode Hi --target", ("--target", "nothing")),
+    Row("words without a name", "data prompts x y --source s --target t --output {out}", ("x", "--name value")),
+    Row("no value", "decode Hi --target", ("--target", "requires an argument")),
     Row("no such config", "train eagle --config nosuch", ("nosuch", "eagle-small")),
     Row("a config that is a directory", "train eagle --config {target}", ("--config", "directory")),
     # The demo and the shipped models.
     Row("demo: output is a file", "demo --output {chats}", ("prompts.jsonl", "File exists")),
     Row("demo: a flag that is none", "demo --full maybe", ("maybe",)),
+    Row("completion: no such shell", "completion csh", ("csh", "zsh")),
     Row("embedded build: output is a file", "embedded build --output {chats}", ("prompts.jsonl",)),
     Row("embedded build: no threads", "embedded build --output {out} --num-threads many", ("num-threads", "many")),
     # decode.
@@ -71,7 +72,7 @@ ROWS = [
     Row("plan eagle: no such target", "plan eagle --target ./nosuch", ("./nosuch",)),
     Row("plan eagle: ranks", f"plan eagle {TARGET}--world -1", ("world", "-1")),
     Row("plan eagle: short samples", f"plan eagle {TARGET}--assume-length 0", ("assume_length", "0")),
-    Row("plan acceptance: a head", "plan acceptance --draft {eagle}", ("eagle",)),
+    Row("plan acceptance: a head alone", "plan acceptance --draft {eagle}", ("target", "--target")),
     Row("plan check: no such shape", "plan check --shapes nosuch", ("shapes", "nosuch")),
     Row("throughput: no such shape", "train throughput --output {out} --hidden 8", ("hidden", "8")),
     # Launchers check the command before anything starts.
