@@ -111,7 +111,7 @@ class Builder:
         draft = LlamaModel(architecture(target.config.vocab_size, plan.num_layers))
         if plan.start is None:
             load_weights(draft, self._path("seedling"))
-        else:
+        elif not self._path(name).exists():
             init_weights(draft, self.seed)
             self._stage(f"{name}-start", draft, plan.start, rows, next_token_loss)
         self._stage(name, draft, plan.distil, own_text, distillation_loss(target))

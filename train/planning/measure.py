@@ -16,13 +16,13 @@ import torch
 
 from draftsmith.data.store.manifest import MANIFEST
 from draftsmith.modules.types import InputError
-from draftsmith.train import acceptance, drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.benchmark.synthetic import dialogue_lengths, write_responses
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig
 from draftsmith.train.data_module import Part
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.planning.estimate import Plan, frozen_model, planned_dtype
+from draftsmith.train.prepare import TrainedConfig, prepare
 from draftsmith.train.strategies import trainer_arguments
 from draftsmith.train.telemetry import peak_memory_gb
 
@@ -99,7 +99,7 @@ def measure(config: TrainConfig, plan: Plan) -> Measured:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:
         own, on_what = short_run(config, Path(folder))
-        prepare: Any = drafter.prepare if isinstance(own, TrainDrafterConfig) else acceptance.prepare
+        assert isinstance(own, TrainedConfig)
         module, data, *_ = prepare(own)
         clock = StepClock()
         trainer = pl.Trainer(
