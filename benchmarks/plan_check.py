@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.benchmarks import training_data
-from draftsmith.benchmarks.script import script
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
+from draftsmith.launch.cli import main_of
 from draftsmith.modules.types import InputError
 from draftsmith.train.planning.made_up import dialogue_lengths, write_responses
 
@@ -136,4 +136,4 @@ def draftsmith(group: str, settings: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(script("plan_check", PlanCheckConfig, run))
+    sys.exit(main_of(PlanCheckConfig, run))

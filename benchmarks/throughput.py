@@ -22,13 +22,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.benchmarks.script import script
 from draftsmith.benchmarks.step_peak import in_process
 from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, Step, Work, train_ours
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.launch.cli import main_of
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
@@ -202,4 +202,4 @@ def run(config: ThroughputConfig) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(script("throughput", ThroughputConfig, run))
+    sys.exit(main_of(ThroughputConfig, run))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftsmith.benchmarks.synthetic import Weights
 from draftsmith.data.features import FIELDS, FeaturesConfig, index_row, key
-from draftsmith.data.models.loading import model_directory
+from draftsmith.data.models.hub import model_directory
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import Item
 from draftsmith.data.store.files import copy_file, make_directory, write_json, write_tensors

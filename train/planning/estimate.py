@@ -21,8 +21,7 @@ from draftsmith.data.ranks import place
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.config import TrainConfig
-from draftsmith.train.drafter import TrainDrafterConfig
+from draftsmith.train.config import TrainConfig, TrainDrafterConfig
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.planning.documents import Documents, documents_of
 from draftsmith.train.planning.dry_run import DryRun, NotRehearsed

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.models.loading import DTYPES, model_directory, read_config
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.loading import DTYPES, read_config
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.targets.hf import HFLM

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from draftsmith.data.models.loading import tokenizer_identity
-from draftsmith.data.responses import FIELDS, ResponsesConfig, count
+from draftsmith.data.responses import FIELDS, ResponsesConfig
 from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
+from draftsmith.data.text.turns import count
 
 # Lengths of conversations in tokens: log-normal, the median and spread of shared chats, cut at both ends.
 DIALOGUE_MEDIAN, DIALOGUE_SIGMA = 400, 0.9

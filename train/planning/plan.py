@@ -19,8 +19,8 @@ from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.config import TrainConfig
-from draftsmith.train.drafter import TrainDrafterConfig, drafter_config
+from draftsmith.train.config import TrainConfig, TrainDrafterConfig
+from draftsmith.train.drafter import drafter_config
 from draftsmith.train.planning.documents import has_texts
 from draftsmith.train.planning.dry_run import NotRehearsed
 from draftsmith.train.planning.estimate import Plan, check_room, plan_of, planned_device

@@ -22,8 +22,9 @@ from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.train.acceptance import TrainAcceptanceConfig, acceptance_settings, check_labels, filled, labels_of
 from draftsmith.train.acceptance_objective import AcceptanceObjective
+from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.drafted_tokens import MixedText, RolloutDrafts
-from draftsmith.train.drafter import TrainDrafterConfig, head_shape, target_shape
+from draftsmith.train.drafter import head_shape, target_shape
 from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.lit_head import Objective
 from draftsmith.train.planning.frozen import FrozenModel
