@@ -35,7 +35,7 @@ SELECTS = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
 class NotRehearsed(InputError):
-    """Code that goes by numbers, and so can not run without them."""
+    """Code that goes by numbers, and so cannot run without them."""
 
 
 @dataclass(frozen=True)

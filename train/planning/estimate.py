@@ -87,8 +87,8 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
     world: ranks; 0 takes what a launcher has set, or the config's. samples, length: as of `documents_of`.
 
     Raises:
-        InputError: a model that is none, or of a family that the head can not take its layer from; NotRehearsed: one
-            whose code can not run without numbers.
+        InputError: a model that is none, or of a family that the head cannot take its layer from; NotRehearsed: one
+            whose code cannot run without numbers.
     """
     training = training_of(config)
     documents = documents_of(config, training, samples, length)
@@ -229,6 +229,6 @@ def own_memory() -> int:
 
 def check_room(plan: Plan, output: Path) -> None:
     """Raises:
-    InputError: the disk can not hold the run's checkpoints."""
+    InputError: the disk cannot hold the run's checkpoints."""
     remedy = f"Free some space, pass a smaller --keep ({plan.checkpoint_bytes:,} bytes each), or use another disk."
     check_disk(output, plan.disk_bytes, "output", remedy)

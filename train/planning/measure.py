@@ -75,7 +75,7 @@ def measure(config: TrainConfig, plan: Plan) -> Measured:
     """Train for a few steps on the first batches; on made-up responses where the data is not there.
 
     Raises:
-        InputError: as the training itself; or acceptance labels that are not there, which can not be made up.
+        InputError: as the training itself; or acceptance labels that are not there, which cannot be made up.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:

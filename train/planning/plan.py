@@ -119,7 +119,7 @@ def announce(config: TrainConfig) -> None:
     Data that is not there, or not what a training reads, is left for the training to tell.
 
     Raises:
-        InputError: the disk can not hold the checkpoints.
+        InputError: the disk cannot hold the checkpoints.
     """
     from draftsmith.train.metrics import is_first_process
 

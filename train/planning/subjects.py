@@ -33,7 +33,7 @@ from draftsmith.train.telemetry import features_flops
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Modules made within are of this type; fake ones can not be converted later."""
+    """Modules made within are of this type; fake ones cannot be converted later."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
