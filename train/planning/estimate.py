@@ -154,7 +154,7 @@ class Rehearsal:
                 longest = int(min(COUNTED_TOKENS, training.context, training.frozen.context))
                 self._counted = Counted(run, training, module, longest)
         except RuntimeError as error:  # torch's, of an operator that needs numbers, or has no fake form
-            found = f"{training.frozen.path}, whose code goes by numbers ({str(error).splitlines()[0][:200]})"
+            found = f"{training.frozen.path}, whose code goes by numbers ({str(error).partition(chr(10))[0][:200]})"
             raise NotRehearsed("model", found, "one that runs without weights", "Train it without a plan.") from error
         self.trained = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
         # Tables of the head, and a frozen head that drafts.
