@@ -211,7 +211,8 @@ def _not_plain(name: Any, value: Any) -> str:
 def _check_equal(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], other: Mapping[str, Tensor], name: str
 ) -> None:
-    """Of tensors that share storage safetensors keeps one; its metadata maps the others' names to that one."""
+    """One set of weights in both files. Of tensors that share storage safetensors keeps one; its metadata maps the
+    others' names to that one."""
     full = {**tensors, **{alias: tensors[stored] for alias, stored in metadata.items() if stored in tensors}}
     wrong = sorted(full.keys() ^ other.keys())
     wrong += [key for key in full if key in other and not _same(full[key], other[key])]

@@ -154,7 +154,7 @@ def _head_of(config: ExportConfig) -> Path:
 
 
 def _head_manifest(config: ExportConfig, format: HeadFormat) -> dict[str, Any]:
-    """Of the head that is to be exported.
+    """The manifest of the head that is to be exported.
 
     Raises:
         InputError: no head, or not one that the format holds in the type that is asked for.

@@ -52,12 +52,13 @@ class RolloutTokens:
 
     @property
     def confidences(self) -> Confidences:
-        """Of the drafted tokens, [N, K]."""
+        """What is known of the drafted tokens, [N, K]."""
         return replace(self._confidences(self.log_q, self.log_max_q, self.entropy), repeat=self.repeat)
 
     @property
     def child_confidences(self) -> Confidences:
-        """Of the children, [N, K, C]: their law's maximum and entropy are those of the drafted token beside them."""
+        """What is known of the children, [N, K, C]: their distribution's maximum and entropy are those of the drafted
+        token beside them."""
         shape = self.child_log_q.shape
         return self._confidences(
             self.child_log_q, self.log_max_q[..., None].expand(shape), self.entropy[..., None].expand(shape)
