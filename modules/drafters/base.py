@@ -88,15 +88,15 @@ class HeadCard:
 
 
 class DraftHead(nn.Module, ABC):
-    """A trained drafter: its net, how it learns and how it drafts.
+    """A trained drafter: its net, how it learns and how it drafts. It is built of its config alone, with random weights.
 
     kind: its name, that of its file or folder; config.json and the command line say it.
     Config: class of `config`, a `DraftHeadConfig`.
-    Settings: class of what `train KIND` asks beside what all trainings ask (train/config.py, train/drafter.py): a
+    Settings: class of what `train KIND` asks beside what all trainings of drafters ask (train/config.py): a
         frozen dataclass with keyword fields that all have defaults. Its docstring's `Attributes` become help,
         `__post_init__` checks; a field with metadata {"volatile": True} decides nothing of the weights.
     defaults: of settings that all trainings ask, what this drafter has in their place.
-    starts: what --init may name beside a head's directory; `random` is what `new` gives.
+    starts: what --init may name beside a head's directory; `random` are the weights it is built with.
     lookahead: rows fewer than tokens that its alignment leaves of a sequence. Pieces of a long one share so many.
     needs_features: it reads hidden states of the target.
     monitor, larger_is_better: the validation metric that picks best/.
