@@ -17,7 +17,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.cost.clocks import clock_of, synchronised
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import at_least
-from draftsmith.eval.report.figures import plain
+from draftsmith.eval.report.tables import plain
 from draftsmith.eval.tuning.tune import TuneConfig, measured_speeds, prepare, tune
 
 WITHIN, SHARE = 0.03, 0.1

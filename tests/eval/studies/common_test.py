@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from draftsmith.eval.report.figures import plain
+from draftsmith.eval.report.tables import plain
 from draftsmith.eval.studies import common
 from draftsmith.eval.studies.common import (
     StudyConfig,
@@ -110,5 +110,5 @@ def test_drafts_end_where_answers_do(models, ignore_eos, tmp_path):
         ignore_eos=ignore_eos,
         output=tmp_path,
     )
-    ground = prepare(config, ["spec:k=2"])
-    assert ground.models.ends == ground.eos_ids and bool(ground.eos_ids) != ignore_eos
+    context = prepare(config, ["spec:k=2"])
+    assert context.models.ends == context.eos_ids and bool(context.eos_ids) != ignore_eos
