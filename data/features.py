@@ -1,22 +1,24 @@
-"""Stage `data features`: the target's hidden states along its responses, which EAGLE heads learn to foresee.
+"""Stage `data features`: the target's hidden states along its responses, which drafters learn from.
 
-The feature of position t is the hidden state after the final norm once x_t was read (EAGLE-1, section 3); unshifted.
-Stored in bf16 or fp8 (`feature_codec`), one safetensors file a shard with one key a row ("0000012"), beside a Parquet
-index.
+The feature of position t is what the drafter reads of the target once x_t was read: the state after the final norm, or
+residual states of some layers side by side (`DraftHead.capture`); unshifted. Stored in bf16 or fp8 (`feature_codec`),
+one safetensors file a shard with one key a row ("0000012"), beside a Parquet index.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from draftsmith.data.answering.batched import by_length, pad_right, set_threads
 from draftsmith.data.models.device import pick_device
+from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import load_lm, text_identity
 from draftsmith.data.models.naming import naming
 from draftsmith.data.models.parallel import DONE, tell, told
@@ -28,6 +30,7 @@ from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volat
 from draftsmith.data.store.shards import Plan, Rows, Shard, ShardContent, read_done, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import answer_mask
+from draftsmith.modules import drafters
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
@@ -56,6 +59,8 @@ class FeaturesConfig:
         responses: Directory that `data responses` wrote with this target, or `data prompts --supervised`.
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
+        drafter: Kind of the drafter that they are for, as `train` names it, where it reads other states than those
+            after the final norm.
         max_bytes: Most bytes to write; 0 leaves it to the free disk space.
         limit: Only the first so many rows; 0 takes all.
         batch_size: Rows read together.
@@ -73,6 +78,7 @@ class FeaturesConfig:
     responses: Path = volatile()
     target: str = volatile()
     output: Path = volatile()
+    drafter: str | None = volatile(None)
     max_bytes: int = volatile(0)
     limit: int = 0
     batch_size: int = 8
@@ -88,6 +94,9 @@ class FeaturesConfig:
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "rows_per_shard")
         check_not_negative(self, "limit", "num_threads", "max_bytes")
+        if self.drafter is not None and self.drafter not in drafters.learned():
+            known = " or ".join(drafters.learned())
+            raise InputError("drafter", self.drafter, known, "Correct it, or leave it out.")
 
 
 @sole_writer(shared=True)
@@ -104,6 +113,7 @@ def run(config: FeaturesConfig) -> Path:
     )
     manifest = open_texts(config.responses, config.target, lm.info.identity)
     rows = Rows(config.responses, manifest)
+    capture = () if config.drafter is None else drafters.head_class(config.drafter).capture(lm.info.num_layers)
     shared = config.target_parallel == "tensor"  # all processes are one target, and the first one writes
     plan = Plan(
         kind="features",
@@ -114,20 +124,21 @@ def run(config: FeaturesConfig) -> Path:
         rows_per_shard=config.rows_per_shard,
         fields=FIELDS + feature_codec.fields(config.feature_dtype),
         inputs={manifest.kind: manifest.digest},
-        identity={**manifest.identity, "target": lm.info.identity},
+        identity={**manifest.identity, "target": captured(lm.info.identity, capture)},
         sampling=manifest.sampling,
         alone=shared,
     )
     if shared and place().rank:
         for number in told(lm.device):
-            read_shard(lm, rows, plan.shards[number], config, lambda count: None)
+            read_shard(lm, rows, plan.shards[number], config, lambda count: None, capture)
         return config.output
-    check_room(plan, rows, feature_codec.token_bytes(lm.info.hidden_size, config.feature_dtype), config.max_bytes)
+    width = lm.info.hidden_size * max(1, len(capture))
+    check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype), config.max_bytes)
 
     def make(shard: Shard, advance: Advance) -> ShardContent:
         if shared:
             tell(shard.index, lm.device)
-        return read_shard(lm, rows, shard, config, advance)
+        return read_shard(lm, rows, shard, config, advance, capture)
 
     run_stage(plan, make)
     if shared:
@@ -177,7 +188,7 @@ def check_room(plan: Plan, rows: Rows, token_bytes: int, max_bytes: int) -> None
 
 
 def check_disk(directory: Path, needed: int, field: str, remedy: str) -> None:
-    """Raises InputError where the disk of `directory`, which need not be there yet, can not hold `needed` bytes."""
+    """Raises InputError where the disk of `directory`, which need not be there yet, cannot hold `needed` bytes."""
     existing = next(path for path in (directory, *directory.resolve().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if needed and needed + SPARE_BYTES > free:
@@ -185,8 +196,21 @@ def check_disk(directory: Path, needed: int, field: str, remedy: str) -> None:
         raise InputError(field, found, expected, remedy)
 
 
+def read_features(lm: CausalLM, input_ids: Tensor, capture: Sequence[int] = ()) -> Tensor:
+    """States [B, T, L*H] of right-padded input_ids [B, T]; capture: which (`DraftHead.capture`)."""
+    options: dict[str, Any] = {"capture": tuple(capture)} if capture else {}
+    return lm.features(input_ids, **options)
+
+
 @torch.inference_mode()
-def read_shard(lm: CausalLM, source: Rows, shard: Shard, config: FeaturesConfig, advance: Advance) -> ShardContent:
+def read_shard(
+    lm: CausalLM,
+    source: Rows,
+    shard: Shard,
+    config: FeaturesConfig,
+    advance: Advance,
+    capture: Sequence[int] = (),
+) -> ShardContent:
     """Features of every row of a shard, in batches of like length."""
     rows = source.read(shard.start, shard.stop)
     for offset, row in enumerate(rows):
@@ -195,7 +219,7 @@ def read_shard(lm: CausalLM, source: Rows, shard: Shard, config: FeaturesConfig,
             raise InputError(f"row {shard.start + offset}", found, expected, "Make shorter ones, or use --limit.")
     tensors: dict[str, torch.Tensor] = {}
     for batch in by_length([len(row["input_ids"]) for row in rows], config.batch_size):
-        features = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm))
+        features = read_features(lm, pad_right([rows[i]["input_ids"] for i in batch], lm), capture)
         for i, padded in zip(batch, features, strict=True):
             own = padded[: len(rows[i]["input_ids"])]
             place = first_broken(own)

@@ -18,10 +18,11 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.models.naming import naming
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
-from draftsmith.eval.bench.command import longest_sequence, model_paths
+from draftsmith.eval.bench.command import model_paths
 from draftsmith.eval.bench.load import LOADING, load_models, reads
-from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner, Runner
-from draftsmith.eval.bench.trace import TracedRunner, TraceFile, about
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
+from draftsmith.eval.bench.runner import EngineRunner, Runner
+from draftsmith.eval.bench.trace import TracedRunner, TraceFile, place_of
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Named, at_least
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
@@ -121,11 +122,11 @@ def run(config: DecodeConfig) -> Generation:
 
     runner = EngineRunner(target, drafter, params, tuple(eos_ids), on_round)
     trace = TraceFile(config.trace) if config.trace is not None else None
-    place = about(named.label, config.temperature, bench_prompt)
+    place = place_of(named.label, config.temperature, bench_prompt)
     run_once: Runner = runner if trace is None else TracedRunner(place, runner, trace)
     start = time.perf_counter()
     with naming([bench_prompt.id]):
-        generation = run_once(prompt, config.max_new_tokens, config.seed)
+        (generation,) = run_once([prompt], config.max_new_tokens, [config.seed])
     elapsed = time.perf_counter() - start
     if trace is not None:
         trace.flush()

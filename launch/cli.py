@@ -22,7 +22,7 @@ class Command:
     """Where a command lives.
 
     module: relative to the package; has `run(config)`.
-    config: name of the module's dataclass of settings.
+    config: name of the module's dataclass of settings; or FUNCTION:KIND, of what gives it.
     help: one line for the overview.
     positional: settings that may also be given without their names, in this order.
     """
@@ -41,8 +41,8 @@ COMMANDS: dict[str, Command] = {
     "data acceptance": Command("data.acceptance", "AcceptanceConfig", "Label which drafted tokens the target keeps"),
     "data features": Command("data.features", "FeaturesConfig", "The target's hidden states, to train a draft head"),
     "data inspect": Command("data.inspect", "InspectConfig", "Look at rows, their mask in colour", ("artefact",)),
-    "train acceptance": Command("train.acceptance", "TrainAcceptanceConfig", "Acceptance head: when to stop drafting"),
-    "train eagle": Command("train.eagle", "TrainEagleConfig", "EAGLE head: drafts from the target's own features"),
+    "train acceptance": Command("train.run", "TrainAcceptanceConfig", "Acceptance head: when to stop drafting"),
+    "train eagle": Command("train.run", "drafter_config:eagle", "EAGLE head: drafts from the target's own features"),
     "export": Command("data.exchange.export", "ExportConfig", "A head as another system loads it, checked"),
     "check": Command(
         "data.exchange.check", "CheckConfig", "What another system makes of a directory", ("directory",)
@@ -74,13 +74,6 @@ COMMANDS: dict[str, Command] = {
     "eval policies": Command(
         "eval.studies.policies.study", "PoliciesConfig", "Acceptance heads against every stop policy"
     ),
-    "eval generation": Command(
-        "eval.generation", "GenerationConfig", "Batched answers against one prompt at a time"
-    ),
-    "eval latency": Command("eval.latency", "LatencyConfig", "What the decoder adds to its models' forwards"),
-    "eval tune-check": Command(
-        "eval.tuning.check", "TuneCheckConfig", "The tuner's choice beside an exhaustive measured sweep"
-    ),
     "launch torchrun": Command(
         "launch.torchrun", "TorchrunConfig", "Processes on this machine, or one group per machine", ("command",)
     ),
@@ -101,8 +94,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Use heads elsewhere, and others' here": ("export", "check", "import"),
     "Measure": ("eval bench", "eval compare", "eval tune", "eval report", "eval lossless"),
     "The papers' experiments": ("eval specdecpp", "eval eagle2", "eval hsddw", "eval calibration", "eval policies"),
-    "Measure Draftsmith itself": ("eval generation", "eval latency", "eval tune-check", "train throughput",
-                                  "plan check"),
+    "Measure Draftsmith itself": ("train throughput", "plan check"),
     "The shipped models": ("embedded build",),
 }  # fmt: skip
 
@@ -222,7 +214,8 @@ def configure(name: str, args: list[str]) -> tuple[ModuleType, Any | None]:
 
     from draftsmith.launch.arguments import parse
 
-    config_class = getattr(module, command.config)
+    setting, _, kind = command.config.partition(":")
+    config_class = getattr(module, setting)(kind) if kind else getattr(module, setting)
     return module, parse(f"draftsmith {name}", config_class, args, command.positional, command.help)
 
 

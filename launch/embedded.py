@@ -288,7 +288,7 @@ def write_card(
         recipes |= {f"{name}, start": draft.start} if draft.start is not None else {}
         recipes |= {f"{name}, distilled": draft.distil}
     stages = {name: dataclasses.asdict(recipe) for name, recipe in recipes.items()}
-    facts = embedded_card.Facts(
+    facts = embedded_card.BuildFacts(
         sources=source_versions(),
         num_rows=len(rows),
         num_tokens=sum(len(row.ids) for row in rows),
@@ -296,8 +296,8 @@ def write_card(
         held_out=held_out,
     )
     samples = embedded_card.verbatim_samples(models["target"], tokenizer, questions, config.seed)
-    card, numbers = embedded_card.render(facts, scores, samples)
-    _write(config.output / "MODEL_CARD.md", card)
+    numbers = embedded_card.card_numbers(facts, scores)
+    _write(config.output / "MODEL_CARD.md", embedded_card.render(facts, numbers, samples))
     _write(config.output / "card.json", json.dumps(numbers, indent=2) + "\n")
     _write(config.output / "NOTICE.md", embedded_card.notice(facts))
     log(f"card written to {config.output / 'MODEL_CARD.md'}")

@@ -27,8 +27,8 @@ def serve() -> None:
     import torch
 
     from draftsmith.data.models.loading import load_lm
-    from draftsmith.eval.bench.measure import BatchRunner, EngineRunner
     from draftsmith.eval.bench.prompts import read_prompts
+    from draftsmith.eval.bench.runner import BatchRunner, EngineRunner
     from draftsmith.eval.methods import parse_method
     from draftsmith.eval.methods.base import Models
     from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
@@ -47,9 +47,9 @@ def serve() -> None:
         params = SamplingParams(0.0 if mode == "greedy" else 1.0)
         if rows:
             drafter = parse_method(method).build_batch(models, PROMPTS)
-            BatchRunner(target, session, drafter, params, ())(prompts, NEW_TOKENS, range(PROMPTS))
+            BatchRunner(target, drafter, params, (), session)(prompts, NEW_TOKENS, range(PROMPTS))
             return
-        EngineRunner(target, parse_method(method).build(models), params, ())(prompts[0], NEW_TOKENS, 0)
+        EngineRunner(target, parse_method(method).build(models), params, ())([prompts[0]], NEW_TOKENS, [0])
 
     for line in sys.stdin:
         started = time.process_time()

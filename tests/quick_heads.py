@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, shift
-from draftsmith.modules.losses import eagle_loss
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.muon import MuonAdamW
 
@@ -34,7 +33,7 @@ def quick_eagle_head(target: Any, rows: Sequence[Sequence[int]], steps: int, bat
     for step in range(steps):
         inputs, embeds = batches[step % len(batches)]
         hidden = head(embeds, inputs.features, inputs.position_ids)
-        loss = eagle_loss(hidden, inputs.target_features, inputs.loss_mask, target.lm_head, 0.2, 1.0).loss
+        loss = eagle_loss([hidden], inputs.target_features, [inputs.loss_mask], target.lm_head, 0.2, 1.0).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -116,8 +116,8 @@ class BetweenSteps(pl.Callback):
         measured = f" ({getattr(self.probe, 'measured', '')})" if "tau" in metrics else ""
         say_on_rank_zero(f"step {step}/{module.total_steps}: {shown}{measured}")
         # What decoding reaches decides, where it is measured: a head can lose teacher-forced accuracy and gain tau.
-        probed = self.probe is not None and self.probe_every > 0
-        monitor, larger_is_better = ("tau", True) if probed else (module.monitor, module.larger_is_better)
+        probed, objective = self.probe is not None and self.probe_every > 0, module.objective
+        monitor, larger_is_better = ("tau", True) if probed else (objective.monitor, objective.larger_is_better)
         sign = 1 if larger_is_better else -1
         if monitor in metrics and (not self.best or sign * metrics[monitor] > sign * self.best[monitor]):
             best = {**metrics, "step": float(step)}

@@ -20,7 +20,7 @@ from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.facts import facts_of
 from draftsmith.data.exchange.probe import judged_tokens, make_probes
 from draftsmith.data.exchange.record import against_record, read_record
-from draftsmith.data.heads.directory import HEADS, build_head, eagle_identity, load_head
+from draftsmith.data.heads.directory import build_head, drafter_identity, kinds, load_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import compare_identity
 from draftsmith.modules.interop import FORMATS
@@ -136,7 +136,7 @@ def drafter_for(format: str, paths: Mapping[str, Any], how: Any) -> Drafter:
     lm = load_lm(paths[flag], how.dtype, how.device, how.engine, how.trust_remote_code)
     if not by_eagle:
         return Drafter(paths[flag], lm, lm.info.identity)
-    return Drafter(paths[flag], lm, eagle_identity(paths["eagle"], lm), load_head(paths["eagle"], lm, kind="eagle"))
+    return Drafter(paths[flag], lm, drafter_identity(paths["eagle"], lm), load_head(paths["eagle"], lm, kind="eagle"))
 
 
 def original(directory: Path, kind: str, drafter: Drafter) -> nn.Module:
@@ -157,7 +157,7 @@ def check_head(directory: Path, format: str, drafter: Drafter, head: nn.Module |
     """
     module = importlib.import_module(f"draftsmith.modules.interop.{format}")
     package = read_package(str(directory))
-    if package.config.get("kind") in HEADS:
+    if package.config.get("kind") in kinds():
         remedy = f"Write it for others: draftsmith export --format {format} --head {directory}"
         raise InputError("directory", f"{directory}, one of draftsmith's own heads", "another system's", remedy)
     facts = facts_of(drafter.path, drafter.lm)

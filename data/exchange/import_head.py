@@ -100,8 +100,7 @@ def run(config: ImportConfig) -> Path:
     parsed = importlib.import_module(f"draftsmith.modules.interop.{producer}").parse(package, model.facts)
     parsed = _with_run_time_values(config, parsed)
     if model.info is not None:
-        settings = dataclasses.asdict(parsed.config)
-        check_sizes("head", config.directory, settings, model.info.hidden_size, model.info.vocab_size)
+        check_sizes("head", config.directory, parsed.config, model.info.hidden_size, model.info.vocab_size)
         _check_record(config, READS[kind], model)
     head = build(kind, parsed, package)
     manifest = _manifest(config, kind, producer, parsed, model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,11 @@ def model_identity(directory: Path, raw: Mapping[str, Any], outputs: Iterable[st
         code = {file.name: file.read_bytes() for file in sorted(directory.glob("*.py"))}
         identity["code"] = _hash({name: hashlib.sha256(text).hexdigest() for name, text in code.items()})
     return identity
+
+
+def captured(identity: Mapping[str, str], layers: Sequence[int]) -> dict[str, str]:
+    """The identity of a target whose residual states after these layers are read; none are the final norm's."""
+    return {**identity, "layers": ",".join(map(str, layers))} if layers else dict(identity)
 
 
 def encoding_hash(directory: Path) -> str:

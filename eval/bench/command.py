@@ -21,20 +21,29 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.auto import auto_of_run, go_by, resolved_auto
+from draftsmith.data.text.conversations import Turns
 from draftsmith.eval.bench.cards import check_cards, heads_of, write_cards
 from draftsmith.eval.bench.journal import JOURNAL, Journal, unfinished_auto
 from draftsmith.eval.bench.load import LOADING, load_models, warn_about_sampling
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompt_runner import Asking, ask_all, every_prompt_failed
-from draftsmith.eval.bench.prompts import Turns
-from draftsmith.eval.bench.provenance import RESULTS, describe
-from draftsmith.eval.bench.rows import BASELINE, PER_PROMPT, Row, failures_of, of_methods, write_rows
-from draftsmith.eval.bench.rows import SHAPE as ROW
-from draftsmith.eval.bench.runners import engine_runners, first_of_each_task, make_runners, trace_again, write_texts
-from draftsmith.eval.bench.summary import Clock, summarise
+from draftsmith.eval.bench.prompt_runner import PromptRunner, every_prompt_failed
+from draftsmith.eval.bench.prompts import Chat, Questions, longest_conversation, read_questions, task_sources
+from draftsmith.eval.bench.results import (
+    BASELINE,
+    COLUMNS,
+    PER_PROMPT,
+    RESULTS,
+    Row,
+    describe,
+    failures_of,
+    of_methods,
+    write_rows,
+)
+from draftsmith.eval.bench.runner import RunnerSettings, make_runners
+from draftsmith.eval.bench.summary import summarise
 from draftsmith.eval.bench.tables import results_table, task_tables
-from draftsmith.eval.bench.tasks import Chat, Questions, read_questions, task_sources
+from draftsmith.eval.bench.trace import first_of_each_task, trace_prompts, write_texts
+from draftsmith.eval.cost.auto import times_of_run
+from draftsmith.eval.cost.clock import ClockName, clock_name
 from draftsmith.eval.methods import METHODS, check_needs, parse_methods
 from draftsmith.eval.methods.base import Models, Named, at_least
 from draftsmith.modules.targets.base import CausalLM
@@ -43,7 +52,7 @@ from draftsmith.modules.types import InputError, SamplingParams
 # Settings that change nothing of what is measured: an interrupted run may go on with others.
 INCIDENTAL = ("output", "card", "traces")
 
-ENTRY = {"group": int, "temperature": float, "rows": [ROW]}  # of the journal
+ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS]}  # of the journal
 
 
 @dataclass(frozen=True)
@@ -157,9 +166,8 @@ class BenchConfig:
         return found
 
     @property
-    def clock(self) -> Clock:
-        """One CPU thread: its own time, which a busy machine does not falsify. Else the wall's."""
-        return "cpu" if torch.device(self.device).type == "cpu" and self.num_threads == 1 else "wall"
+    def clock(self) -> ClockName:
+        return clock_name(self.device, self.num_threads)
 
 
 def run(config: BenchConfig) -> int:
@@ -192,26 +200,26 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     questions = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
     how = {name: getattr(config, name) for name in LOADING}
     target = load_lm(config.target, **how)
-    chat = Chat(config.target)
-    room = longest_conversation(questions, chat, config.max_new_tokens, target.info.max_position)
+    chat, context = Chat(config.target), target.info.max_position
+    room = longest_conversation(questions, chat, config.max_new_tokens, context)
     models = load_models(named, model_paths(config), room, config.modes[0], target, **how)
     if models.acceptance is not None:
         for params in config.modes[1:]:
             warn_about_sampling(str(config.acceptance), params)
-    go_by(models, unfinished_auto(config.output) or (auto_of_run(config.costs) if config.costs else {}))
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
     models = dataclasses.replace(models, ends=eos_ids)
-    runners = make_runners(config, named, models, config.modes, eos_ids)
-    asking = Asking(runners, chat, target.info.max_position, room, config.max_new_tokens, config.repeats, config.seed)
-    meta = meta_of(config, named, questions, models, eos_ids)  # after the runners, which may measure costs
-    journal = Journal(config.output, decided_by(meta, questions), ENTRY, resolved_auto(models))
-    rows = measured_rows(config, asking, questions, journal)
+    models.times.load_state_dict(unfinished_auto(config.output) or (times_of_run(config.costs) if config.costs else {}))
+    settings = RunnerSettings(config.modes, eos_ids, config.batch_size, config.dtype, config.trust_remote_code)
+    runners = make_runners(named, models, settings)
+    prompt_runner = PromptRunner(runners, chat, context, room, config.max_new_tokens, config.repeats, config.seed)
+    meta = meta_of(config, named, questions, models)  # after the runners, which may measure costs
+    journal = Journal(config.output, decided_by(meta, questions), ENTRY, models.times.state_dict())
+    rows = measured_rows(config, prompt_runner, questions, journal)
     results = {"meta": meta, "methods": result_rows(config, rows, target), "failures": failures_of(rows)}
     if config.traces:
         own = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
-        engine = engine_runners(named, models, config.modes, eos_ids)
         first = first_of_each_task(own, config.traces)
-        trace_again(config.output, first, engine, config.max_new_tokens, asking.seeds)
+        trace_prompts(config.output, first, named, models, settings, config.max_new_tokens, prompt_runner.seeds)
         write_texts(config.output, config.target, first)
     publish_run(config, rows, results)
     if config.card:
@@ -220,13 +228,15 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     return results
 
 
-def measured_rows(config: BenchConfig, asking: Asking, questions: Questions, journal: Journal) -> list[Row]:
+def measured_rows(
+    config: BenchConfig, prompt_runner: PromptRunner, questions: Questions, journal: Journal
+) -> list[Row]:
     """Rows of all prompts; those of an interrupted run of the same settings are not measured again."""
     groups = questions.groups(config.batch_size)
     if any(entry["group"] not in range(len(groups)) for entry in journal.entries):
         found, remedy = "a group of prompts that there is not", "Delete it and measure again."
         raise InputError(str(journal.path), found, f"numbers below {len(groups)}", remedy)
-    total = len(questions.all) * len(asking.runners)
+    total = len(questions.all) * len(prompt_runner.runners)
     done = sum(len(groups[entry["group"]]) for entry in journal.entries)
     if done:
         print(
@@ -234,9 +244,9 @@ def measured_rows(config: BenchConfig, asking: Asking, questions: Questions, jou
             file=sys.stderr,
         )
     if done < total:
-        asking.warm_up([*questions.spare, *questions.all], config.batch_size)
+        prompt_runner.warm_up([*questions.spare, *questions.all], config.batch_size)
     with between_prompts(total, done) as progress:
-        rows = ask_all(asking, groups, journal, progress)
+        rows = prompt_runner.run_all(groups, journal, progress)
     if all(row["error"] is not None for row in rows):
         journal.remove()
         raise every_prompt_failed(rows[-1]["error"])
@@ -253,9 +263,7 @@ def result_rows(config: BenchConfig, rows: Sequence[Row], target: CausalLM) -> l
     return found
 
 
-def meta_of(
-    config: BenchConfig, named: Sequence[Named], questions: Questions, models: Models, eos_ids: tuple[int, ...]
-) -> dict[str, Any]:
+def meta_of(config: BenchConfig, named: Sequence[Named], questions: Questions, models: Models) -> dict[str, Any]:
     heads = heads_of(named, model_paths(config))
     return describe(
         "bench",
@@ -268,8 +276,8 @@ def meta_of(
         methods={item.label: dataclasses.asdict(item.method) for item in named},
         heads={flag: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for flag, path in heads.items()},
         temperatures=config.all_temperatures,
-        eos_ids=list(eos_ids),
-        **resolved_auto(models),
+        eos_ids=list(models.ends),
+        **models.times.state_dict(),
     )
 
 
@@ -341,32 +349,5 @@ def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
 
 
 def model_paths(config: Any) -> dict[str, str | None]:
-    """Flag -> what the user passed."""
-    return {flag: getattr(config, flag) for flag in ("target", "draft", "mid", "eagle", "acceptance")}
-
-
-def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int) -> int:
-    """Tokens of the longest prompt with its answer.
-
-    Raises:
-        InputError: a prompt that leaves no room in the context.
-    """
-    longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
-    length = len(longest.prompt_ids)
-    if length >= context:
-        found = f"{length} tokens in prompt {longest.id}"
-        raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten or remove it.")
-    return min(length + max_new_tokens, context)
-
-
-def longest_conversation(questions: Questions, chat: Chat, max_new_tokens: int, context: int) -> int:
-    """Tokens of the longest question, its later turns and all their answers; questions that do not fit left out.
-
-    Raises:
-        InputError: none fits.
-    """
-    fitting = [prompt for prompt in [*questions.all, *questions.spare] if len(prompt.prompt_ids) < context]
-    if not fitting:
-        found = f"{context} or more tokens in each prompt, prompt {questions.all[0].id} the first"
-        raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten them.")
-    return min(max(chat.longest(prompt, max_new_tokens) for prompt in fitting), context)
+    """Flag -> what the user passed; None for flags that a command does not have."""
+    return {flag: getattr(config, flag, None) for flag in ("target", "draft", "mid", "eagle", "acceptance")}

@@ -13,11 +13,11 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.store.manifest import differences, flatten, without_unrecorded
 from draftsmith.data.store.reading import check_shape, read_object
-from draftsmith.eval.bench.measure import Measured
-from draftsmith.eval.bench.provenance import RESULTS
-from draftsmith.eval.bench.rows import BASELINE, Row, of_methods, read_rows
-from draftsmith.eval.bench.summary import Clock, Floats, Resamples, speedup, tokens_per_s
+from draftsmith.eval.bench.results import BASELINE, RESULTS, Measured, Row, of_methods, read_rows
+from draftsmith.eval.bench.summary import MeasuredResamples, speedup, tokens_per_s
 from draftsmith.eval.bench.tables import mode
+from draftsmith.eval.bootstrap import Floats
+from draftsmith.eval.cost.clock import ClockName
 from draftsmith.eval.report.tables import Column, Table, markdown, on_screen
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.types import InputError
@@ -197,7 +197,7 @@ def auto_notes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]
 def compare(first: Bench, second: Bench, seed: int) -> list[Table]:
     """A table for each temperature that both have."""
     comparable = not speed_differences(first, second)
-    clock: Clock = first.meta["clock"]
+    clock: ClockName = first.meta["clock"]
     tables = []
     for temperature, mine in first.methods.items():
         theirs = second.methods.get(temperature)
@@ -227,10 +227,10 @@ def paired(mine: Sequence[Measured], theirs: Sequence[Measured]) -> BOTH:
     return [ours[key] for key in common], [others[key] for key in common]
 
 
-def row_of(items: BOTH, base: BOTH, clock: Clock, seed: int, comparable: bool) -> Row:
+def row_of(items: BOTH, base: BOTH, clock: ClockName, seed: int, comparable: bool) -> Row:
     """One method: B over A. The bootstrap draws the same prompts for both runs and for their baselines."""
     first, second = items
-    drawn = Resamples([item.group for item in first], seed)
+    drawn = MeasuredResamples(first, seed)
 
     def gain(run: int) -> Floats:
         return drawn.tokens_per_s(items[run], clock) / drawn.tokens_per_s(base[run], clock)
@@ -249,7 +249,7 @@ def row_of(items: BOTH, base: BOTH, clock: Clock, seed: int, comparable: bool) -
     return {**found, "equal": f"{equal} of {len(first)}"}
 
 
-def ends(name: str, drawn: Resamples, ratio: Callable[[], Floats]) -> Row:
+def ends(name: str, drawn: MeasuredResamples, ratio: Callable[[], Floats]) -> Row:
     """The 95 % interval, as numbers and as the text of a cell."""
     found = drawn.interval(ratio)
     low, high = found or (None, None)
@@ -257,7 +257,7 @@ def ends(name: str, drawn: Resamples, ratio: Callable[[], Floats]) -> Row:
     return {f"{name}_low": low, f"{name}_high": high, f"{name}_ci": text}
 
 
-def table_of(rows: Sequence[Row], temperature: float, prompts: int, comparable: bool, clock: Clock) -> Table:
+def table_of(rows: Sequence[Row], temperature: float, prompts: int, comparable: bool, clock: ClockName) -> Table:
     speed = [Column("speed", "tokens/s B/A", ".3fx"), Column("speed_ci", "95 % CI", below=True)]
     columns = [
         Column("method", "method"),

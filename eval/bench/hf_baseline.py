@@ -73,8 +73,11 @@ class HFRunner:
         self._model, self._params, self._eos_ids, self._assistant = model, params, tuple(eos_ids), assistant
         self._num_assistant_tokens, self._confidence_threshold = num_assistant_tokens, confidence_threshold
 
-    def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
-        """Generate, and cut at the first end token and at `max_new_tokens` before counting."""
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
+        """Generate one after the other, and cut at the first end token and at `max_new_tokens` before counting."""
+        return [self.answer(prompt, max_new_tokens, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+
+    def answer(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
         calls: list[Call] = []
 
         def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

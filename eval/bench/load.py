@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from draftsmith.data.heads.directory import another_mode, eagle_identity, head_config, load_head
+from draftsmith.data.heads.directory import another_mode, drafter_identity, head_config, load_head
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
+from draftsmith.eval.cost.auto import MeasuredTimes
 from draftsmith.eval.methods import check_needs
 from draftsmith.eval.methods.base import Models, Named
 from draftsmith.modules.acceptance.head import AcceptanceHead
@@ -56,7 +57,7 @@ def load_models(
         acceptance = load_acceptance(named, paths, target, draft)
         warn_about_sampling(str(paths["acceptance"]), params)
     ends = tuple(target.info.eos_ids)
-    return Models(target, draft, mid, eagle, acceptance, dict(paths), longest + DRAFT_ROOM, ends=ends)
+    return Models(target, draft, mid, eagle, acceptance, dict(paths), longest + DRAFT_ROOM, ends, MeasuredTimes())
 
 
 def eagle_owner(named: Iterable[Named]) -> str:
@@ -82,7 +83,7 @@ def load_acceptance(
     if readers == {"draft"}:
         head = load_head(directory, draft, kind="acceptance")
     else:
-        head = load_head(directory, target, kind="acceptance", identity=eagle_identity(str(paths["eagle"]), target))
+        head = load_head(directory, target, kind="acceptance", identity=drafter_identity(str(paths["eagle"]), target))
     assert isinstance(head, AcceptanceHead)
     check_judges(directory, head, named)
     return head

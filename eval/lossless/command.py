@@ -24,11 +24,10 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.command import longest_sequence, model_paths
+from draftsmith.eval.bench.command import model_paths
 from draftsmith.eval.bench.load import LOADING, load_models
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.provenance import hardware
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
+from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.lossless.answers import BatchedLoop, Loop, SingleLoop
 from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test
 from draftsmith.eval.lossless.sampling import Asked, SamplingTest

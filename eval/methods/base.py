@@ -22,10 +22,7 @@ class Models:
 
     paths: flag (`target`, `draft`, ...) -> what the user passed, for methods that load models in their own way.
     capacity: most tokens that a sequence of this run can hold, drafts included.
-    measured: seconds that were measured of these models in this run, by name, so that it is done once
-        (`eval.cost.tree_times`).
-    step_costs: c by what drafts (`eval.cost.step_cost`). Both are JSON values, and kept with the run's results
-        (`eval.bench.auto`).
+    times: what settings of `auto` go by (`eval.cost.auto.MeasuredTimes`).
     ends: tokens that end an answer: drafts of chains end there too.
     """
 
@@ -36,9 +33,8 @@ class Models:
     acceptance: nn.Module | None = None
     paths: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     capacity: int = 0
-    measured: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
-    step_costs: dict[str, float] = dataclasses.field(default_factory=dict)
     ends: tuple[int, ...] = ()
+    times: Any = None
 
 
 @dataclass(frozen=True)

@@ -221,10 +221,9 @@ class CostAware(Judged, ABC):
         return self.min, self.max
 
     def rule(self, models: Models, batch: int | None) -> Rule:
-        from draftsmith.eval.cost.step_cost import step_cost
         from draftsmith.modules.acceptance.policies import CostRule
 
-        return CostRule(step_cost(models, self.drafter, batch) if isinstance(self.c, str) else self.c)
+        return CostRule(models.times.step_cost(models, self.drafter, batch) if isinstance(self.c, str) else self.c)
 
 
 @dataclass(frozen=True)

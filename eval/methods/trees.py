@@ -119,7 +119,6 @@ class Eagle2(Method):
         return ("eagle", "acceptance") if self.value == "head" else self.uses
 
     def build(self, models: Models) -> Drafter | None:
-        from draftsmith.eval.cost.tree_times import tree_times
         from draftsmith.modules.acceptance.tree_rule import TreeRule
         from draftsmith.modules.drafters.eagle.head import EagleHead
         from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
@@ -127,9 +126,17 @@ class Eagle2(Method):
         assert isinstance(models.eagle, EagleHead)
         at_most("topk", self.topk, models.target.info.vocab_size)
         judge = tree_judge(models) if self.value == "head" else None
-        rule = TreeRule(tree_times(models, self), self.depth == "auto") if self.nodes == "auto" else None
-        shape = DynamicTree(self.most_nodes, self.most_depth, self.topk, self.value != "off", self.rerank)
-        return EagleTreeDrafter(models.eagle, models.target, shape, models.capacity, judge=judge, rule=rule)
+
+        def drafter(nodes: int, depth: int, rule: TreeRule | None = None) -> Drafter:
+            assert isinstance(models.eagle, EagleHead)
+            shape = DynamicTree(nodes, depth, self.topk, self.value != "off", self.rerank)
+            return EagleTreeDrafter(models.eagle, models.target, shape, models.capacity, judge=judge, rule=rule)
+
+        if self.nodes != "auto":
+            return drafter(self.most_nodes, self.most_depth)
+        trees = f"trees of topk {self.topk}, value {self.value}"
+        times = models.times.tree_times(models, trees, lambda levels: drafter(self.topk, levels))
+        return drafter(self.most_nodes, self.most_depth, TreeRule(times, self.depth == "auto"))
 
 
 def tree_judge(models: Models) -> AcceptanceHead:

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.replay.coupling import num_equal
-from draftsmith.eval.replay.record import Answers, Recording, walk
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.replay.coupling import verdict_of
+from draftsmith.eval.replay.record import Recording, TargetAnswers, walk
 from draftsmith.eval.replay.rollouts import ChainRollouts, joined
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
 
 
-def record_lookup(answers: Answers, prompts: Sequence[BenchPrompt], how: Recording, ngram: int) -> ChainRollouts:
+def record_lookup(answers: TargetAnswers, prompts: Sequence[BenchPrompt], how: Recording, ngram: int) -> ChainRollouts:
     """Drafts of `how.depth` tokens or fewer. A lookup has no law: what is known of laws is NaN, accepted or not is not,
     since its tokens are kept where they are the text's, greedy and sampling alike."""
     return joined([_of_prompt(answers, prompt, number, how, ngram) for number, prompt in enumerate(prompts)])
 
 
-def _of_prompt(answers: Answers, prompt: BenchPrompt, number: int, how: Recording, ngram: int) -> ChainRollouts:
+def _of_prompt(answers: TargetAnswers, prompt: BenchPrompt, number: int, how: Recording, ngram: int) -> ChainRollouts:
     reading = answers.read(prompt, number, how.depth)
     length = len(reading.answer.tokens)
     shape = (length - 1, how.depth)
@@ -29,11 +29,9 @@ def _of_prompt(answers: Answers, prompt: BenchPrompt, number: int, how: Recordin
     for start, tree in walk(drafter, reading, prompt.prompt_ids, how, how.depth, number):
         row, drafted = start - 1, tree.tokens
         token[row, : len(drafted)] = drafted
-        equal = num_equal(drafted, reading.text.tokens[start:])
-        accepted[row] = min(equal, length - start)
-        past_end[row] = equal - accepted[row]
-        judged = min(equal + 1, len(drafted), length - start)
-        accept[row, :judged] = np.arange(judged) < equal
+        verdict = verdict_of(drafted, reading, start)
+        accepted[row], past_end[row] = verdict.accepted, verdict.past_end
+        accept[row, : verdict.labelled] = np.arange(verdict.labelled) < verdict.accepted + verdict.past_end
     unknown = np.full(shape, np.nan)
     return ChainRollouts(
         answers=[reading.answer],

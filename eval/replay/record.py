@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 
 from draftsmith.data.models.naming import naming
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.chains import build_chain
 from draftsmith.eval.replay.along import accept_along
 from draftsmith.eval.replay.chain_rows import ChainRows
-from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, Reading, Text
-from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, joined
+from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, ReadAnswer, TargetText
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, joined
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.branches import DraftModelBranches, SideBySide
 from draftsmith.modules.decoding.loop import Generation, generate, room_for
@@ -35,7 +35,7 @@ DrafterName = Literal["draft", "eagle"]
 @dataclass(frozen=True)
 class Recording:
     """How answers are made. depth: drafted tokens that are kept of every round, or times that a tree is expanded.
-    Answer number i is seeded with `seed` + i, as the bench does."""
+    TargetAnswer number i is seeded with `seed` + i, as the bench does."""
 
     params: SamplingParams
     depth: int
@@ -64,7 +64,7 @@ def record_chains(
     return joined([recorder(prompt, number) for number, prompt in enumerate(prompts)])
 
 
-class Answers:
+class TargetAnswers:
     """The target's own answers, as decoding without a drafter gives them; each is made once, whoever asks for it."""
 
     def __init__(self, target: CausalLM, how: Recording):
@@ -79,13 +79,13 @@ class Answers:
             )
         return self._made[number]
 
-    def read(self, prompt: BenchPrompt, number: int, further: int) -> Reading:
+    def read(self, prompt: BenchPrompt, number: int, further: int) -> ReadAnswer:
         """number: of the answer, which seeds it. further: tokens after an end token that a round may still draft;
         whether the target would have gone on with them is counted there."""
         target, how, ids = self._target, self._how, prompt.prompt_ids
         made = self._generation(prompt, number)
         room = room_for(ids, how.max_new_tokens, target.info)
-        answer = Answer(prompt.id, prompt.task, len(ids), made.tokens, made.ended, room)
+        answer = TargetAnswer(prompt.id, prompt.task, len(ids), made.tokens, made.ended, room)
         count = min(further, room - len(made.tokens)) if made.ended else 0
         session = target.session(len(ids) + len(made.tokens) + count)
         read = session.extend([*ids, *made.tokens], num_logits=len(made.tokens) + 1)
@@ -99,7 +99,7 @@ class Answers:
         logits = torch.cat(rows)[: len(tokens)]
         laws = None if how.params.greedy else probabilities(logits, how.params)
         uniforms = [source.uniform() for _ in tokens]
-        return Reading(answer, Text(tokens, laws, uniforms), read.features, logits)
+        return ReadAnswer(answer, TargetText(tokens, laws, uniforms), read.features, logits)
 
 
 def seed_of(*numbers: int) -> int:
@@ -108,7 +108,7 @@ def seed_of(*numbers: int) -> int:
 
 
 def walk(
-    drafter: Drafter, reading: Reading, prompt: Sequence[int], how: Recording, count: int, number: int
+    drafter: Drafter, reading: ReadAnswer, prompt: Sequence[int], how: Recording, count: int, number: int
 ) -> Iterator[tuple[int, DraftTree]]:
     """(t, draft) of every round that begins before token t = 1, 2, ... of the answer, at most `count` tokens deep."""
     tokens, read = reading.answer.tokens, len(prompt)
@@ -148,7 +148,7 @@ class ChainRecorder:
         drafter: DrafterName,
         how: Recording,
         heads: Mapping[str, AcceptanceHead],
-        answers: Answers | None = None,
+        answers: TargetAnswers | None = None,
         along: bool = False,
         side_by_side: bool = False,
     ):
@@ -156,7 +156,7 @@ class ChainRecorder:
         of drafted tokens below the first rejection too, which takes a call or two an answer. side_by_side: draft from
         all places of an answer together, ten times as fast; logits then differ in the last bits from those of the
         decoder's own drafter, and greedy drafts where two tokens are that close."""
-        self._answers, self._how, self._heads = answers or Answers(models.target, how), how, heads
+        self._answers, self._how, self._heads = answers or TargetAnswers(models.target, how), how, heads
         self._name: DrafterName = drafter
         # One token more than is kept: a head of state `after` judges a token once the forward behind it has read it.
         self._keep = _Keep(how.depth + 1)
@@ -187,7 +187,7 @@ class ChainRecorder:
             return found
         return replace(found, accept_along=accept_along(self._target, prompt.prompt_ids, reading, how.params, found))
 
-    def _fits(self, prompt: BenchPrompt, reading: Reading) -> bool:
+    def _fits(self, prompt: BenchPrompt, reading: ReadAnswer) -> bool:
         """No draft meets the end of the drafter's context; and there is one."""
         models, count = self._models, len(reading.answer.tokens)
         limits = [models.target.info.max_position]
@@ -199,7 +199,7 @@ class ChainRecorder:
             limits.append(models.eagle.config.llama.max_position)
         return count > 1 and len(prompt.prompt_ids) + count + self._how.depth + 1 <= min(limits)
 
-    def _draft_together(self, prompt: BenchPrompt, number: int, reading: Reading, rows: ChainRows) -> None:
+    def _draft_together(self, prompt: BenchPrompt, number: int, reading: ReadAnswer, rows: ChainRows) -> None:
         depth, first = self._how.depth + 1, len(prompt.prompt_ids)
         answer = reading.answer.tokens
         models = self._models

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from draftsmith.data.models.naming import naming
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.methods.base import Models
-from draftsmith.eval.replay.record import Answers, Recording, walk
+from draftsmith.eval.replay.record import Recording, TargetAnswers, walk
 from draftsmith.eval.replay.rollouts import Floats, Ints, TreeRollouts, joined
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.protocols import DraftTree
@@ -33,7 +33,7 @@ class TreeRecorder:
         models: Models,
         topk: int,
         how: Recording,
-        answers: Answers | None = None,
+        answers: TargetAnswers | None = None,
         judge: AcceptanceHead | None = None,
         keep_values: int = 0,
     ):
@@ -41,7 +41,7 @@ class TreeRecorder:
         are the nodes' values. keep_values: `TreeRollouts.values` of the best so many candidates, and `frontier`; 0
         keeps neither."""
         assert isinstance(models.eagle, EagleHead) and topk <= models.target.info.vocab_size
-        self._answers, self._how, self._topk = answers or Answers(models.target, how), how, topk
+        self._answers, self._how, self._topk = answers or TargetAnswers(models.target, how), how, topk
         self._keep_values = keep_values
         everything = DynamicTree(num_candidates(topk, how.depth + 1), how.depth, topk)
         self._drafter = EagleTreeDrafter(models.eagle, models.target, everything, models.capacity, judge=judge)

@@ -11,8 +11,7 @@ from typing import Any
 from draftsmith.data.store.manifest import flatten
 from draftsmith.data.store.reading import check_shape, read_json
 from draftsmith.eval.bench.compare import SAME_SETTINGS, SAME_SPEED
-from draftsmith.eval.bench.provenance import RESULTS
-from draftsmith.eval.bench.rows import PER_PROMPT
+from draftsmith.eval.bench.results import PER_PROMPT, RESULTS
 from draftsmith.eval.report.tables import from_json
 from draftsmith.modules.types import InputError
 

@@ -25,14 +25,14 @@ from draftsmith.data.prompts import numbers
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.reading import read_object
-from draftsmith.eval.bench.command import BenchConfig, bench, longest_sequence
+from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.load import LOADING, load_models
-from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner
-from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.provenance import RESULTS, describe
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
+from draftsmith.eval.bench.results import RESULTS, describe
+from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.methods import check_needs, parse_methods
 from draftsmith.eval.methods.base import Models, at_least
-from draftsmith.eval.replay.record import Answers, ChainRecorder, DrafterName, Recording
+from draftsmith.eval.replay.record import ChainRecorder, DrafterName, Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.replay.store import recorded
 from draftsmith.eval.report.tables import Table, on_screen, plain, to_json
@@ -41,8 +41,6 @@ from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
-
-NUM_RESAMPLES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +222,7 @@ def decode(
                 on_round(prompt, done)
 
             runner = EngineRunner(context.models.target, drafter, params, context.eos_ids, seen)
-            made.append(runner(prompt.prompt_ids, config.max_new_tokens, config.seed + number))
+            made += runner([prompt.prompt_ids], config.max_new_tokens, [config.seed + number])
             advance(1)
     return made
 
@@ -237,7 +235,7 @@ def recorded_chains(
     how: Recording,
     heads: Mapping[str, AcceptanceHead],
     further: Literal["", "along", "together"] = "",
-    answers: Answers | None = None,
+    answers: TargetAnswers | None = None,
 ) -> ChainRollouts:
     """Chains of every prompt with the logits of all heads: those in `directory` are read, the others recorded there.
 
@@ -341,20 +339,6 @@ def write_results(
             console.print(on_screen(table))
     say(f"Written to {config.output / RESULTS}")
     return Path(config.output)
-
-
-def mean_interval(values: Sequence[float], owner: Sequence[Any], seed: int) -> tuple[float | None, float | None]:
-    """95 % bootstrap interval of the mean of values [N]; what belongs to one owner [N] (a prompt) is drawn together.
-    (None, None) for fewer than two owners."""
-    _, group = np.unique(np.asarray(owner), return_inverse=True)
-    count = group.max() + 1 if len(group) else 0
-    if count < 2:
-        return None, None
-    picks = np.random.default_rng(seed).integers(count, size=(NUM_RESAMPLES, count))
-    sums, sizes = np.bincount(group, values), np.bincount(group)
-    means = sums[picks].sum(1) / sizes[picks].sum(1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)
 
 
 def mean(values: Sequence[float]) -> float | None:

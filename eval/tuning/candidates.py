@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftsmith.eval.cost.costs import AR, Costs, family_of, seconds
+from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import Named
 from draftsmith.eval.methods.chains import (
@@ -23,8 +23,8 @@ from draftsmith.eval.methods.chains import (
 from draftsmith.eval.methods.lookups import PromptLookup
 from draftsmith.eval.methods.trees import MAX_NODES, Eagle2
 from draftsmith.eval.replay import replay
-from draftsmith.eval.replay.judged import KnownJudge, OnlineRows, RowJudge, replay_judged
-from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, Ints, TreeRollouts
+from draftsmith.eval.replay.rollouts import ChainRollouts, Ints, TargetAnswer, TreeRollouts
+from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import CostRule, Rule, ThresholdRule
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
@@ -90,7 +90,7 @@ class Recorded:
     step_costs: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[TargetAnswer]:
         """The target's, which all rollouts share."""
         rollouts: list[ChainRollouts | TreeRollouts] = [*self.chains.values(), *self.trees.values()]
         return rollouts[0].answers
@@ -108,7 +108,7 @@ class Recorded:
             return replay.replay(lookups, replay.fixed_k(lookups, method.k), calls_per_token=0)
         rollouts = self.chains[method.needs[0]]
         if isinstance(method, Judged):
-            return replay_judged(rollouts, self._judge(method, rollouts), self._rule(method), *method.limits)
+            return replay_by_prediction(rollouts, self._judge(method, rollouts), self._rule(method), *method.limits)
         if isinstance(method, SelfVerification):
             return replay.self_verify(rollouts, method.k)
         return replay.replay(rollouts, self._lengths(named, rollouts))
@@ -120,13 +120,13 @@ class Recorded:
         assert isinstance(method, FixedK)
         return replay.fixed_k(rollouts, method.k)
 
-    def _judge(self, method: Judged, rollouts: ChainRollouts) -> RowJudge:
+    def _judge(self, method: Judged, rollouts: ChainRollouts) -> RecordedPredictor:
         if isinstance(method, Online):
-            return OnlineRows(rollouts, method.by, method.repeats)
+            return RecordedOnline(rollouts, method.by, method.repeats)
         assert self.head is not None and isinstance(method, HeadByCost | SpecDecPlusPlus)
         calibrated = isinstance(method, HeadByCost) or method.calibrated
         probs = replay.head_probs(rollouts.heads[HEAD], self.head, calibrated)
-        return KnownJudge(probs, late=self.head.config.late)
+        return KnownPredictor(probs, late=self.head.config.late)
 
     def _rule(self, method: Judged) -> Rule:
         if isinstance(method, SpecDecPlusPlus):
@@ -135,7 +135,7 @@ class Recorded:
         return CostRule(self.step_costs[method.drafter] if isinstance(method.c, str) else method.c)
 
 
-def alone(answer: Answer) -> DecodeTrace:
+def alone(answer: TargetAnswer) -> DecodeTrace:
     """Decoding without a drafter."""
     return DecodeTrace([DecodeStep(0, 0, 1, 0)] * (len(answer.tokens) - 1), prefill_emitted=1)
 
@@ -154,13 +154,13 @@ class Predicted:
         return self.named.label
 
 
-def predict(labels: Sequence[str], recorded: Recorded, costs: Costs) -> list[Predicted]:
+def predict(labels: Sequence[str], recorded: Recorded, costs: DecodingCosts) -> list[Predicted]:
     """Every setting's speed: tokens by seconds, both summed over the answers."""
     found = []
     for named in parse_methods(",".join(labels)):
         traces, family = recorded.traces(named), family_of(named)
         totals = pool(traces)
-        took = float(np.sum([seconds(trace, costs, family) for trace in traces]))
+        took = float(np.sum([costs.seconds(trace, family) for trace in traces]))
         found.append(Predicted(named, family, totals.tau, totals.num_tokens / took))
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.eval.cost.costs import AR, Costs
+from draftsmith.eval.cost.machine import AR, DecodingCosts
 from draftsmith.eval.report.tables import Column, Table, drawn_data, plain
 from draftsmith.eval.tuning.candidates import Predicted, best_of_families
 
@@ -28,7 +28,7 @@ class Choice:
 
     predicted: Sequence[Predicted]
     measured: Mapping[str, float]
-    costs: Costs
+    costs: DecodingCosts
     spent: Mapping[str, float]
 
     @property
@@ -117,7 +117,7 @@ def keep_best(best: dict[tuple[str, int], Predicted], key: tuple[str, int], item
         best[key] = item
 
 
-def target_rows(costs: Costs) -> list[dict[str, Any]]:
+def target_rows(costs: DecodingCosts) -> list[dict[str, Any]]:
     """Milliseconds of a target call by the rows that it reads, behind `context` kept tokens."""
     return [
         {"rows": count, "kind": kind, "milliseconds": 1000 * seconds, "context": costs.context}
@@ -126,7 +126,7 @@ def target_rows(costs: Costs) -> list[dict[str, Any]]:
     ]
 
 
-def draft_rows(costs: Costs) -> list[dict[str, Any]]:
+def draft_rows(costs: DecodingCosts) -> list[dict[str, Any]]:
     """Milliseconds of a drafter's steps."""
     return [
         {"drafter": name, "step": step, "milliseconds": 1000 * seconds}

@@ -21,22 +21,19 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.auto import resolved_auto
-from draftsmith.eval.bench.command import longest_sequence, model_paths
-from draftsmith.eval.bench.learned import remember
+from draftsmith.eval.bench.command import model_paths
 from draftsmith.eval.bench.load import LOADING, load_models
-from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner, GroupRunner, Measured, OneByOne, answered, measure
-from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.provenance import RESULTS, describe
-from draftsmith.eval.bench.summary import Clock as ClockName
+from draftsmith.eval.bench.prompt_runner import answered, measure
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
+from draftsmith.eval.bench.results import RESULTS, Measured, describe
+from draftsmith.eval.bench.runner import EngineRunner, remember
 from draftsmith.eval.bench.summary import tokens_per_s
-from draftsmith.eval.cost.clocks import Clock, clock_of, synchronised
-from draftsmith.eval.cost.costs import AR, Costs, measure_costs
-from draftsmith.eval.cost.step_cost import step_cost
+from draftsmith.eval.cost.clock import Clock, ClockName, clock_name, clock_of
+from draftsmith.eval.cost.machine import AR, DecodingCosts, measure_costs
 from draftsmith.eval.methods import parse_method, parse_methods
 from draftsmith.eval.methods.base import Models, Named, at_least
 from draftsmith.eval.replay.lookup import record_lookup
-from draftsmith.eval.replay.record import Answers, ChainRecorder, Recording
+from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import joined
 from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.report.tables import on_screen, to_json
@@ -120,14 +117,8 @@ class TuneConfig:
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
     @property
-    def mid(self) -> None:
-        """No method of three models is weighed."""
-        return None
-
-    @property
     def clock(self) -> ClockName:
-        """As in the bench: a single CPU thread's own time, or the wall's."""
-        return "cpu" if torch.device(self.device).type == "cpu" and self.num_threads == 1 else "wall"
+        return clock_name(self.device, self.num_threads)
 
     def weighed(self) -> Grid:
         """The settings in question."""
@@ -158,7 +149,7 @@ def run(config: TuneConfig) -> Path:
     make_directory(config.output)
     write_text(config.output / DECODE, decode_yaml(config, choice))
     models = {"draft": setup.models.draft}
-    more = {"clock": config.clock, **resolved_auto(setup.models)}
+    more = {"clock": config.clock, **setup.models.times.state_dict()}
     meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
     results = {"meta": meta, "tables": to_json(found), "summary": summary(choice)}
     write_json(config.output / RESULTS, {**results, "costs": choice.costs.to_json()})
@@ -204,18 +195,18 @@ def check(config: TuneConfig) -> None:
 
 def tune(config: TuneConfig, setup: Setup) -> Choice:
     """Record, time, predict, verify."""
-    raw_clock = clock_of(config.device) if config.clock == "cpu" else synchronised
+    clock = clock_of(config.device, config.num_threads)
     spent: dict[str, float] = {}
 
     def timed(what: str, call: Callable[[], Any]) -> Any:
-        started = raw_clock()
+        started = clock()
         result = call()
-        spent[what] = raw_clock() - started
+        spent[what] = clock() - started
         return result
 
     say(f"{len(setup.labels)} settings on {len(setup.prompts)} prompts")
     recorded = timed("recording", lambda: record(config, setup))
-    costs = timed("costs", lambda: take_costs(config, setup, raw_clock))
+    costs = timed("costs", lambda: take_costs(config, setup, clock))
     predicted = timed("prediction", lambda: predict(setup.labels, recorded, costs))
     finalists = [item for item in best_of_families(predicted) if item.family != AR][: config.verify]
     measured = timed("verification", lambda: verify(config, setup, finalists))
@@ -226,7 +217,7 @@ def record(config: TuneConfig, setup: Setup) -> Recorded:
     """One recording a drafter, from which all settings are replayed."""
     how = Recording(config.sampling, config.depth, config.max_new_tokens, config.seed, setup.eos_ids)
     models, grid = setup.models, config.weighed()
-    answers = Answers(models.target, how)
+    answers = TargetAnswers(models.target, how)
     head = models.acceptance if isinstance(models.acceptance, AcceptanceHead) else None
     chains, trees = {}, {}
     for flag in ("draft", "eagle"):
@@ -239,10 +230,10 @@ def record(config: TuneConfig, setup: Setup) -> Recorded:
             tree_recorder = TreeRecorder(models, topk, replace(how, depth=config.tree_depth), answers)
             trees[topk] = joined([tree_recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
     lookups = {ngram: record_lookup(answers, setup.prompts, how, ngram) for ngram in NGRAMS}
-    return Recorded(chains, trees, head, lookups, {flag: step_cost(models, flag) for flag in chains})
+    return Recorded(chains, trees, head, lookups, {flag: models.times.step_cost(models, flag) for flag in chains})
 
 
-def take_costs(config: TuneConfig, setup: Setup, clock: Clock) -> Costs:
+def take_costs(config: TuneConfig, setup: Setup, clock: Clock) -> DecodingCosts:
     settings = {family: [item.method for item in named] for family, named in probes(setup.labels).items()}
     return measure_costs(setup.models, setup.prompts, settings, config.sampling, config.seed, clock)
 
@@ -264,8 +255,8 @@ def measured_speeds(
 ) -> dict[str, float]:
     """Label -> tokens/s, interleaved prompt by prompt as in the bench."""
     models = setup.models
-    runners: dict[str, GroupRunner] = {
-        item.label: OneByOne(EngineRunner(models.target, item.method.build(models), config.sampling, setup.eos_ids))
+    runners = {
+        item.label: EngineRunner(models.target, item.method.build(models), config.sampling, setup.eos_ids)
         for item in named
     }
     for label, runner in runners.items():  # uncounted: the first run of a method pays for its set-up

@@ -112,6 +112,9 @@ class AcceptanceHead(nn.Module):
     [..] of P^(y_i is accepted | its prefix was). With w_rej != w_acc it is no probability; `calibrated` is.
     """
 
+    kind = "acceptance"
+    Config = AcceptanceHeadConfig
+
     def __init__(self, config: AcceptanceHeadConfig):
         super().__init__()
         self.config = config

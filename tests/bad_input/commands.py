@@ -95,7 +95,6 @@ ROWS = [
     Row("report: nothing", "eval report --output {out}/r.html", ("runs",)),
     Row("tune: no such head", f"eval tune {STUDY}--eagle ./nosuch", ("nosuch",)),
     Row("tune: prompts too long", f"eval tune {TARGET}--eagle {{eagle}} {OUT}", ("prompt", "context")),
-    Row("tune-check: nothing to draft with", f"eval tune-check {STUDY}", ("draft",)),
     Row("lossless: a greedy certificate of samples", f"eval lossless {STUDY}--draft {{draft}} --temperature 0",
         ("temperature",)),
     Row("lossless: transformers' own", f"eval lossless {STUDY}--methods hf", ("hf",)),
@@ -108,9 +107,6 @@ ROWS = [
     Row("policies: nobody drafts", f"eval policies {STUDY}", ("draft",)),
     Row("specdecpp: no such heads", f"eval specdecpp {STUDY}--train-split dev --dev-split train --draft {{draft}} "
         "--heads ./nosuch", ("nosuch",)),
-    Row("generation: no batch", f"eval generation {TARGET}--prompts {{chats}} {OUT}--batch-size 0",
-        ("batch_size", "0")),
-    Row("latency: nothing of that name", f"eval latency {OUT}--what nosuch", ("nosuch",)),
     # Heads elsewhere.
     Row("export: a model", f"export --format vllm --head {{draft}} {OUT}", ("draft",)),
     Row("export: no such format", f"export --format gguf --head {{eagle}} {OUT}", ("gguf",)),

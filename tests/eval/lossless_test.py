@@ -10,7 +10,7 @@ import pytest
 from planted_biases import PLANTED, Planted, child_twice, past_the_end
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.lossless import greedy
 from draftsmith.eval.lossless.answers import ends_as_asked, seed_of
 from draftsmith.eval.lossless.command import LosslessConfig, certify, run

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant, replayed
 
-REPLAY, JUDGED, COUPLING = (f"eval/replay/{name}.py" for name in ("replay", "judged", "coupling"))
+REPLAY, JUDGED, COUPLING = (f"eval/replay/{name}.py" for name in ("replay", "stop_rules", "coupling"))
 RULES, REPLAYED, JUDGED_TEST, COUPLED = (
-    f"tests/eval/replay/{name}_test.py" for name in ("rules", "replay", "judged", "coupling")
+    f"tests/eval/replay/{name}_test.py" for name in ("rules", "replay", "stop_rules", "coupling")
 )
 LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
 LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
@@ -14,7 +14,7 @@ LABELS, ROLLOUTS, DATASETS = "data/acceptance.py", "data/rollouts.py", "data/sto
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
     f"tests/data/{name}_test.py" for name in ("acceptance", "rollouts", "store/datasets")
 )
-COSTS, COST_TEST = "eval/cost/costs.py", "tests/eval/cost/costs_test.py"
+COSTS, COST_TEST = "eval/cost/machine.py", "tests/eval/cost/machine_test.py"
 
 MUTANTS = [
     # -- replays
@@ -59,7 +59,7 @@ MUTANTS = [
     # -- costs
     Mutant("costs-first-step-twice", COSTS, "cost.first + (step.draft_calls - 1) * cost.step",
            "cost.first + step.draft_calls * cost.step", (COST_TEST,)),
-    Mutant("costs-no-root", COSTS, "costs.target_s(step.num_drafted + 1, ", "costs.target_s(step.num_drafted, ",
+    Mutant("costs-no-root", COSTS, "self.target_s(step.num_drafted + 1, ", "self.target_s(step.num_drafted, ",
            (COST_TEST,)),
     # -- labels
     Mutant("labels-one-position-late", LABELS, "torch.tensor(mask).nonzero()[:, 0] - 1 for",

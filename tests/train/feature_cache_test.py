@@ -20,8 +20,8 @@ from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import feature_cache
 from draftsmith.train.data_module import Samples
-from draftsmith.train.eagle import run
 from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_room
+from draftsmith.train.run import run
 
 IDENTITY = {"config": "abc", "lm_head": "def", "layers": "final-norm"}
 

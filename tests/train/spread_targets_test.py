@@ -21,7 +21,7 @@ from draftsmith.launch.arguments import dashed
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
-from draftsmith.train.eagle import run
+from draftsmith.train.run import run
 
 JOB = Path(__file__).with_name("spread_job.py")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftsmith.modules.losses import eagle_loss
+from draftsmith.modules.drafters.eagle.head import eagle_loss
 from draftsmith.train.benchmark.variants import Bare, Loop, Padded, Shape, Work, padded_loss, train_ours
 from draftsmith.train.planning.estimate import own_memory
 
@@ -88,7 +88,7 @@ def _loss(what: str, shape: Shape) -> Callable[[], object]:
         return states @ weight.T
 
     def chunked() -> None:
-        eagle_loss(hidden, wanted, mask, lm_head).loss.backward()
+        eagle_loss([hidden], wanted, [mask], lm_head).loss.backward()
 
     def naive() -> None:
         padded_loss(hidden, wanted, mask, lm_head, 1.0, 0.1).backward()

@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from draftsmith.data.store.datasets import collate_features, pack_features
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, shift
-from draftsmith.modules.losses import eagle_loss
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.benchmark.synthetic import SyntheticFeatures, dialogue_lengths, random_target, raw_config
 from draftsmith.train.data_module import HeadDataModule, Order, Part, Samples
-from draftsmith.train.eagle import TrainEagleConfig
+from draftsmith.train.drafter import drafter_config
+from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.fit import Provenance, fit
-from draftsmith.train.lit_eagle import LitEagle, num_loss_tokens
+from draftsmith.train.lit_head import LitHead
 from draftsmith.train.schedules import lr_schedule
 
 Clock = Callable[[], float]
@@ -70,8 +70,8 @@ class Work:
         torch.manual_seed(shape.seed)
         self.head = EagleHead(EagleConfig.for_target(self.target.config, shape.layers))
 
-    def settings(self, output: Path, steps: int, noise: float = 0.1) -> TrainEagleConfig:
-        return TrainEagleConfig(
+    def settings(self, output: Path, steps: int, noise: float = 0.1) -> Any:
+        return drafter_config("eagle")(
             target="synthetic",
             data=Path("synthetic"),
             output=output,
@@ -97,7 +97,7 @@ class Step:
     seconds: float
 
 
-def adamw(head: EagleHead, config: TrainEagleConfig, steps: int) -> tuple[Any, Any]:
+def adamw(head: EagleHead, config: Any, steps: int) -> tuple[Any, Any]:
     """Optimizer and schedule as a training has them."""
     groups = [
         {"params": [p for p in head.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -111,7 +111,7 @@ def adamw(head: EagleHead, config: TrainEagleConfig, steps: int) -> tuple[Any, A
 class Loop(ABC):
     """A plain loop. A subclass says what a batch is and what its loss is."""
 
-    def __init__(self, work: Work, config: TrainEagleConfig, compiled: bool = False):
+    def __init__(self, work: Work, config: Any, compiled: bool = False):
         self.work, self.config = work, config
         self.head = copy.deepcopy(work.head)
         self.unroll: Any = torch.compile(self.head.unroll, dynamic=True) if compiled else self.head.unroll
@@ -167,7 +167,7 @@ class Bare(Loop):
     def loss(self, pair: EagleInputs, hidden: Tensor) -> Tensor:
         config, lm_head = self.config, self.work.target.lm_head
         return eagle_loss(
-            hidden, pair.target_features, pair.loss_mask, lm_head, config.feature_weight, config.token_weight
+            [hidden], pair.target_features, [pair.loss_mask], lm_head, config.feature_weight, config.token_weight
         ).loss
 
 
@@ -202,7 +202,7 @@ def padded_loss(
     feature_weight: float,
     token_weight: float,
 ) -> Tensor:
-    """`losses.eagle_loss` over everything at once: [B, T, H] and [B, T, V], and the mask last."""
+    """`eagle_loss` over everything at once: [B, T, H] and [B, T, V], and the mask last."""
     with torch.no_grad():
         target_prob = lm_head(target_features.to(hidden.dtype)).float().softmax(-1)
     log_prob = lm_head(hidden).float().log_softmax(-1)
@@ -214,7 +214,7 @@ def padded_loss(
     return feature_weight * feature_loss + token_weight * token_loss
 
 
-class PairedEagle(LitEagle):
+class PairedEagle(LitHead):
     """Our training step; at the beginning of each, the clock stops and the other variants take theirs."""
 
     def __init__(self, *args: Any, others: Callable[[], None], clock: Clock = time.process_time, **kwargs: Any):
@@ -235,23 +235,19 @@ class PairedEagle(LitEagle):
         return loss
 
 
-def train_ours(work: Work, config: TrainEagleConfig, others: Callable[[], None] = lambda: None) -> list[Step]:
+def train_ours(work: Work, config: Any, others: Callable[[], None] = lambda: None) -> list[Step]:
     """Our training by `fit`, all of it; its steps but the last, from the beginning of one to that of the next.
 
     others: called before each step, off the clock.
     """
     shortest = min(range(len(work.samples)), key=work.samples.lengths.__getitem__)  # validation is off the clock
     val = Samples(work.samples.dataset, [shortest])
-    data = HeadDataModule(work.samples, val, pack_features, num_loss_tokens, config)
+    data = HeadDataModule(work.samples, val, pack_features, EagleHead.num_loss_tokens, config)
     module = PairedEagle(
         copy.deepcopy(work.head),
-        work.target,
+        DrafterObjective(EagleHead, config, work.target),
         config,
         data.total_steps,
-        feature_weight=config.feature_weight,
-        token_weight=config.token_weight,
-        noise=config.noise,
-        feature_std=1.0,
         others=others,
     )
     fit(module, data, config, Provenance("eagle", {}, {}, {}))

@@ -26,7 +26,7 @@ from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.llama import SUPPORTED, llama_config
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.eagle import TrainEagleConfig, eagle_settings, target_shape
+from draftsmith.train.drafter import head_shape, target_shape
 from draftsmith.train.planning import footprint
 from draftsmith.train.planning.documents import Documents
 from draftsmith.train.planning.footprint import PartShape
@@ -178,14 +178,12 @@ def order_of(config: TrainConfig, lengths: Sequence[int]) -> Any:
     return Order(lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length)
 
 
-def eagle_context(config: TrainEagleConfig, target: FrozenModel) -> int:
+def eagle_context(config: Any, target: FrozenModel) -> int:
     """Most tokens of a document: a head to fine-tune may reach less far than the target."""
-    return min(target.context, eagle_settings(config, target.llama or target_shape(config.target)).llama.max_position)
+    return min(target.context, head_shape(config, target.llama or target_shape(config.target)).llama.max_position)
 
 
-def plan_eagle(
-    config: TrainEagleConfig, target: FrozenModel, documents: Documents, world: int = 0, base: int | None = None
-) -> Plan:
+def plan_eagle(config: Any, target: FrozenModel, documents: Documents, world: int = 0, base: int | None = None) -> Plan:
     """world: ranks; 0 takes what a launcher has set, or the config's. base: bytes of interpreter and libraries; None
     takes what this process has now, which has imported them and read no weights.
 
@@ -193,7 +191,7 @@ def plan_eagle(
         InputError: a target of a family that the head can not take its layer from.
     """
     llama = target.llama or target_shape(config.target)
-    settings = eagle_settings(config, llama)
+    settings = head_shape(config, llama)
     with torch.device("meta"):
         head = HeadSizes.of(EagleHead(settings))
     shape = settings.llama

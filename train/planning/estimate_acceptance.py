@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from draftsmith.data.acceptance import AcceptanceConfig
-from draftsmith.data.heads.directory import head_settings
+from draftsmith.data.heads.directory import head_settings, kind_at
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
@@ -145,8 +145,8 @@ def layers_flops(model: FrozenModel, lengths: Sequence[int]) -> float:
 
 def eagle_shape(config: TrainAcceptanceConfig) -> tuple[LlamaConfig, int] | None:
     """Layers and parameters of the EAGLE head that drafts, if one does."""
-    if config.eagle is None:
+    if kind_at(config.drafter) is None:
         return None
-    settings = head_settings(config.eagle, "eagle")
+    settings = head_settings(config.drafter, "eagle")
     with torch.device("meta"):
         return settings.llama, sum(weight.numel() for weight in EagleHead(settings).parameters())

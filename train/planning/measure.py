@@ -16,12 +16,12 @@ import torch
 
 from draftsmith.data.store.manifest import MANIFEST
 from draftsmith.modules.types import InputError
-from draftsmith.train import acceptance, eagle
+from draftsmith.train import acceptance, drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.benchmark.synthetic import dialogue_lengths, write_responses
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import Part
-from draftsmith.train.eagle import TrainEagleConfig
+from draftsmith.train.drafter import TrainDrafterConfig
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.planning.estimate import Plan, frozen_model, planned_dtype
 from draftsmith.train.strategies import trainer_arguments
@@ -100,7 +100,7 @@ def measure(config: TrainConfig, plan: Plan) -> Measured:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:
         own, on_what = short_run(config, Path(folder))
-        prepare: Any = eagle.prepare if isinstance(own, TrainEagleConfig) else acceptance.prepare
+        prepare: Any = drafter.prepare if isinstance(own, TrainDrafterConfig) else acceptance.prepare
         module, data, *_ = prepare(own)
         clock = StepClock()
         trainer = pl.Trainer(
@@ -130,11 +130,11 @@ def measure(config: TrainConfig, plan: Plan) -> Measured:
 def short_run(config: TrainConfig, folder: Path) -> tuple[TrainConfig, str]:
     """The settings of a few steps that leave nothing behind, and what they train on."""
     changes: dict[str, Any] = {"output": folder / "run", "max_steps": WARM_UP + TIMED, "resume": False, "wandb": "off"}
-    if isinstance(config, TrainEagleConfig):
+    if isinstance(config, TrainDrafterConfig):
         changes |= {"tau_prompts": 0, "unroll_after": 0.0, "feature_cache": None}
     if (config.data / MANIFEST).exists():
         return dataclasses.replace(config, **changes), str(config.data)
-    if not isinstance(config, TrainEagleConfig):
+    if not isinstance(config, TrainDrafterConfig):
         assert isinstance(config, TrainAcceptanceConfig)
         remedy = "Make it with data acceptance, or leave --measure out."
         raise InputError("data", f"no artefact at {config.data}", "labels to measure a training on", remedy)

@@ -19,7 +19,7 @@ from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, labels_of
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.eagle import TrainEagleConfig
+from draftsmith.train.drafter import TrainDrafterConfig, drafter_config
 from draftsmith.train.planning import estimate
 from draftsmith.train.planning.documents import documents_of, has_texts
 from draftsmith.train.planning.estimate import Plan, check_room, frozen_model, planned_device, planned_dtype
@@ -58,7 +58,7 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanEagleConfig(PlanOptions, TrainEagleConfig):
+class PlanEagleConfig(PlanOptions, drafter_config("eagle")):  # type: ignore[misc]
     """What `train eagle` with these settings will take: memory of a rank by part and strategy, disk, steps, FLOPs.
 
     Attributes:
@@ -112,7 +112,7 @@ def import_training(config: TrainConfig) -> None:
     """What a training has imported by the time it reads its models: part of its memory."""
     import lightning.pytorch  # noqa: F401
 
-    from draftsmith.train import fit, lit_acceptance, lit_eagle  # noqa: F401
+    from draftsmith.train import acceptance_objective, drafter_objective, fit  # noqa: F401
 
     if str(config.strategy).startswith("deepspeed"):
         if planned_device(config) == "cpu":
@@ -126,7 +126,7 @@ def import_training(config: TrainConfig) -> None:
 def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: int = 512) -> Plan:
     """The plan of a training, by its settings. The rest: `estimate.plan_eagle` and `documents_of`."""
     dtype = planned_dtype(config)
-    if isinstance(config, TrainEagleConfig):
+    if isinstance(config, TrainDrafterConfig):
         target = frozen_model(config.target, dtype)
         documents = documents_of(config, "responses", estimate.eagle_context(config, target), samples, length)
         return estimate.plan_eagle(config, target, documents, world)

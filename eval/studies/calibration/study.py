@@ -12,8 +12,7 @@ import torch
 
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import warn_about_sampling
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.methods.base import Models, at_least
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.report.tables import Column, Table, drawn_data

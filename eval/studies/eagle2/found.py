@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.bench.rows import BASELINE
+from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.report.tables import Column, Row, Table, drawn_data, plain
 from draftsmith.eval.studies.common import ci, mean, mode, slug
-from draftsmith.eval.studies.eagle2.cost import fit, left_out
+from draftsmith.eval.studies.eagle2.cost import counts_of, fit_tree_cost, left_out
 from draftsmith.eval.studies.eagle2.nodes import Node, by_confidence, by_position, correlation, positions
 from draftsmith.modules.decoding.trace import Totals
 from draftsmith.modules.decoding.tree import StaticTree
@@ -195,8 +195,8 @@ def predictions(sizes: Sequence[TreeSize], one: ModeResults) -> dict[TreeSize, f
     rows = cost_rows(sizes, one)
     if len(rows) < 5:
         return {}
-    cost, rate = fit(rows), one.rows[BASELINE]["tokens_per_s"]
-    return {size: totals.num_tokens / cost.seconds(totals) / rate for size, totals in one.replayed.items()}
+    cost, rate = fit_tree_cost(rows), one.rows[BASELINE]["tokens_per_s"]
+    return {size: totals.num_tokens / cost.seconds(*counts_of(totals)) / rate for size, totals in one.replayed.items()}
 
 
 def prediction_table(sizes: Sequence[TreeSize], found: Sequence[ModeResults]) -> Table:

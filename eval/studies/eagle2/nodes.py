@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.studies.common import mean, mean_interval
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bootstrap import mean_interval
+from draftsmith.eval.studies.common import mean
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.tree import StaticTree

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftsmith.eval.bootstrap import mean_interval
 from draftsmith.eval.report.tables import Column, Row, Table, drawn_data, plain
-from draftsmith.eval.studies.common import ci, mean, mean_interval, mode, slug
+from draftsmith.eval.studies.common import ci, mean, mode, slug
 from draftsmith.eval.studies.hsddw.watch import Observations
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.metrics import soft_label_auc

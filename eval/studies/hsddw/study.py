@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.studies.common import (

@@ -10,8 +10,7 @@ from typing import Any
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.command import BenchConfig
-from draftsmith.eval.bench.provenance import cpu_name
-from draftsmith.eval.cost.step_cost import step_cost
+from draftsmith.eval.bench.results import cpu_name
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.report.tables import plain
 from draftsmith.eval.studies.common import StudyConfig, bench_directory, measured
@@ -74,13 +73,13 @@ def cross_check(
 
 
 def own_c(config: StudyConfig, models: Models, drafter: str) -> float:
-    """As of `step_cost`; kept in `output`, and taken from there on the same machine: policies that are chosen and
-    decoded with it are the same when the study goes on."""
+    """c (`MeasuredTimes.step_cost`); kept in `output`, and taken from there on the same machine: policies that are
+    chosen and decoded with it are the same when the study goes on."""
     path = config.output / f"cost-{drafter}.json"
     machine = {"cpu": cpu_name(), "device": config.device, "threads": config.num_threads, "dtype": config.dtype}
     if path.exists() and (kept := read_object(path, {"machine": dict, "c": float}))["machine"] == machine:
         return float(kept["c"])
-    c = step_cost(models, drafter)
+    c = models.times.step_cost(models, drafter)
     make_directory(path.parent)
     write_json(path, {"machine": machine, "c": c})
     return c

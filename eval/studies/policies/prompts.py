@@ -15,8 +15,7 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.sources import named_split
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompts import has_splits, kept_rows, read_prompts
+from draftsmith.eval.bench.prompts import BenchPrompt, has_splits, kept_rows, read_prompts
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 
 from draftsmith.eval.replay import replay
-from draftsmith.eval.replay.judged import KnownJudge, OnlineRows, RowJudge, replay_judged
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
+from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
 from draftsmith.eval.studies.forward_times import ratio_interval
 from draftsmith.eval.studies.policies.families import FITTED, KNOWN, ONLINE, RAW, Policy
 from draftsmith.eval.studies.predictors import fitted_probs
@@ -22,18 +22,18 @@ from draftsmith.modules.decoding.trace import DecodeTrace, pool
 
 def predictors_of(
     rollouts: ChainRollouts, fit: ChainRollouts, heads: Mapping[str, AcceptanceHead]
-) -> dict[str, Callable[[], RowJudge]]:
+) -> dict[str, Callable[[], RecordedPredictor]]:
     """Name -> a fresh predictor. fit: what the logistic model of q(y) is fitted to."""
-    known: dict[str, KnownJudge] = {FITTED: KnownJudge(fitted_probs(rollouts, fit), late=False)}
+    known: dict[str, KnownPredictor] = {FITTED: KnownPredictor(fitted_probs(rollouts, fit), late=False)}
     for name, head in heads.items():
         for suffix, calibrated in (("", True), (RAW, False)):
             probs = replay.head_probs(rollouts.heads[name], head, calibrated)
-            known[name + suffix] = KnownJudge(probs, head.config.late)
+            known[name + suffix] = KnownPredictor(probs, head.config.late)
     if rollouts.accept_along is not None:
-        known[KNOWN] = KnownJudge(rollouts.accept_along, late=False)
+        known[KNOWN] = KnownPredictor(rollouts.accept_along, late=False)
 
-    def fresh(name: str) -> RowJudge:
-        return OnlineRows(rollouts, *ONLINE[name]) if name in ONLINE else known[name]
+    def fresh(name: str) -> RecordedPredictor:
+        return RecordedOnline(rollouts, *ONLINE[name]) if name in ONLINE else known[name]
 
     return {name: partial(fresh, name) for name in (*known, *ONLINE)}
 
@@ -41,7 +41,7 @@ def predictors_of(
 class PolicyReplay:
     """Replays policies on the rounds of some prompts; what was replayed once is remembered."""
 
-    def __init__(self, rollouts: ChainRollouts, predictors: Mapping[str, Callable[[], RowJudge]]):
+    def __init__(self, rollouts: ChainRollouts, predictors: Mapping[str, Callable[[], RecordedPredictor]]):
         self.rollouts, self._predictors = rollouts, predictors
         self._traces: dict[tuple[Policy, float], list[DecodeTrace]] = {}
         self._counts: dict[tuple[Policy, float], Floats] = {}
@@ -65,7 +65,8 @@ class PolicyReplay:
         if policy.rule == "oracle":
             return replay.replay(rollouts, replay.oracle(rollouts))
         rule = ThresholdRule(policy.value) if policy.rule == "h" else CostRule(c)
-        return replay_judged(rollouts, self._predictors[policy.predictor](), rule, policy.minimum, policy.maximum)
+        predictor = self._predictors[policy.predictor]()
+        return replay_by_prediction(rollouts, predictor, rule, policy.minimum, policy.maximum)
 
     def pairs(self, policy: Policy, c: float) -> Floats:
         """[prompts, 2]: tokens, and their time in target calls, 1 a round and c a drafted token."""
@@ -109,7 +110,4 @@ def gain(own: Floats, base: Floats, seed: int, mask: Sequence[bool] | np.ndarray
     count."""
     if mask is not None:
         own, base = own[np.asarray(mask)], base[np.asarray(mask)]
-    value = rate(own) / rate(base) - 1
-    if len(own) < 2:
-        return Gain(value, np.nan, np.nan)
-    return Gain(value, *ratio_interval(own, base, seed))
+    return Gain(rate(own) / rate(base) - 1, *(ratio_interval(own, base, seed) or (np.nan, np.nan)))

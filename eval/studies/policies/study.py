@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.heads.directory import eagle_identity, head_config
+from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.progress import say
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.methods.base import Models, at_least, between
-from draftsmith.eval.replay.record import Answers, DrafterName, Recording
+from draftsmith.eval.replay.record import DrafterName, Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.studies.common import (
     StudyConfig,
@@ -183,7 +183,7 @@ def heads_of(config: PoliciesConfig, models: Models, drafter: DrafterName) -> Dr
         return DrafterHeads({}, {}, {})
     places = head_directories(folder)
     if drafter == "eagle":
-        heads = load_heads(places, models.target, eagle_identity(str(config.eagle), models.target))
+        heads = load_heads(places, models.target, drafter_identity(str(config.eagle), models.target))
     else:
         assert models.draft is not None
         heads = load_heads(places, models.draft)
@@ -203,7 +203,7 @@ def scenes(
     for params in config.sampling:
         how = Recording(params, config.max_drafted, config.max_new_tokens, config.seed, context.eos_ids)
         splits = {"dev": list(dev), "test": context.prompts}
-        answers = {split: Answers(context.models.target, how) for split in splits}
+        answers = {split: TargetAnswers(context.models.target, how) for split in splits}
         for drafter in config.drafters:
             own = heads[drafter].at(params)
             recorded: dict[str, ChainRollouts] = {

@@ -14,8 +14,7 @@ import torch
 from draftsmith.data.store.manifest import volatile
 from draftsmith.data.text.sources import named_split
 from draftsmith.eval.bench.load import warn_about_sampling
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.methods.base import Models, at_least, between
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.replay.rollouts import ChainRollouts

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.branches import SideBySide, as_decoding, branch_mask
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle.head import EagleDrafter, EagleHead
+from draftsmith.modules.drafters.eagle.chain import EagleDrafter
+from draftsmith.modules.drafters.eagle.net import EagleNet
 from draftsmith.modules.kv_cache import KVCache
 from draftsmith.modules.targets.base import CausalLM
 
@@ -21,7 +22,7 @@ class EagleBranches(SideBySide):
     min_start = 2  # row t pairs tokens t and t + 1
     model = "eagle"
 
-    def __init__(self, head: EagleHead, target: CausalLM, depth: int):
+    def __init__(self, head: EagleNet, target: CausalLM, depth: int):
         """depth: most tokens of a draft."""
         super().__init__(depth, target.device)
         self._target = target

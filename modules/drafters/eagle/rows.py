@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.chains import BatchOutcome, Chains, draft_chains, reset_policies, to_device
 from draftsmith.modules.decoding.protocols import StopPolicy
-from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.eagle.net import EagleNet
 from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.lean import LeanStack
 from draftsmith.modules.lean_rows import RowsStack
@@ -28,7 +28,7 @@ class BatchEagle:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: EagleNet,
         target: CausalLM,
         stops: Sequence[StopPolicy],
         capacity: int,

@@ -14,7 +14,8 @@ from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree, best_connected
-from draftsmith.modules.drafters.eagle.head import EagleDrafter, EagleHead
+from draftsmith.modules.drafters.eagle.chain import EagleDrafter
+from draftsmith.modules.drafters.eagle.net import EagleNet
 from draftsmith.modules.finite import NonFinite, blame
 from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.lean import as_bias
@@ -55,7 +56,7 @@ class EagleTreeDrafter(EagleDrafter):
 
     def __init__(
         self,
-        head: EagleHead,
+        head: EagleNet,
         target: CausalLM,
         shape: StaticTree | DynamicTree,
         capacity: int,

@@ -21,7 +21,7 @@ from draftsmith.data.heads.directory import load_head, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.rows import read_rows
+from draftsmith.eval.bench.results import read_rows
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
 

@@ -9,8 +9,17 @@ import json
 import pytest
 from rich.console import Console
 
-from draftsmith.eval.bench.measure import BenchPrompt, Measured, medians_of
-from draftsmith.eval.bench.rows import failed_row, failures_of, measured_row, of_methods, read_rows, write_rows
+from draftsmith.eval.bench.prompt_runner import medians_of
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.results import (
+    Measured,
+    failed_row,
+    failures_of,
+    measured_row,
+    of_methods,
+    read_rows,
+    write_rows,
+)
 from draftsmith.eval.bench.summary import distinct_4grams, summarise
 from draftsmith.eval.bench.tables import METHOD_WIDTH, by_task, caption, markdown_table, results_table
 from draftsmith.eval.report.tables import markdown, on_screen

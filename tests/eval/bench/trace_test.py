@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
-from draftsmith.eval.bench.rows import read_rows
+from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.methods import METHODS as ALL
 from draftsmith.eval.methods.chains import Autoregressive
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate

@@ -13,13 +13,12 @@ from quick_heads import quick_eagle_head, varied_acceptance_head, varied_tree_he
 from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.methods import parse_method, parse_methods
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.lookup import record_lookup
-from draftsmith.eval.replay.record import Answers, Recording, record_chains
+from draftsmith.eval.replay.record import Recording, TargetAnswers, record_chains
 from draftsmith.eval.replay.rollouts import ChainRollouts, TreeRollouts, of_answer
 from draftsmith.eval.replay.trees import TreeRecorder, record_trees
 from draftsmith.eval.tuning.candidates import HEAD, Recorded
@@ -89,7 +88,7 @@ def make_world(models: Models, prompts: list[BenchPrompt], new_tokens: int, eos_
     chains = {name: record_chains(models, name, prompts, *how, heads) for name in ("draft", "eagle")}
     trees = record_trees(TreeRecorder(models, TOPK, tree_recording(new_tokens, eos_ids)), prompts)
     recording = Recording(GREEDY, DEPTH, new_tokens, 0, eos_ids)
-    lookups = record_lookup(Answers(models.target, recording), prompts, recording, NGRAM)
+    lookups = record_lookup(TargetAnswers(models.target, recording), prompts, recording, NGRAM)
     return World(models, prompts, new_tokens, eos_ids, chains, trees, lookups)
 
 

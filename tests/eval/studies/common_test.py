@@ -9,13 +9,13 @@ import shutil
 import numpy as np
 import pytest
 
+from draftsmith.eval.bootstrap import mean_interval
 from draftsmith.eval.report.tables import plain
 from draftsmith.eval.studies import common
 from draftsmith.eval.studies.common import (
     StudyConfig,
     ci,
     decode,
-    mean_interval,
     measured,
     numbers,
     prepare,

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from draftsmith.eval.bench.measure import BenchPrompt, Measured
-from draftsmith.eval.bench.rows import PER_PROMPT, failed_row, measured_row, write_rows
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.results import PER_PROMPT, Measured, failed_row, measured_row, write_rows
 from draftsmith.eval.studies.forward_times import (
     ForwardTimes,
     bench_rows,

@@ -12,8 +12,7 @@ import torch
 from draftsmith.data.store.datasets import collate_features
 from draftsmith.launch.cli import main
 from draftsmith.modules import losses
-from draftsmith.modules.drafters.eagle.head import shift
-from draftsmith.modules.losses import eagle_loss
+from draftsmith.modules.drafters.eagle.head import eagle_loss, shift
 from draftsmith.modules.types import InputError
 from draftsmith.train import throughput
 from draftsmith.train.benchmark.peak import peak_above, peak_of
@@ -46,7 +45,7 @@ def test_the_straightforward_loss_is_the_chunked_one():
     values, grads = [], []
     for loss in (
         padded_loss(hidden, pair.target_features.float(), pair.loss_mask, work.target.lm_head, 0.7, 0.3),
-        eagle_loss(hidden, pair.target_features.float(), pair.loss_mask, work.target.lm_head, 0.7, 0.3).loss,
+        eagle_loss([hidden], pair.target_features.float(), [pair.loss_mask], work.target.lm_head, 0.7, 0.3).loss,
     ):
         values.append(loss.item())
         grads.append(*torch.autograd.grad(loss, hidden))

@@ -20,15 +20,15 @@ from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, eagle
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.data_module import held_out
-from draftsmith.train.eagle import TrainEagleConfig
+from draftsmith.train.drafter import TrainDrafterConfig, drafter_config
 from draftsmith.train.planning.estimate import frozen_model, own_memory
 from draftsmith.train.planning.measure import TIMED, measure
 from draftsmith.train.planning.plan import PlanEagleConfig, plan_of
 
 
-def eagle_config(artefacts, output: Path, **changes) -> TrainEagleConfig:
+def eagle_config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
     settings = {"data": artefacts.responses, "epochs": 2, "batch_size": 6, "tau_prompts": 0, "wandb": "off"}
-    return TrainEagleConfig(target=str(artefacts.target), output=output, **{**settings, **changes})
+    return drafter_config("eagle")(target=str(artefacts.target), output=output, **{**settings, **changes})
 
 
 @pytest.mark.parametrize(

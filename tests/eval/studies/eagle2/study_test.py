@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.report.tables import from_json
-from draftsmith.eval.studies.eagle2.cost import fit, left_out
+from draftsmith.eval.studies.eagle2.cost import fit_tree_cost, left_out
 from draftsmith.eval.studies.eagle2.found import ModeResults, TreeSize, predictions
 from draftsmith.eval.studies.eagle2.nodes import Node, by_confidence, by_position, correlation, nodes_of, positions
 from draftsmith.launch.cli import main
@@ -93,7 +93,7 @@ def row(calls: int, drafted: int, forwards: int, tokens: int = 100) -> dict[str,
 
 def test_the_cost_fit_finds_what_the_seconds_are_made_of():
     rows = [row(100, 0, 0), row(40, 300, 80), row(30, 600, 150), row(45, 2000, 90), row(25, 1500, 200)]
-    cost = fit(rows)
+    cost = fit_tree_cost(rows)
     assert (cost.fixed, *cost.weights) == pytest.approx((1, 0.5, 0.01, 0.1), rel=1e-6)
     assert left_out(rows) == pytest.approx([100 / one["tokens_per_s"] for one in rows], rel=1e-6)
     assert left_out(rows[:4]) == [None] * 4

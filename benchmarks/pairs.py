@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,12 +11,12 @@ from typing import Any
 
 import torch
 
+from draftsmith.benchmarks.synthetic import random_eagle_head, random_pair
 from draftsmith.data.models.loading import DTYPES, load_lm
 from draftsmith.eval.bench.hf_baseline import load_hf_model
-from draftsmith.eval.bench.measure import EngineRunner, Runner
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.cost.clocks import Clock
-from draftsmith.eval.cost.synthetic import random_eagle_head, random_pair
+from draftsmith.eval.bench.runner import EngineRunner, Runner
+from draftsmith.eval.cost.clock import Clock, Stopwatch
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
@@ -26,6 +28,27 @@ K = 5
 TREE = DynamicTree(nodes=60, depth=6, topk=10)
 GREEDY, SAMPLING = SamplingParams(0.0), SamplingParams(1.0)
 RANDOM_PROMPT = 64  # tokens
+
+
+def paired_ratio(slower: list[float], faster: list[float]) -> float:
+    """Median over repeats of slower / faster."""
+    return statistics.median(a / b for a, b in zip(slower, faster, strict=True))
+
+
+def timed_copy(lm: LlamaLM, forwards: Stopwatch) -> LlamaLM:
+    """The model, with the time of all that multiplies with its weights taken, and of nothing of the decoder's work."""
+    found = copy.copy(lm)
+    for name in ("embed", "norm", "lm_head"):
+        setattr(found, name, forwards.timed(getattr(lm, name)))
+    found.stack = timed_stack(lm.stack, forwards)
+    return found
+
+
+def timed_stack(stack: Any, forwards: Stopwatch) -> Any:
+    """A model's layers, timed."""
+    found = copy.copy(stack)
+    found.run = forwards.timed(stack.run)
+    return found
 
 
 @dataclass(frozen=True)
@@ -62,18 +85,31 @@ class Pair:
         drafter = DraftModelDrafter(models[1], FixedLength(K), self.capacity)
         return EngineRunner(models[0], drafter, params, (), session=self.session)
 
-    @cached_property
-    def tree_drafter(self) -> EagleTreeDrafter:
-        target = self.packed[0]
-        return EagleTreeDrafter(random_eagle_head(target), target, TREE, self.capacity)
+    def timed_chain(self, params: SamplingParams, forwards: Stopwatch) -> EngineRunner:
+        """As `chain`, with all forwards of both models timed."""
+        target, draft = (timed_copy(lm, forwards) for lm in self.packed)
+        return self.chain((target, draft), params)
 
-    def tree(self, params: SamplingParams) -> EngineRunner:
-        return EngineRunner(self.packed[0], self.tree_drafter, params, (), session=self.session)
+    @cached_property
+    def head(self) -> Any:
+        return random_eagle_head(self.packed[0])
+
+    def tree_drafter(self, forwards: Stopwatch | None = None) -> EagleTreeDrafter:
+        target = self.packed[0] if forwards is None else timed_copy(self.packed[0], forwards)
+        drafter = EagleTreeDrafter(self.head, target, TREE, self.capacity)
+        if forwards is not None:
+            drafter.stack = timed_stack(drafter.stack, forwards)
+        return drafter
+
+    def tree(self, params: SamplingParams, forwards: Stopwatch | None = None) -> EngineRunner:
+        """forwards: times all forwards of the target and the head."""
+        target = self.packed[0] if forwards is None else timed_copy(self.packed[0], forwards)
+        return EngineRunner(target, self.tree_drafter(forwards), params, (), session=self.session)
 
     def answer(self, runner: Runner) -> Callable[[], None]:
         def call() -> None:
             for seed, prompt in enumerate(self.prompts):
-                runner(prompt, self.new_tokens, seed)
+                runner([prompt], self.new_tokens, [seed])
 
         return call
 

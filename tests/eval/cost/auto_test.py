@@ -12,7 +12,7 @@ from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench import prompt_runner as asking
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.compare import notes_of, open_bench
-from draftsmith.eval.bench.rows import read_rows
+from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bench.tables import caption
 from draftsmith.modules.types import InputError
 
@@ -97,9 +97,9 @@ def test_a_broken_run_goes_on_with_its_costs_and_what_was_learned(first, tmp_pat
         with pytest.raises(KeyboardInterrupt):
             bench.run(broken)
     with monkeypatch.context() as patch:  # what goes on asks no clock, and no other run
-        patch.setattr("draftsmith.eval.cost.step_cost.measure_step_cost", None)
-        patch.setattr("draftsmith.eval.cost.tree_times.target_curves", None)
-        patch.setattr("draftsmith.eval.bench.command.auto_of_run", None)
+        patch.setattr("draftsmith.eval.cost.auto.measure_step_cost", None)
+        patch.setattr("draftsmith.eval.cost.auto.target_curves", None)
+        patch.setattr("draftsmith.eval.bench.command.times_of_run", None)
         assert bench.run(broken) == 0
     assert rounds(broken) == rounds(first)
 

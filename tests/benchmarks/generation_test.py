@@ -6,11 +6,11 @@ import json
 
 import pytest
 
+from draftsmith.benchmarks import generation
+from draftsmith.benchmarks.generation import GenerationConfig
+from draftsmith.benchmarks.script import script
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval import generation
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.generation import GenerationConfig
-from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -18,7 +18,7 @@ from draftsmith.modules.types import SamplingParams
 
 def test_both_ways_give_the_answers_of_plain_decoding_and_the_ratio_is_theirs(models, tmp_path, monkeypatch, capsys):
     clock = iter(range(1000))
-    monkeypatch.setattr(generation.time, "process_time", lambda: float(next(clock)))  # every run takes one second
+    monkeypatch.setattr(generation, "clock_of", lambda *_: lambda: float(next(clock)))  # every run takes one second
     path = generation.run(
         GenerationConfig(models["target"], models["prompts"], tmp_path, split="test", max_new_tokens=12, batch_size=2)
     )
@@ -38,5 +38,5 @@ def test_both_ways_give_the_answers_of_plain_decoding_and_the_ratio_is_theirs(mo
 @pytest.mark.parametrize("setting", ["--repeats", "--batch-size", "--max-new-tokens"])
 def test_impossible_settings_are_one_line(models, tmp_path, capsys, setting):
     argv = ["--target", models["target"], "--prompts", models["prompts"], "--output", str(tmp_path), setting, "0"]
-    assert main(["eval", "generation", *argv]) == 2
+    assert script("generation", GenerationConfig, generation.run, argv) == 2
     assert setting.strip("-").replace("-", "_") in capsys.readouterr().err.replace("-", "_")

@@ -1,6 +1,7 @@
-"""prompts.parquet of a bench: what was measured of every prompt, from which all else can be worked out again.
+"""What a run leaves: `meta` of its results.json, by which its numbers are judged and taken again, and prompts.parquet,
+what was measured of every prompt, from which all else can be worked out.
 
-One row for each method, temperature, prompt and turn. Columns:
+prompts.parquet has one row for each method, temperature, prompt and turn. Columns:
 
     method, temperature   what answered, and how it sampled
     prompt, turn          number of the question in the run, from 0; turn of its conversation, from 1
@@ -18,45 +19,85 @@ One row for each method, temperature, prompt and turn. Columns:
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.store.files import write_table
-from draftsmith.eval.bench.measure import BenchPrompt, Measured
+from draftsmith.data.store.manifest import command_line, git_commit, package_versions, resolved
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
+from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
-PER_PROMPT = "prompts.parquet"
+RESULTS, PER_PROMPT = "results.json", "prompts.parquet"  # a directory of results ends with the first
+SCHEMA_VERSION = 3
 BASELINE = "ar"
 COUNTS = ("num_target_calls", "num_draft_tokens", "num_accepted", "num_discarded", "draft_calls")
 Row = dict[str, Any]
-
-
 STEP = {field.name: int for field in dataclasses.fields(DecodeStep)}
-# Of a row in a journal, as JSON holds it.
-SHAPE: dict[str, Any] = {
+# Columns of prompts.parquet in their order, and of a row in a journal.
+COLUMNS: dict[str, Any] = {
     "method": str,
     "temperature": float,
-    **{name: int for name in ("prompt", "turn", "group", "prompt_tokens", "tokens", *COUNTS)},
+    **dict.fromkeys(("prompt", "turn", "group"), int),
     "id": str,
     "task": (str, None),
+    "prompt_tokens": int,
     "prompt_ids": ([int], None),
+    "tokens": int,
     "ended": bool,
-    **{name: float for name in ("wall_s", "cpu_s")},
+    **dict.fromkeys(("wall_s", "cpu_s"), float),
     **{name: [float] for name in ("wall_s_runs", "cpu_s_runs")},
-    **{name: int for name in ("prefill_emitted", "prefill_calls")},
+    **dict.fromkeys((*COUNTS, "prefill_emitted", "prefill_calls"), int),
     "token_ids": [int],
     "rounds": [STEP],
     "error": (str, None),
 }
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One method on one prompt: what it emitted, what that took, and medians over repeats of both clocks [s].
+
+    group: number of the questions that were answered together, turn by turn. The clocks saw the whole group; each of
+        its prompts carries an equal share, so only sums over whole groups mean anything.
+    wall_s_runs, cpu_s_runs: shares of every repeat, in the order taken.
+    """
+
+    prompt: BenchPrompt
+    group: int
+    tokens: list[int]
+    trace: DecodeTrace
+    ended: bool
+    wall_s: float
+    cpu_s: float
+    wall_s_runs: tuple[float, ...] = ()
+    cpu_s_runs: tuple[float, ...] = ()
+
+
 def measured_row(item: Measured, method: str, temperature: float) -> Row:
     """One row, as JSON and Parquet hold it."""
     totals = pool([item.trace])
     return {
-        **_head(item.prompt, item.group, method, temperature),
+        "method": method,
+        "temperature": temperature,
+        "prompt": item.prompt.number,
+        "turn": item.prompt.turn,
+        "group": item.group,
+        "id": item.prompt.id,
+        "task": item.prompt.task,
+        "prompt_tokens": len(item.prompt.prompt_ids),
+        "prompt_ids": item.prompt.prompt_ids if method == BASELINE else None,
         "tokens": totals.num_tokens,
         "ended": item.ended,
         "wall_s": item.wall_s,
@@ -76,20 +117,6 @@ def failed_row(prompt: BenchPrompt, group: int, method: str, temperature: float,
     """The row of a prompt that was not measured."""
     nothing = Measured(prompt, group, [], DecodeTrace(prefill_calls=0), False, 0.0, 0.0)
     return {**measured_row(nothing, method, temperature), "error": error}
-
-
-def _head(prompt: BenchPrompt, group: int, method: str, temperature: float) -> Row:
-    return {
-        "method": method,
-        "temperature": temperature,
-        "prompt": prompt.number,
-        "turn": prompt.turn,
-        "group": group,
-        "id": prompt.id,
-        "task": prompt.task,
-        "prompt_tokens": len(prompt.prompt_ids),
-        "prompt_ids": prompt.prompt_ids if method == BASELINE else None,
-    }
 
 
 def measured_of(row: Mapping[str, Any]) -> Measured:
@@ -120,31 +147,24 @@ def failures_of(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     return [{key: row[key] for key in keys} for row in rows if row["error"] is not None and row["method"] == BASELINE]
 
 
+def arrow_type(shape: Any) -> Any:
+    """Arrow's type of a column: of a type of Python, a list of one, a struct of some, or one that may be None."""
+    import pyarrow as pa
+
+    if isinstance(shape, tuple):
+        return arrow_type(shape[0])
+    if isinstance(shape, list):
+        return pa.list_(arrow_type(shape[0]))
+    if isinstance(shape, dict):
+        return pa.struct([(name, arrow_type(own)) for name, own in shape.items()])
+    return {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}[shape]
+
+
 def schema() -> Any:
     """Arrow schema of the file."""
     import pyarrow as pa
 
-    ints, seconds = pa.list_(pa.int32()), pa.list_(pa.float64())
-    step = pa.struct([(field.name, pa.int32()) for field in dataclasses.fields(DecodeStep)])
-    return pa.schema(
-        [
-            ("method", pa.string()),
-            ("temperature", pa.float64()),
-            *((name, pa.int32()) for name in ("prompt", "turn", "group")),
-            ("id", pa.string()),
-            ("task", pa.string()),
-            ("prompt_tokens", pa.int32()),
-            ("prompt_ids", ints),
-            ("tokens", pa.int32()),
-            ("ended", pa.bool_()),
-            *((name, pa.float64()) for name in ("wall_s", "cpu_s")),
-            *((name, seconds) for name in ("wall_s_runs", "cpu_s_runs")),
-            *((name, pa.int32()) for name in (*COUNTS, "prefill_emitted", "prefill_calls")),
-            ("token_ids", ints),
-            ("rounds", pa.list_(step)),
-            ("error", pa.string()),
-        ]
-    )
+    return pa.schema([(name, arrow_type(shape)) for name, shape in COLUMNS.items()])
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -172,3 +192,59 @@ def read_rows(directory: Path) -> list[Row]:
     except (pa.ArrowException, KeyError, OSError) as error:
         found = f"unreadable ({' '.join(str(error).split())})"
         raise InputError(str(path), found, "rows of `draftsmith eval bench`", "Measure it again.") from error
+
+
+def describe(
+    kind: str,
+    config: Any,
+    target: CausalLM,
+    prompts: Sequence[BenchPrompt],
+    source: str,
+    models: Mapping[str, CausalLM | None],
+    **more: Any,
+) -> dict[str, Any]:
+    """`meta` of a results.json.
+
+    kind: of the results: bench, specdecpp, ... config: the command's settings, `target`, `device` and `seed` among
+    them. source: of the prompts, as the user named it. models: role -> the smaller models, None where there is none.
+    more: what else belongs there.
+    """
+    asked = [[prompt.prompt_ids, *prompt.later] if prompt.later else prompt.prompt_ids for prompt in prompts]
+    ids = json.dumps(asked).encode()
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": kind,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_line(f"eval {kind}", config),
+        "seed": config.seed,
+        "settings": resolved(config),
+        "target": {**target.info.identity, **tokenizer_identity(config.target)},
+        "models": {role: lm.info.identity for role, lm in models.items() if lm is not None},
+        "prompts": {"source": source, "count": len(prompts), "sha256": hashlib.sha256(ids).hexdigest()},
+        "versions": {**package_versions(), "python": platform.python_version()},
+        "git_commit": git_commit(),
+        "hardware": hardware(config.device),
+        **more,
+    }
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """The machine: numbers without it mean little."""
+    found = {
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+    }
+    if torch.device(device).type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(torch.device(device))
+    return found
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

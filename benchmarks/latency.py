@@ -1,13 +1,12 @@
-"""`draftsmith eval latency`, or `python -m draftsmith.eval.latency`: what the decoder itself costs, in ratios.
+"""`python benchmarks/latency.py --output DIR`: what the decoder itself costs, in ratios.
 
 Every ratio is taken in one process, interleaved, as a median of paired runs; on a CPU with one thread and process CPU
-time. The models are random ones of a real size (`eval.cost.synthetic`) and the embedded pair. What a draft or a head is
-worth is for `draftsmith eval bench` to say: this is about the time that the decoder adds to its models' forwards.
+time. The models are random ones of a real size (`benchmarks/synthetic.py`) and the embedded pair. What a head is worth
+is for `draftsmith eval bench` to say: this is about the time that the decoder adds to its models' forwards.
 """
 
 from __future__ import annotations
 
-import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,18 @@ from typing import Literal
 import torch
 from rich.console import Console
 
+from draftsmith.benchmarks.decoder_cost import (
+    Number,
+    dispatch,
+    fixed_shapes,
+    ideals,
+    long_context,
+    overheads,
+    trace_cost,
+)
+from draftsmith.benchmarks.pairs import GREEDY, K, Pair, embedded_models, paired_ratio, random_models
+from draftsmith.benchmarks.predictor_cost import predictors
+from draftsmith.benchmarks.script import script
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import DTYPES
@@ -25,14 +36,11 @@ from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.hf_baseline import HFRunner
-from draftsmith.eval.bench.measure import EngineRunner, Runner
-from draftsmith.eval.bench.provenance import hardware
+from draftsmith.eval.bench.results import hardware
+from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.bench.tables import plain_table
-from draftsmith.eval.cost.clocks import clock_of, interleaved, paired_ratio
-from draftsmith.eval.cost.predictor_cost import judges
-from draftsmith.eval.decoder_cost import Row, dispatch, fixed_shapes, ideals, long_context, overheads, trace_cost
+from draftsmith.eval.cost.clock import clock_of, interleaved
 from draftsmith.eval.methods.base import at_least
-from draftsmith.eval.pairs import GREEDY, K, Pair, embedded_models, random_models
 from draftsmith.modules.packed import can_pack
 from draftsmith.modules.types import InputError
 
@@ -48,7 +56,7 @@ class LatencyConfig:
     shape: of the random pair: 88m, llama-3-8b (16 GB in bfloat16; for a GPU), or tiny (computes next to nothing).
     dtypes: float32, bfloat16 or both, separated by a comma.
     embedded: measure the embedded pair too (float32, CPU).
-    what: all, or only what judging drafted tokens takes (embedded pair).
+    what: all, or only what predictors of acceptance take (embedded pair).
     long_context: tokens of the long prompt; 0 leaves it out.
     new_tokens: answers' length.
     repeats: paired runs of which the median counts.
@@ -59,7 +67,7 @@ class LatencyConfig:
     shape: Literal["88m", "llama-3-8b", "tiny"] = "88m"
     dtypes: str = "float32,bfloat16"
     embedded: bool = True
-    what: Literal["all", "judges"] = "all"
+    what: Literal["all", "predictors"] = "all"
     long_context: int = 4000
     new_tokens: int = 64
     repeats: int = 5
@@ -73,7 +81,7 @@ class LatencyConfig:
         check_device(self.device)
 
 
-def end_to_end(pair: Pair, repeats: int) -> Iterator[Row]:
+def end_to_end(pair: Pair, repeats: int) -> Iterator[Number]:
     """Tokens per second against transformers' `generate`, with the same weights, prompts and number of tokens."""
     hf_target, hf_draft = pair.load_hf()
     plain = pair.load(False)
@@ -88,22 +96,22 @@ def end_to_end(pair: Pair, repeats: int) -> Iterator[Row]:
     with torch.inference_mode():
         seconds = interleaved({name: pair.answer(run) for name, run in runners.items()}, repeats, pair.clock)
     assisted = f"transformers' assisted generation, K={K}"
-    yield Row("ar / transformers' generate", pair.name, paired_ratio(seconds["hf"], seconds["ar"]), "x", ">= 1.6")
+    yield Number("ar / transformers' generate", pair.name, paired_ratio(seconds["hf"], seconds["ar"]), "x", ">= 1.6")
     faster = paired_ratio(seconds["hf-assisted"], seconds["spec"])
-    yield Row(f"spec:k={K} / {assisted}", pair.name, faster, "x", ">= 1.9" if "bfloat16" in pair.name else ">= 2.0")
+    yield Number(f"spec:k={K} / {assisted}", pair.name, faster, "x", ">= 1.9" if "bfloat16" in pair.name else ">= 2.0")
     faster = paired_ratio(seconds["hf-assisted"], seconds["spec, plain"])
-    yield Row(f"the same without packed kernels / {assisted}", pair.name, faster, "x", ">= 1.1")
+    yield Number(f"the same without packed kernels / {assisted}", pair.name, faster, "x", ">= 1.1")
     for method in ("ar", "spec"):
         faster = paired_ratio(seconds[f"{method}, plain"], seconds[method])
-        yield Row(f"{method} with packed kernels / without", pair.name, faster, "x")
-    yield Row(f"{assisted} / its generate", pair.name, paired_ratio(seconds["hf"], seconds["hf-assisted"]), "x")
+        yield Number(f"{method} with packed kernels / without", pair.name, faster, "x")
+    yield Number(f"{assisted} / its generate", pair.name, paired_ratio(seconds["hf"], seconds["hf-assisted"]), "x")
 
 
-def measure_all(config: LatencyConfig) -> Iterator[Row]:
-    clock = clock_of(config.device)
+def measure_all(config: LatencyConfig) -> Iterator[Number]:
+    clock = clock_of(config.device, 1)
     on_cpu = torch.device(config.device).type == "cpu"
-    if config.what == "judges":
-        yield from judges(embedded_models(config.new_tokens, clock), config.repeats)
+    if config.what == "predictors":
+        yield from predictors(embedded_models(config.new_tokens, clock), config.repeats)
         return
     yield from dispatch(config.repeats, config.device, clock)
     if config.embedded and on_cpu:
@@ -112,7 +120,7 @@ def measure_all(config: LatencyConfig) -> Iterator[Row]:
         yield from overheads(pair, config.repeats)
         yield from ideals(pair, config.repeats)
         yield from trace_cost(pair, config.repeats)
-        yield from judges(pair, config.repeats)
+        yield from predictors(pair, config.repeats)
     for dtype in config.dtypes.split(","):
         pair = random_models(config.shape, dtype, config.device, config.new_tokens, clock)
         yield from fixed_shapes(pair, config.repeats)
@@ -154,5 +162,4 @@ def run(config: LatencyConfig) -> Path:
 
 
 if __name__ == "__main__":
-    sys.argv[1:1] = ["eval", "latency"]
-    runpy.run_module("draftsmith", run_name="__main__", alter_sys=True)
+    sys.exit(script("latency", LatencyConfig, run))

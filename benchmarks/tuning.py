@@ -1,4 +1,4 @@
-"""`python -m draftsmith.eval.tuning.check`: the tuner's choice beside the best of an exhaustive measured sweep.
+"""`python benchmarks/tuning.py`: the tuner's choice beside the best of an exhaustive measured sweep.
 
 Every setting that the tuner weighs is decoded for real on the same prompts, interleaved. The best of many noisy numbers
 is too good, so the sweep's few best and the tuner's choice are measured against each other once more.
@@ -7,14 +7,14 @@ is too good, so the sweep's few best and the tuner's choice are measured against
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from dataclasses import asdict, dataclass
 
+from draftsmith.benchmarks.script import script
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.cost.clocks import clock_of, synchronised
+from draftsmith.eval.cost.clock import clock_of
 from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.report.tables import plain
@@ -39,7 +39,7 @@ class TuneCheckConfig(TuneConfig):
 
 
 @dataclass(frozen=True)
-class Compared:
+class TuneCheck:
     """tokens/s of the tuner's choice by the best setting's: in the sweep, and when the best of it were measured again;
     and the seconds of both ways."""
 
@@ -67,9 +67,9 @@ def run(config: TuneCheckConfig) -> int:
     return int(not compared.passed)
 
 
-def check(config: TuneCheckConfig) -> Compared:
+def check(config: TuneCheckConfig) -> TuneCheck:
     setup = prepare(config)
-    clock = clock_of(config.device) if config.clock == "cpu" else synchronised
+    clock = clock_of(config.device, config.num_threads)
     started = clock()
     choice = tune(config, setup)
     tune_s = clock() - started
@@ -91,9 +91,8 @@ def check(config: TuneCheckConfig) -> Compared:
     for label in again:
         say(f"{label}: {sweep[label]:.1f} tokens/s in the sweep, {final[label]:.1f} in the final")
     own = sweep[choice.label] / sweep[order[0]], final[choice.label] / final[best]
-    return Compared(choice.label, order[0], own[0], best, own[1], tune_s, sweep_s)
+    return TuneCheck(choice.label, order[0], own[0], best, own[1], tune_s, sweep_s)
 
 
 if __name__ == "__main__":
-    sys.argv[1:1] = ["eval", "tune-check"]
-    runpy.run_module("draftsmith", run_name="__main__", alter_sys=True)
+    sys.exit(script("tuning", TuneCheckConfig, run))

@@ -16,13 +16,13 @@ from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.trace import DecodeTrace
 
 
-class RowJudge(Judge, Protocol):
+class RecordedPredictor(Judge, Protocol):
     """A judge of recorded rounds. row: of the round that is being played."""
 
     row: int
 
 
-class KnownJudge:
+class KnownPredictor:
     """Says what was recorded, or worked out from it."""
 
     learns = False
@@ -46,7 +46,7 @@ class KnownJudge:
         """Nothing is learned."""
 
 
-class OnlineRows(OnlineJudge):
+class RecordedOnline(OnlineJudge):
     """`OnlineJudge` on recorded confidences."""
 
     def __init__(self, rollouts: ChainRollouts, confidence: ConfidenceName = "q", repeats: bool = True):
@@ -69,8 +69,8 @@ def online_features(rollouts: ChainRollouts, confidence: ConfidenceName, repeats
     return np.stack(features, -1)
 
 
-def replay_judged(
-    rollouts: ChainRollouts, judge: RowJudge, rule: Rule, min_drafted: int, max_drafted: int
+def replay_by_prediction(
+    rollouts: ChainRollouts, judge: RecordedPredictor, rule: Rule, min_drafted: int, max_drafted: int
 ) -> list[DecodeTrace]:
     """One trace an answer, of `JudgedStop` with this judge and this rule: what decoding answer after answer would have
     drafted. Like the decoder's own, a policy does not hear of an answer's last round."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from draftsmith.eval.cost.costs import Costs, DraftCost, Overhead, _Probe, drafter_of, family_of, overhead, seconds
+from draftsmith.eval.cost.machine import DecodingCosts, DraftCost, Overhead, Probe, drafter_of, family_of, overhead
 from draftsmith.eval.methods import parse_methods
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
-COSTS = Costs(
+COSTS = DecodingCosts(
     context=100,
     start=5.0,
     target={1: 10.0, 3: 14.0, 5: 30.0},
@@ -29,13 +30,13 @@ def test_rows_between_the_measured_ones_lie_on_a_line_and_beyond_them_the_last_g
 def test_seconds_of_chains_add_up():
     trace = DecodeTrace([DecodeStep(2, 1, 2, 2), DecodeStep(4, 4, 5, 4), DecodeStep(0, 0, 1, 0)], prefill_emitted=1)
     draft = 3 + (2 + 1) + (2 + 3 * 1)
-    assert seconds(trace, COSTS, "spec") == 5 + draft + 14 + 30 + 10 + 3 * 0.25 + 6 * 0.125
-    assert seconds(trace, COSTS, "confidence") == 5 + draft + 14 + 30 + 10  # nothing is known beyond its forwards
+    assert COSTS.seconds(trace, "spec") == 5 + draft + 14 + 30 + 10 + 3 * 0.25 + 6 * 0.125
+    assert COSTS.seconds(trace, "confidence") == 5 + draft + 14 + 30 + 10  # nothing is known beyond its forwards
 
 
 def test_a_trees_levels_are_drafted_and_its_nodes_read_by_a_call_for_trees():
     trace = DecodeTrace([DecodeStep(8, 2, 3, 2)], prefill_emitted=1)
-    assert seconds(trace, COSTS, "eagle2/4") == 5 + 0.5 + (4 + 3) + 90
+    assert COSTS.seconds(trace, "eagle2/4") == 5 + 0.5 + (4 + 3) + 90
 
 
 def test_families_and_their_drafters():
@@ -48,12 +49,12 @@ def test_families_and_their_drafters():
 def test_what_is_beyond_the_forwards_is_found_again():
     planted = Overhead(0.5, 0.25)
 
-    def probe(*steps: DecodeStep, family: str = "spec", extra: float = 0.0) -> _Probe:
+    def probe(*steps: DecodeStep, family: str = "spec", extra: float = 0.0) -> Probe:
         trace = DecodeTrace(list(steps), prefill_emitted=1)
-        spent = seconds(trace, Costs(100, 5.0, COSTS.target, COSTS.tree, COSTS.drafters, {family: planted}), family)
-        return _Probe(family, Generation([0], trace, False), spent - extra)
+        spent = dataclasses.replace(COSTS, families={family: planted}).seconds(trace, family)
+        return Probe(family, Generation([0], trace, False), spent - extra)
 
-    bare = Costs(100, 5.0, COSTS.target, COSTS.tree, COSTS.drafters)
+    bare = DecodingCosts(100, 5.0, COSTS.target, COSTS.tree, COSTS.drafters)
     short, long = [DecodeStep(1, 1, 2, 1)] * 5, [DecodeStep(4, 2, 3, 4)] * 3
     found = overhead([probe(*short), probe(*long)], bare)
     assert (found.round, found.step) == pytest.approx((0.5, 0.25))
@@ -65,4 +66,4 @@ def test_what_is_beyond_the_forwards_is_found_again():
 
 
 def test_costs_come_back_from_json():
-    assert Costs.from_json(json.loads(json.dumps(COSTS.to_json()))) == COSTS
+    assert DecodingCosts.from_json(json.loads(json.dumps(COSTS.to_json()))) == COSTS

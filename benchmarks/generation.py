@@ -1,4 +1,4 @@
-"""`draftsmith eval generation`: what batching is worth when the target answers the prompts of a data set.
+"""`python benchmarks/generation.py`: what batching is worth when the target answers the prompts of a data set.
 
 The baseline is what people write first: transformers' `generate`, one prompt after the other.
 """
@@ -6,8 +6,8 @@ The baseline is what people write first: transformers' `generate`, one prompt af
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from rich.console import Console
 
+from draftsmith.benchmarks.pairs import paired_ratio
+from draftsmith.benchmarks.script import script
 from draftsmith.data.answering.batched import answer_all, set_threads
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import make_directory, write_json
@@ -22,11 +24,11 @@ from draftsmith.data.store.manifest import package_versions
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
+from draftsmith.eval.cost.clock import clock_of, interleaved
 from draftsmith.eval.methods.base import at_least
 from draftsmith.modules.types import SamplingParams
 
-RESULTS = "generation.json"
-Answers = list[list[int]]
+GENERATION = "generation.json"
 
 
 @dataclass(frozen=True)
@@ -73,28 +75,32 @@ def run(config: GenerationConfig) -> Path:
     lm = load_lm(config.target, engine=config.engine, packed=True)
     hf = HFRunner(load_hf_model(config.target, "float32", "cpu"), SamplingParams(), lm.info.eos_ids)
 
-    def batched(some: Sequence[list[int]]) -> Answers:
-        return answer_all(lm, some, SamplingParams(), config.max_new_tokens, config.batch_size)
+    answers: dict[str, list[list[int]]] = {}
 
-    def one_by_one(some: Sequence[list[int]]) -> Answers:
-        return [hf(prompt, config.max_new_tokens, 0).tokens for prompt in some]
+    def batched() -> None:
+        answers["ours"] = answer_all(lm, prompts, SamplingParams(), config.max_new_tokens, config.batch_size)
 
-    batched(prompts[:2]), one_by_one(prompts[:2])  # warm up
-    pairs = [(timed(batched, prompts), timed(one_by_one, prompts)) for _ in range(config.repeats)]
-    (ours, _), (theirs, _) = pairs[0]
-    tokens = sum(map(len, ours)), sum(map(len, theirs))
-    rates = [statistics.median(tokens[i] / pair[i][1] for pair in pairs) for i in (0, 1)]
-    ratio = statistics.median((tokens[0] / a[1]) / (tokens[1] / b[1]) for a, b in pairs)
+    def one_by_one() -> None:
+        made = hf(prompts, config.max_new_tokens, [0] * len(prompts))
+        answers["theirs"] = [generation.tokens for generation in made]
+
+    calls: dict[str, Callable[[], None]] = {"ours": batched, "theirs": one_by_one}
+    with torch.inference_mode():
+        seconds = interleaved(calls, config.repeats, clock_of("cpu", 1))
+    ours, theirs = answers["ours"], answers["theirs"]
+    tokens = {name: sum(map(len, found)) for name, found in answers.items()}
+    rates = [statistics.median(tokens[name] / each for each in seconds[name]) for name in ("ours", "theirs")]
+    ratio = paired_ratio(seconds["theirs"], seconds["ours"]) * tokens["ours"] / tokens["theirs"]
     equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
     numbers = {
         "prompts": len(prompts),
-        "tokens": tokens[0],
+        "tokens": tokens["ours"],
         "equal_answers": equal,
         "tokens_per_cpu_s": rates[0],
         "baseline_tokens_per_cpu_s": rates[1],
         "ratio": ratio,
     }
-    path = config.output / RESULTS
+    path = config.output / GENERATION
     make_directory(config.output)
     write_json(
         path, {"config": {k: str(v) for k, v in vars(config).items()}, "packages": package_versions(), **numbers}
@@ -109,9 +115,5 @@ def run(config: GenerationConfig) -> Path:
     return path
 
 
-def timed(make: Callable[[Sequence[list[int]]], Answers], prompts: Sequence[list[int]]) -> tuple[Answers, float]:
-    """The answers, and the CPU seconds that this process spent on them."""
-    with torch.inference_mode():
-        started = time.process_time()
-        answers = make(prompts)
-        return answers, time.process_time() - started
+if __name__ == "__main__":
+    sys.exit(script("generation", GenerationConfig, run))

@@ -16,15 +16,15 @@ from quick_heads import quick_eagle_head
 from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.methods import parse_method
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.chains import build_chain
-from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, Reading, Text
-from draftsmith.eval.replay.judged import KnownJudge, OnlineRows, replay_judged
-from draftsmith.eval.replay.record import Answers, ChainRecorder, Recording
+from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, ReadAnswer, TargetText
+from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
 from draftsmith.eval.replay.replay import fixed_k, head_probs, replay
-from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, joined, of_answer
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, joined, of_answer
+from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, replay_by_prediction
 from draftsmith.eval.replay.store import read_answer, write_answer
 from draftsmith.eval.studies.policies.families import RAW, Policy
 from draftsmith.eval.studies.policies.replayed import PolicyReplay, predictors_of
@@ -64,9 +64,9 @@ class World:
         return self.kept[key]
 
     @functools.cached_property
-    def answers(self) -> dict[SamplingParams, Answers]:
+    def answers(self) -> dict[SamplingParams, TargetAnswers]:
         target = self.models.target
-        return {params: Answers(target, Recording(params, DEPTH, NEW_TOKENS, 0, ())) for params in (GREEDY, WARM)}
+        return {params: TargetAnswers(target, Recording(params, DEPTH, NEW_TOKENS, 0, ())) for params in (GREEDY, WARM)}
 
 
 @pytest.fixture(scope="module")
@@ -102,18 +102,18 @@ def rule_of(name: str) -> ThresholdRule | CostRule:
 def test_a_replay_is_the_decoders_trace_and_learns_as_it_does(world, drafter, judge, rule):
     rollouts = world.recorded(drafter, GREEDY)
     if judge.startswith("online"):
-        own, recorded = OnlineJudge(judge.split()[1]), OnlineRows(rollouts, judge.split()[1])
+        own, recorded = OnlineJudge(judge.split()[1]), RecordedOnline(rollouts, judge.split()[1])
     else:
         head = world.heads[judge]
         own = HeadJudge(head, world.embeds[drafter].embed)
-        recorded = KnownJudge(head_probs(rollouts.heads[judge], head, True), late=judge == "late")
+        recorded = KnownPredictor(head_probs(rollouts.heads[judge], head, True), late=judge == "late")
     stop = JudgedStop(own, rule_of(rule), 1, DEPTH)
     chain = build_chain(world.models, drafter, stop)
     decoded = [
         generate(world.models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
         for prompt in world.prompts
     ]
-    assert replay_judged(rollouts, recorded, rule_of(rule), 1, DEPTH) == decoded
+    assert replay_by_prediction(rollouts, recorded, rule_of(rule), 1, DEPTH) == decoded
     lengths = {step.num_drafted for trace in decoded for step in trace.steps}
     assert len(lengths) > 1 or rule == "cost"  # the judge had a say
 
@@ -168,7 +168,7 @@ def test_drafts_end_at_end_tokens_in_replays_too(world, drafter, side_by_side):
     for label in world.heads:
         rule = LengthRule(head=label, h=0.4, calibrated=True)
         assert replayed(rollouts, rule, grid, world.heads) == decoded(rule.method(1, DEPTH) + by, label)
-    online = replay_judged(rollouts, OnlineRows(rollouts), CostRule(0.1), 1, DEPTH)
+    online = replay_by_prediction(rollouts, RecordedOnline(rollouts), CostRule(0.1), 1, DEPTH)
     assert online == decoded(f"online:c=0.1:max={DEPTH}{by}")
 
 
@@ -224,9 +224,9 @@ def test_draws_side_by_side_are_those_of_single_rounds():
     rng, vocab, length, depth = torch.Generator().manual_seed(0), 6, 9, 4
     laws = (2 * torch.randn(length, vocab, generator=rng)).softmax(-1)
     uniforms = torch.rand(length, generator=rng, dtype=torch.float64).tolist()
-    text = Text([int(law.multinomial(1, generator=rng)) for law in laws], laws, uniforms)
+    text = TargetText([int(law.multinomial(1, generator=rng)) for law in laws], laws, uniforms)
     tokens = text.tokens[: length - 2]  # the text goes on behind the answer
-    reading = Reading(Answer("a", "", 3, tokens, True, 50), text, torch.empty(0), torch.empty(0))
+    reading = ReadAnswer(TargetAnswer("a", "", 3, tokens, True, 50), text, torch.empty(0), torch.empty(0))
     draws = CoupledDraws(reading, depth, WARM, seed=1)
     logits = torch.randn(depth, len(tokens) - 1, vocab, generator=rng)
     drawn = torch.stack([draws(slice(None), level, own) for level, own in enumerate(logits)], 1).tolist()
@@ -261,7 +261,7 @@ def test_draws_side_by_side_are_those_of_single_rounds():
 def test_a_policy_hears_of_every_round_but_an_answers_last():
     """As in the decoder, where nobody asks for a draft after the last round; also where another answer follows."""
 
-    class Listening(KnownJudge):
+    class Listening(KnownPredictor):
         def __init__(self, probs):
             super().__init__(probs, late=False)
             self.heard: list[tuple[int, int]] = []
@@ -271,7 +271,7 @@ def test_a_policy_hears_of_every_round_but_an_answers_last():
 
     rollouts = hand_rollouts([[True] * 12, [True, False] * 7, [True] * 9], depth=3)
     listening = Listening(np.full_like(rollouts.log_q, 0.9))
-    traces = replay_judged(rollouts, listening, ThresholdRule(0.99), 1, 3)
+    traces = replay_by_prediction(rollouts, listening, ThresholdRule(0.99), 1, 3)
     rounds = [[(step.num_drafted, step.num_accepted) for step in trace.steps if step.num_drafted] for trace in traces]
     assert all(len(own) > 1 for own in rounds)
     assert listening.heard == [step for own in rounds for step in own[:-1]]

@@ -6,16 +6,16 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from draftsmith.eval.bench.measure import BatchRunner, EngineRunner
+from draftsmith.benchmarks.pairs import GREEDY, SAMPLING, TREE, K, Pair, paired_ratio
+from draftsmith.benchmarks.synthetic import random_pair
+from draftsmith.eval.bench.runner import BatchRunner, EngineRunner
 from draftsmith.eval.bench.trace import TracedRunner, TraceFile
-from draftsmith.eval.cost.clocks import Clock, Forwards, interleaved, median_s, paired_ratio
-from draftsmith.eval.cost.synthetic import random_pair
-from draftsmith.eval.pairs import GREEDY, SAMPLING, TREE, K, Pair
+from draftsmith.eval.cost.clock import Clock, Stopwatch, interleaved, medians
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep
@@ -28,7 +28,7 @@ TREE_ROUNDS = 16
 
 
 @dataclass(frozen=True)
-class Row:
+class Number:
     """One number: `value` in `unit` (x, %, us or nothing), and what is aimed at."""
 
     what: str
@@ -53,9 +53,9 @@ class RoundTime:
     before: DecodeStep
 
 
-def steady_rounds(pair: Pair, runner: EngineRunner, forwards: Forwards) -> list[RoundTime]:
+def steady_rounds(pair: Pair, runner: EngineRunner, forwards: Stopwatch) -> list[RoundTime]:
     """Rounds of one answer, without the first, in which the drafter reads the prompt, and those whose draft the
-    answer's end cut short. `forwards` counts what the caller has it watch."""
+    answer's end cut short. forwards: of the runner's models, where they are timed."""
     marks: list[tuple[float, float]] = []
 
     def mark(done: Round) -> None:
@@ -63,7 +63,7 @@ def steady_rounds(pair: Pair, runner: EngineRunner, forwards: Forwards) -> list[
 
     # An untrained head's trees are hardly ever accepted: nearly every token is a round.
     new_tokens = TREE_ROUNDS if isinstance(runner.drafter, EagleTreeDrafter) else pair.new_tokens
-    steps = replace(runner, on_round=mark)(pair.prompts[0], new_tokens, 0).trace.steps
+    steps = replace(runner, on_round=mark)([pair.prompts[0]], new_tokens, [0])[0].trace.steps
     rounds = [
         RoundTime(end[0] - start[0], end[1] - start[1], step, before)
         for start, end, step, before in zip(marks[1:], marks[2:], steps[1:], steps, strict=False)
@@ -72,35 +72,24 @@ def steady_rounds(pair: Pair, runner: EngineRunner, forwards: Forwards) -> list[
     return [done for done in rounds if done.step.num_drafted == whole]
 
 
-def watched(pair: Pair, drafter: Any) -> list[tuple[Any, str]]:
-    """The forwards of a round: all that multiplies with weights, and nothing of the decoder's own work."""
-    target, draft = pair.packed
-    methods: list[tuple[Any, str]] = [(lm, name) for lm in (target, draft) for name in ("embed", "norm", "lm_head")]
-    methods += [(lm.stack, "run") for lm in (target, draft)]
-    if isinstance(drafter, EagleTreeDrafter):
-        methods += [(drafter.stack, "run")]
-    return methods
-
-
-def overheads(pair: Pair, repeats: int) -> Iterator[Row]:
+def overheads(pair: Pair, repeats: int) -> Iterator[Number]:
     """What a round takes beyond its forwards."""
     for mode, params, aim in (("T=0", GREEDY, "<= 6"), ("T=1", SAMPLING, "<= 12")):
         shares: dict[str, list[float]] = {"chain": [], "tree": []}
         for _ in range(repeats):
-            one_token = Costs(pair).target(1)
-            for name, runner in (("chain", pair.chain(pair.packed, params)), ("tree", pair.tree(params))):
-                forwards = Forwards(pair.clock)
-                with forwards.watch(*watched(pair, runner.drafter)):
-                    rounds = steady_rounds(pair, runner, forwards)
+            one_token = ForwardCosts(pair).target(1)
+            forwards = Stopwatch(pair.clock)
+            for name, runner in (("chain", pair.timed_chain(params, forwards)), ("tree", pair.tree(params, forwards))):
+                rounds = steady_rounds(pair, runner, forwards)
                 extra = sum(done.seconds - done.forward_s for done in rounds)
                 whole = len(rounds) * one_token if name == "chain" else sum(done.forward_s for done in rounds)
                 shares[name].append(100 * extra / whole)
         chain, tree = (statistics.median(shares[name]) for name in ("chain", "tree"))
-        yield Row(f"a spec:k={K} round beyond its forwards, {mode}, of a target forward", pair.name, chain, "%", aim)
-        yield Row(f"an eagle2 round, 60 nodes, beyond its forwards, {mode}, of these", pair.name, tree, "%", "<= 5")
+        yield Number(f"a spec:k={K} round beyond its forwards, {mode}, of a target forward", pair.name, chain, "%", aim)
+        yield Number(f"an eagle2 round, 60 nodes, beyond its forwards, {mode}, of these", pair.name, tree, "%", "<= 5")
 
 
-class Costs:
+class ForwardCosts:
     """Seconds of forwards by the number of tokens they read, in the middle of an answer, each measured when asked."""
 
     def __init__(self, pair: Pair):
@@ -115,11 +104,11 @@ class Costs:
 
     def head(self, size: int) -> float:
         """Of the EAGLE head, its logits for all rows included."""
-        return self._cost("head", size, lambda: self._level(self._pair.tree_drafter, size))
+        return self._cost("head", size, lambda: self._level(self._pair.tree_drafter(), size))
 
     def _cost(self, model: str, size: int, make: Callable[[], Callable[[], None]]) -> float:
         if (model, size) not in self._known:
-            self._known[model, size] = median_s(make(), 7, self._pair.clock)
+            self._known[model, size] = medians({"forward": make()}, 7, self._pair.clock)["forward"]
         return self._known[model, size]
 
     def _reading(self, lm: LlamaLM, size: int) -> Callable[[], None]:
@@ -150,28 +139,28 @@ class Costs:
         return read
 
 
-def ideals(pair: Pair, repeats: int) -> Iterator[Row]:
+def ideals(pair: Pair, repeats: int) -> Iterator[Number]:
     """Tokens per second against what the forwards alone allow, by their own cost curve at the same context."""
     shares: dict[str, list[float]] = {"chain": [], "tree": []}
     for _ in range(repeats):
-        costs = Costs(pair)
+        costs = ForwardCosts(pair)
         for name, runner in (("chain", pair.chain(pair.packed, GREEDY)), ("tree", pair.tree(GREEDY))):
-            rounds = steady_rounds(pair, runner, Forwards(pair.clock))
+            rounds = steady_rounds(pair, runner, Stopwatch(pair.clock))
             ideal = sum(ideal_s(costs, done, tree=name == "tree") for done in rounds)
             shares[name].append(ideal / sum(done.seconds for done in rounds))
     for name, label in (("chain", f"spec:k={K}"), ("tree", "eagle2, 60 nodes")):
         share = statistics.median(shares[name])
-        yield Row(f"achieved / ideal tokens per second, {label}", pair.name, share, "", ">= 0.95")
+        yield Number(f"achieved / ideal tokens per second, {label}", pair.name, share, "", ">= 0.95")
     for size in (K + 1, TREE.nodes + 1):
-        yield Row(f"reading {size} tokens / reading one", pair.name, costs.target(size) / costs.target(1), "x")
-    yield Row("a draft step / reading one token", pair.name, costs.draft(1) / costs.target(1), "x")
+        yield Number(f"reading {size} tokens / reading one", pair.name, costs.target(size) / costs.target(1), "x")
+    yield Number("a draft step / reading one token", pair.name, costs.draft(1) / costs.target(1), "x")
     if pair.weight_bytes is not None:
         weights = torch.ones(pair.weight_bytes // 4, device=pair.packed[0].device)
-        passing = median_s(weights.sum, 7, pair.clock)
-        yield Row("reading one token / summing as many bytes as it reads", pair.name, costs.target(1) / passing, "x")
+        passing = medians({"sum": weights.sum}, 7, pair.clock)["sum"]
+        yield Number("reading one token / summing as many bytes as it reads", pair.name, costs.target(1) / passing, "x")
 
 
-def ideal_s(costs: Costs, done: RoundTime, tree: bool) -> float:
+def ideal_s(costs: ForwardCosts, done: RoundTime, tree: bool) -> float:
     """The forwards of a round. The drafter first reads what it has not read of the round before."""
     later = done.step.draft_calls - 1
     verify = costs.target(done.step.num_drafted + 1)
@@ -181,12 +170,12 @@ def ideal_s(costs: Costs, done: RoundTime, tree: bool) -> float:
     return verify + costs.draft(unread) + later * costs.draft(1)
 
 
-def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Row]:
+def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Number]:
     """The path of a GPU, which runs anywhere: shapes that recur, graphs where there is CUDA, one transfer a round."""
     (target, draft), prompt = pair.packed, pair.prompts[0]
     session = target.rows_session(1, pair.capacity, static=True)
     drafter = BatchDraftModel(draft, [FixedLength(K)], pair.capacity, static=True)
-    ar, spec = (BatchRunner(target, session, one, GREEDY, ()) for one in (None, drafter))
+    ar, spec = (BatchRunner(target, one, GREEDY, (), session) for one in (None, drafter))
     calls = {
         "ar": lambda: ar([prompt], pair.new_tokens, [0]),
         "spec": lambda: spec([prompt], pair.new_tokens, [0]),
@@ -196,14 +185,15 @@ def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Row]:
     steps = spec([prompt], pair.new_tokens, [0])[0].trace.steps
     accepted = sum(step.num_accepted for step in steps) / sum(step.num_drafted for step in steps)
     what = f"fixed shapes, one sequence: spec:k={K} / ar, {accepted:.2f} of the drafted tokens accepted"
-    yield Row(what, pair.name, paired_ratio(seconds["ar"], seconds["spec"]), "x")
+    yield Number(what, pair.name, paired_ratio(seconds["ar"], seconds["spec"]), "x")
     start = len(prompt) + pair.new_tokens // 2
     own = target.rows_session(1, pair.capacity, static=True), draft.rows_session(1, pair.capacity, static=True)
 
     def forward(rows: RowsSession, size: int) -> float:
         tokens = torch.ones(1, size, dtype=torch.int64, device=target.device)
         starts = torch.full((1,), start, device=target.device)
-        return median_s(lambda: rows.extend(tokens, starts, start + size, num_logits=size), 9, pair.clock)
+        call = partial(rows.extend, tokens, starts, start + size, num_logits=size)
+        return medians({"forward": call}, 9, pair.clock)["forward"]
 
     verify = {size: forward(own[0], size) for size in {step.num_drafted + 1 for step in steps}}
     first, later = forward(own[1], 2), forward(own[1], 1)
@@ -211,10 +201,12 @@ def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Row]:
     ideal += sum(first + (step.num_drafted - 1) * later for step in steps if step.num_drafted)
     achieved = [whole - prefill for whole, prefill in zip(seconds["spec"], seconds["prompt"], strict=True)]
     share = ideal / statistics.median(achieved)
-    yield Row(f"fixed shapes: achieved / ideal tokens per second, spec:k={K}", pair.name, share, "", ">= 0.9 on a GPU")
+    yield Number(
+        f"fixed shapes: achieved / ideal tokens per second, spec:k={K}", pair.name, share, "", ">= 0.9 on a GPU"
+    )
 
 
-def dispatch(repeats: int, device: str, clock: Clock) -> Iterator[Row]:
+def dispatch(repeats: int, device: str, clock: Clock) -> Iterator[Number]:
     """Host time of a layer so small that it computes nothing: what a framework costs."""
     weights, _ = random_pair("tiny", torch.float32, device)
     lm, hf = weights.lean(False), weights.transformers()
@@ -240,33 +232,31 @@ def dispatch(repeats: int, device: str, clock: Clock) -> Iterator[Row]:
     layers = weights.config.num_layers
     seconds = interleaved({"ours": ours, "theirs": theirs}, max(repeats, 5), clock)
     each = {name: 1e6 * statistics.median(taken) / calls / layers for name, taken in seconds.items()}
-    yield Row("host time of a layer (hidden size 32, n=1)", "random", each["ours"], "us", "<= 75")
-    yield Row("the same in transformers", "random", each["theirs"], "us")
+    yield Number("host time of a layer (hidden size 32, n=1)", "random", each["ours"], "us", "<= 75")
+    yield Number("the same in transformers", "random", each["theirs"], "us")
 
 
-def long_context(pair: Pair, tokens: int, repeats: int) -> Iterator[Row]:
+def long_context(pair: Pair, tokens: int, repeats: int) -> Iterator[Number]:
     """What a round takes beyond its forwards at the end of a long prompt, against the same after a short one."""
     length = min(tokens, pair.packed[0].info.max_position - pair.new_tokens - 1)
     prompt = (pair.prompts[0] * (length // len(pair.prompts[0]) + 1))[:length]
-    longer = replace(pair, prompts=[prompt])
-    longer.__dict__["packed"] = pair.packed
+    longer = replace(pair, prompts=[prompt], load=lambda packed: pair.packed)
     for label, make in (
-        (f"spec:k={K}", lambda own: own.chain(own.packed, GREEDY)),
-        ("eagle2, 60 nodes", lambda own: own.tree(GREEDY)),
+        (f"spec:k={K}", lambda own, watch: own.timed_chain(GREEDY, watch)),
+        ("eagle2, 60 nodes", lambda own, watch: own.tree(GREEDY, watch)),
     ):
         extra: dict[int, list[float]] = {len(pair.prompts[0]): [], length: []}
         for _ in range(repeats):
             for own in (pair, longer):
-                runner, forwards = make(own), Forwards(pair.clock)
-                with forwards.watch(*watched(own, runner.drafter)):
-                    rounds = steady_rounds(own, runner, forwards)
+                forwards = Stopwatch(pair.clock)
+                rounds = steady_rounds(own, make(own, forwards), forwards)
                 extra[len(own.prompts[0])].append(statistics.median(done.seconds - done.forward_s for done in rounds))
         short_s, long_s = (statistics.median(found) for found in extra.values())
         what = f"{label}: a round beyond its forwards, {length} tokens of context / {len(pair.prompts[0])}"
-        yield Row(what, pair.name, long_s / short_s, "x", "1")
+        yield Number(what, pair.name, long_s / short_s, "x", "1")
 
 
-def trace_cost(pair: Pair, repeats: int) -> Iterator[Row]:
+def trace_cost(pair: Pair, repeats: int) -> Iterator[Number]:
     """Decoding with `decode --trace`; lines are worked out and written between prompts, off the clock."""
     plain = pair.chain(pair.packed, SAMPLING)
     with tempfile.TemporaryDirectory() as folder:
@@ -277,4 +267,4 @@ def trace_cost(pair: Pair, repeats: int) -> Iterator[Row]:
 
         seconds = interleaved({"plain": pair.answer(plain), "traced": traced}, 3 * repeats, pair.clock)
     cost = 100 * (paired_ratio(seconds["traced"], seconds["plain"]) - 1)
-    yield Row(f"spec:k={K} with decode --trace, T=1, time added", pair.name, cost, "%", "<= 2")
+    yield Number(f"spec:k={K} with decode --trace, T=1, time added", pair.name, cost, "%", "<= 2")

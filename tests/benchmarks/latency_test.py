@@ -9,11 +9,12 @@ import time
 import pytest
 import torch
 
-from draftsmith.eval.cost.clocks import Forwards, interleaved, paired_ratio
-from draftsmith.eval.cost.predictor_cost import DRAFTED, share_of_a_step
-from draftsmith.eval.cost.synthetic import random_pair
-from draftsmith.eval.pairs import GREEDY, random_models
-from draftsmith.launch.cli import main
+from draftsmith.benchmarks.latency import LatencyConfig, run
+from draftsmith.benchmarks.pairs import GREEDY, paired_ratio, random_models, timed_copy
+from draftsmith.benchmarks.predictor_cost import DRAFTED, share_of_a_step
+from draftsmith.benchmarks.script import script
+from draftsmith.benchmarks.synthetic import random_pair
+from draftsmith.eval.cost.clock import Stopwatch, interleaved
 from draftsmith.modules.acceptance.policies import OnlineJudge
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 
@@ -30,33 +31,29 @@ class Wound:
         self.now += seconds
 
 
-class Model:
-    """Two methods that take time, one of which calls the other; `norm` is an attribute of the object itself."""
-
-    def __init__(self, clock: Wound):
-        self._clock = clock
-        self.norm = lambda: clock.take(0.5)
-
-    def inner(self) -> None:
-        self._clock.take(1.0)
-
-    def outer(self) -> None:
-        self._clock.take(2.0)
-        self.inner()
-
-
-def test_a_call_inside_a_watched_call_counts_once_and_other_time_not_at_all():
+def test_a_call_inside_a_timed_call_counts_once_and_other_time_not_at_all():
     clock = Wound()
-    model, forwards = Model(clock), Forwards(clock)
-    norm = model.norm
-    with forwards.watch((model, "inner"), (model, "outer"), (model, "norm")):
-        model.outer()
-        clock.take(10.0)
-        model.inner()
-        model.norm()
-    model.outer()  # no longer watched
-    assert forwards.seconds == 3.0 + 1.0 + 0.5
-    assert vars(model).keys() == {"_clock", "norm"} and model.norm is norm
+    watch = Stopwatch(clock)
+    inner = watch.timed(lambda: clock.take(1.0))
+
+    def both() -> None:
+        clock.take(2.0)
+        inner()
+
+    watch.timed(both)()
+    clock.take(10.0)
+    inner()
+    both()  # of this only what is inside
+    assert watch.take() == 3.0 + 1.0 + 1.0 and watch.seconds == 0.0
+
+
+def test_a_timed_copy_of_a_model_computes_the_same_and_leaves_the_model_alone():
+    lm = random_pair("tiny", torch.float32, "cpu")[0].lean(True)
+    clock = Wound()
+    watch = Stopwatch(clock)
+    timed, before = timed_copy(lm, watch), dict(vars(lm))
+    scores = [model.session(8).extend([1, 40, 7], num_logits=3).logits for model in (lm, timed)]
+    assert torch.equal(*scores) and vars(lm) == before
 
 
 def test_interleaved_runs_take_turns_at_being_first():
@@ -87,7 +84,7 @@ def test_the_random_models_are_the_same_in_both_engines(number):
     torch.testing.assert_close(lean.lm_head(lean.features(ids)), hf(ids).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_judge_is_timed_while_it_drafts_and_changes_nothing():
+def test_a_predictor_is_timed_while_it_drafts_and_changes_nothing():
     pair = random_models("tiny", "float32", "cpu", 24, time.process_time)
     made = []
 
@@ -105,7 +102,7 @@ def test_a_judge_is_timed_while_it_drafts_and_changes_nothing():
 def test_the_benchmark_measures_every_number_it_names(tmp_path, capsys):
     words = ["--shape", "tiny", "--no-embedded", "--long-context", "300", "--repeats", "1"]
     words += ["--new-tokens", "24", "--output", str(tmp_path)]
-    assert main(["eval", "latency", *words]) == 0
+    assert script("latency", LatencyConfig, run, words) == 0
     found = json.loads((tmp_path / "latency.json").read_text())
     rows = {row["what"]: row["value"] for row in found["rows"] if "bfloat16" not in row["models"]}
     assert all(math.isfinite(row["value"]) for row in found["rows"])
@@ -118,5 +115,5 @@ def test_the_benchmark_measures_every_number_it_names(tmp_path, capsys):
 
 
 def test_a_wrong_dtype_is_one_line(tmp_path, capsys):
-    assert main(["eval", "latency", "--dtypes", "float31", "--output", str(tmp_path)]) == 2
+    assert script("latency", LatencyConfig, run, ["--dtypes", "float31", "--output", str(tmp_path)]) == 2
     assert "float31" in capsys.readouterr().err
