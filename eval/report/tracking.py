@@ -35,7 +35,7 @@ def log_report(config: ReportConfig, sections: Sequence[Section]) -> None:
         for figure in section.figures:
             key = f"{section.name}/{figure.name}"
             if isinstance(figure, Table):
-                keys = [column.key for column in figure.columns]
+                keys: list[Any] = [column.key for column in figure.columns]
                 rows = [[row.get(name) for name in keys] for row in figure.rows]
                 logged[key] = wandb.Table(columns=keys, data=rows, allow_mixed_types=True)
             elif figure.specification is not None:

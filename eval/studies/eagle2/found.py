@@ -135,7 +135,7 @@ def ablation_table(sizes: Sequence[TreeSize], references: Sequence[str], found: 
 
 def position_rows(shape: StaticTree, found: Sequence[ModeResults]) -> list[Row]:
     """Figure 5."""
-    rows = []
+    rows: list[Row] = []
     for one in found:
         for place in by_position(one.static, shape):
             row = asdict(place)
@@ -159,7 +159,7 @@ def task_rows(shape: StaticTree, found: Sequence[ModeResults]) -> list[Row]:
 
 def confidence_rows(found: Sequence[ModeResults], seed: int) -> list[Row]:
     """Figure 6."""
-    rows = []
+    rows: list[Row] = []
     for one in found:
         for item in by_confidence(one.dynamic, NUM_BINS, seed):
             row = asdict(item)

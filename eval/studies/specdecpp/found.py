@@ -250,11 +250,12 @@ def rate_tables(study: LoadedStudy, found: Measurements) -> list[Table]:
     best_head, settings = found.choice.settings[BEST_HEAD], found.settings
     named = rate_series(settings, best_head, published_head(study.heads))
     series = [rate_row(name, setting, found.times) for name, own in named.items() for setting in own]
-    points = [
-        rate_row("fixed K" if s.rule.k else f"w_rej {study.heads[s.rule.head].config.w_rej:g}", s, found.times)
-        for s in settings
-        if s.rule.k or s.rule.head is not None
-    ]
+    points = []
+    for setting in settings:
+        head = setting.rule.head
+        if setting.rule.k or head is not None:
+            name = "fixed K" if head is None else f"w_rej {study.heads[head].config.w_rej:g}"
+            points.append(rate_row(name, setting, found.times))
     return [drawn_data("specdecpp-rates", series), drawn_data("specdecpp-all-heads", points)]
 
 
