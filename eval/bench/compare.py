@@ -18,7 +18,7 @@ from draftsmith.eval.bench.summary import MeasuredResamples, speedup, tokens_per
 from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.bootstrap import Floats
 from draftsmith.eval.cost.clock import ClockName
-from draftsmith.eval.report.tables import Column, Table, markdown, on_screen
+from draftsmith.eval.report.tables import Column, Table, interval, markdown, on_screen
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.types import InputError
 
@@ -253,8 +253,7 @@ def ends(name: str, drawn: MeasuredResamples, ratio: Callable[[], Floats]) -> Ro
     """The 95 % interval, as numbers and as the text of a cell."""
     found = drawn.interval(ratio)
     low, high = found or (None, None)
-    text = "" if found is None else f"{low:.2f} to {high:.2f}"
-    return {f"{name}_low": low, f"{name}_high": high, f"{name}_ci": text}
+    return {f"{name}_low": low, f"{name}_high": high, f"{name}_ci": interval(found, between=" to ")}
 
 
 def table_of(rows: Sequence[Row], temperature: float, prompts: int, comparable: bool, clock: ClockName) -> Table:

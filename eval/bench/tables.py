@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
 
 from draftsmith.data.heads.markdown import markdown_lines
-from draftsmith.eval.report.tables import Column, on_screen, plain_table
+from draftsmith.eval.report.tables import Column, interval, on_screen, plain_table
 from draftsmith.eval.report.tables import Table as ReportTable
 
 HEADINGS = ("method", "tokens/s", "speed-up", "95 % CI", "tau", "95 % CI", "discarded", "= ar")
@@ -30,10 +30,6 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['discard_rate']:.0%}" if drafts else "",
         verdict(row),
     )
-
-
-def interval(ends: Sequence[float] | None) -> str:
-    return f"{ends[0]:.2f}-{ends[1]:.2f}" if ends else ""
 
 
 def verdict(row: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from draftsmith.eval.report.draw_bench import DRAWINGS, against
 from draftsmith.eval.report.drawing import Chart, Drawing, chart
 from draftsmith.eval.report.runs import Run, prompt_rows, temperature_of, temperatures
-from draftsmith.eval.report.tables import Column, Table
+from draftsmith.eval.report.tables import Column, Table, interval
 
 Row = dict[str, Any]
 
@@ -70,10 +70,6 @@ def headline(rows: Sequence[Row], temperature: float, several: bool) -> Table:
         note += " Mean of tasks, as papers have it: each task counts alike, however long its answers."
     name = f"headline-t{temperature:g}"
     return Table(name, f"Speed-up and τ at {mode(temperature)}", columns, table_rows, note)
-
-
-def interval(ends: Sequence[float] | None) -> str:
-    return f"{ends[0]:.2f}–{ends[1]:.2f}" if ends else ""
 
 
 def counts(rows: Sequence[Row]) -> Table:

@@ -20,7 +20,7 @@ def by_window(rows: Rows, key: str, title: str) -> Any:
 
 def entropy_density(rows: Rows) -> Any:
     """Figure 6."""
-    x = alt.X("entropy:Q", **number("entropy of the draft's distribution [nats]", ".1f", zero=True))
+    x = alt.X("entropy:Q", **number("entropy [nats]", ".1f", zero=True))
     y = alt.Y("share:Q", **number("share of tokens in 0.25 nats", ".0%", zero=True))
     tooltip = tips("verdict", "panel", "tokens", entropy=".2f", share=".1%")
     return panels(lines(x, y, colour("verdict"), tooltip, many=True), rows, "panel")
@@ -56,7 +56,8 @@ DRAWINGS = {
     ),
     "hsddw-entropy-density": Drawing(
         "Entropy of accepted and rejected tokens", entropy_density,
-        "The further apart the two curves of a panel are, the better entropy knows what will be rejected.",
+        "Entropy of the distribution that a token was drawn from. The further apart the two curves of a panel are, the "
+        "better it knows what will be rejected.",
     ),
     "hsddw-windows": Drawing(
         "Windows over single answers", windows,

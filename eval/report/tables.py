@@ -96,6 +96,12 @@ def formatted(value: Any, form: str) -> str:
     return format(value, form[:-1]) + "x" if form.endswith("x") else format(value, form)
 
 
+def interval(ends: Sequence[float | None] | None, form: str = ".2f", between: str = "-") -> str:
+    """The ends of an interval as tables write it; empty where there is none."""
+    low, high = ends or (None, None)
+    return "" if low is None or low != low else f"{low:{form}}{between}{high:{form}}"
+
+
 def cells(table: Table) -> list[list[str]]:
     """Every row as text, in the order of the columns."""
     return [[formatted(row.get(column.key), column.format) for column in table.columns] for row in table.rows]

@@ -346,11 +346,6 @@ def mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
-def ci(interval: Sequence[float] | None) -> str:
-    """As tables write it."""
-    return f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else ""
-
-
 def mode(temperature: float) -> str:
     """How tables and charts name a temperature."""
     return f"T={temperature:g}"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from draftsmith.eval.bench.results import BASELINE
-from draftsmith.eval.report.tables import Column, Row, Table, drawn_data, plain
-from draftsmith.eval.studies.common import ci, mean, mode, slug
+from draftsmith.eval.report.tables import Column, Row, Table, drawn_data, interval, plain
+from draftsmith.eval.studies.common import mean, mode, slug
 from draftsmith.eval.studies.eagle2.cost import counts_of, fit_tree_cost, left_out
 from draftsmith.eval.studies.eagle2.nodes import Node, by_confidence, by_position, correlation, positions
 from draftsmith.modules.decoding.trace import Totals
@@ -70,7 +70,7 @@ class ModeResults:
         """Of one measured method."""
         row = self.rows[label]
         low, high = row["speedup_ci95"] or (None, None)
-        found = {"speedup": row["speedup"], "low": low, "high": high, "ci": ci(row["speedup_ci95"])}
+        found = {"speedup": row["speedup"], "low": low, "high": high, "ci": interval(row["speedup_ci95"])}
         return {"mode": self.mode, **found, "tau": row["tau"]}
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from draftsmith.eval.bootstrap import mean_interval
-from draftsmith.eval.report.tables import Column, Row, Table, drawn_data, plain
-from draftsmith.eval.studies.common import ci, mean, mode, slug
+from draftsmith.eval.report.tables import Column, Row, Table, drawn_data, interval, plain
+from draftsmith.eval.studies.common import mean, mode, slug
 from draftsmith.eval.studies.hsddw.watch import Observations
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.metrics import soft_label_auc
@@ -78,7 +78,7 @@ def ablation_table(k: int, speeds: Sequence[WindowSpeed]) -> Table:
         worst = min(item.row["speedup"] for item in group)
         rows.append(
             {
-                **named(best), "speedup": at_k["speedup"], "ci": ci(at_k["speedup_ci95"]), "tau": at_k["tau"],
+                **named(best), "speedup": at_k["speedup"], "ci": interval(at_k["speedup_ci95"]), "tau": at_k["tau"],
                 "best_k": best.k, "best": best.row["speedup"], "lost": 1 - worst / best.row["speedup"],
                 "paper": PAPER.get(name) if temperature == 1 else None,
             }

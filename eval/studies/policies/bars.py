@@ -65,8 +65,7 @@ def bars_at(compared: Comparison, at: AtCost) -> list[dict[str, Any]]:
 def bar(what: str, who: str, made: Gain, least: float, above_zero: bool = False) -> dict[str, Any]:
     """above_zero: the interval's lower end has to be, too."""
     reached = made.value >= least and not (above_zero and not made.low > 0)
-    interval = "" if np.isnan(made.low) else f"{made.low:+.1%} to {made.high:+.1%}"
     return {
-        "what": what, "who": who, "value": made.value, "interval": interval, "bar": least,
+        "what": what, "who": who, "value": made.value, "interval": made.ends, "bar": least,
         "reached": "yes" if reached else "no",
     }  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from draftsmith.eval.studies.specdecpp.sweep import PUBLISHED_H
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import ConfidenceName
 

@@ -12,6 +12,7 @@ import numpy as np
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
 from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
+from draftsmith.eval.report.tables import interval
 from draftsmith.eval.studies.forward_times import ratio_interval
 from draftsmith.eval.studies.policies.families import FITTED, KNOWN, ONLINE, RAW, Policy
 from draftsmith.eval.studies.predictors import fitted_probs
@@ -101,8 +102,12 @@ class Gain:
     @property
     def text(self) -> str:
         """As tables write it."""
-        ends = "" if np.isnan(self.low) else f" ({self.low:+.1%} to {self.high:+.1%})"
-        return f"{self.value:+.1%}{ends}"
+        return f"{self.value:+.1%} ({self.ends})" if self.ends else f"{self.value:+.1%}"
+
+    @property
+    def ends(self) -> str:
+        """The interval alone."""
+        return interval((self.low, self.high), "+.1%", " to ")
 
 
 def gain(own: Floats, base: Floats, seed: int, mask: Sequence[bool] | np.ndarray | None = None) -> Gain:

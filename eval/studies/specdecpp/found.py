@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.eval.replay.rollouts import ChainRollouts
-from draftsmith.eval.report.tables import Column, Table, drawn_data, plain
+from draftsmith.eval.report.tables import Column, Table, drawn_data, interval, plain
 from draftsmith.eval.studies import common
 from draftsmith.eval.studies.forward_times import (
     Floats,
@@ -137,7 +137,7 @@ def throughput_rows(study: LoadedStudy, found: Measurements) -> list[dict[str, A
         }
         if rule != fixed:
             row["gain_theory"] = _rate(test[rule]) / _rate(test[fixed]) - 1
-            row["gain_theory_ci"] = interval(ratio_interval(test[rule], test[fixed], config.seed))
+            row["gain_theory_ci"] = gains(ratio_interval(test[rule], test[fixed], config.seed))
         rows.append(plain({**dict.fromkeys(GAINS), **row}))
     return rows
 
@@ -169,7 +169,7 @@ def measured_columns(
     columns: dict[str, Any] = {"measured": rates[method], "speedup": rates[method] / rates["ar"]}
     if rule != fixed:
         columns["gain_measured"] = rates[method] / rates[baseline] - 1
-        columns["gain_measured_ci"] = interval(gain_interval(rows, method, baseline, clock, config.seed))
+        columns["gain_measured_ci"] = gains(gain_interval(rows, method, baseline, clock, config.seed))
     return columns
 
 
@@ -178,9 +178,9 @@ def run_name(split: str, head: str | None) -> str:
     return f"{split}-{head}"
 
 
-def interval(ends: Sequence[float] | None) -> str | None:
-    """Ends of an interval of relative gains, as a table shows them."""
-    return None if ends is None else " to ".join(f"{end:+.1%}" for end in ends)
+def gains(ends: Sequence[float] | None) -> str | None:
+    """An interval of relative gains."""
+    return interval(ends, "+.1%", " to ") or None
 
 
 def time_points(rows: Sequence[Mapping[str, Any]], times: ForwardTimes, clock: str) -> list[dict[str, Any]]:

@@ -124,7 +124,7 @@ def test_the_headline_says_what_the_results_say(tmp_path):
         shown = tables.cells(table)
         for cells, row in zip(shown, [row for row in rows if row["temperature"] == temperature], strict=True):
             low, high = row["speedup_ci95"]
-            expected = [row["method"], f"{row['speedup']:.2f}x", f"{low:.2f}–{high:.2f}", f"{row['tau']:.2f}"]
+            expected = [row["method"], f"{row['speedup']:.2f}x", f"{low:.2f}-{high:.2f}", f"{row['tau']:.2f}"]
             assert cells[:4] == expected
             by_task = [f(part) for part in row["by_task"].values() for f in (speedup_cell, tau_cell)]
             assert cells[5:] == by_task
