@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 
 from draftsmith.benchmarks.pairs import paired_ratio
-from draftsmith.benchmarks.script import script
 from draftsmith.data.answering.batched import answer_all, set_threads
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.files import make_directory, write_json
@@ -25,8 +24,8 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.cost.clock import clock_of, interleaved
-from draftsmith.eval.methods.base import at_least
-from draftsmith.modules.types import SamplingParams
+from draftsmith.launch.cli import main_of
+from draftsmith.modules.types import SamplingParams, at_least
 
 GENERATION = "generation.json"
 
@@ -116,4 +115,4 @@ def run(config: GenerationConfig) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(script("generation", GenerationConfig, run))
+    sys.exit(main_of(GenerationConfig, run))

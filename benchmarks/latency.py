@@ -27,7 +27,6 @@ from draftsmith.benchmarks.decoder_cost import (
 )
 from draftsmith.benchmarks.pairs import GREEDY, K, Pair, embedded_models, paired_ratio, random_models
 from draftsmith.benchmarks.predictor_cost import predictors
-from draftsmith.benchmarks.script import script
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import DTYPES
@@ -40,9 +39,9 @@ from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.bench.tables import plain_table
 from draftsmith.eval.cost.clock import clock_of, interleaved
-from draftsmith.eval.methods.base import at_least
+from draftsmith.launch.cli import main_of
 from draftsmith.modules.packed import can_pack
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, at_least
 
 HEADINGS = ("what", "models", "value", "aim")
 
@@ -162,4 +161,4 @@ def run(config: LatencyConfig) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(script("latency", LatencyConfig, run))
+    sys.exit(main_of(LatencyConfig, run))

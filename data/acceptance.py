@@ -17,10 +17,10 @@ from draftsmith.data.answering.batched import set_threads
 from draftsmith.data.heads.directory import kind_at
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.mixed_text import MixedText
-from draftsmith.data.models.device import pick_device
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity
 from draftsmith.data.prompts import check_not_negative, check_positive, numbers
 from draftsmith.data.rollouts import Rollouts
+from draftsmith.data.settings import StageLoading
 from draftsmith.data.store.manifest import open_artefact, volatile
 from draftsmith.data.store.shards import Plan, Rows, run_stage
 from draftsmith.data.store.writer import sole_writer
@@ -37,7 +37,7 @@ def mode_of(params: SamplingParams) -> Mode:
 
 
 @dataclass(frozen=True)
-class AcceptanceConfig:
+class AcceptanceConfig(StageLoading):
     """Which pair to label, and how it decodes.
 
     Attributes:
@@ -65,11 +65,6 @@ class AcceptanceConfig:
         batch_size: mix: responses read together.
         chunk: Positions whose distributions are in memory at once, two rows of the vocabulary's size for each.
         rows_per_shard: Responses in each shard; what a killed run loses at most.
-        dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
-        engine: How the models run: lean for Llama-family weights, hf for any transformers model.
-        device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
-        num_threads: CPU threads; 0 is torch's own choice.
-        trust_remote_code: Let the models' repositories run their own code.
     """
 
     responses: Path = volatile()
@@ -92,18 +87,13 @@ class AcceptanceConfig:
     batch_size: int = 8
     chunk: int = 512
     rows_per_shard: int = 256
-    dtype: str = "float32"
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    device: str = volatile("auto")
-    num_threads: int = volatile(0)
-    trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "chunk", "rows_per_shard", "depth", "stride")
         check_not_negative(self, "limit", "num_threads", "children")
         if (self.draft is None) == (self.eagle is None):
             found = "neither" if self.draft is None else "both"
-            raise InputError("draft, eagle", found, "one of them", "Pass --draft MODEL, or --eagle HEAD.")
+            raise InputError("draft, eagle", found, "one of them", "Pass --draft: a language model, or a head.")
         if self.labels == "mix":
             for spec in dataclasses.fields(self):
                 if spec.name in ROLLOUT_ONLY and getattr(self, spec.name) != spec.default:
@@ -151,10 +141,7 @@ def run(config: AcceptanceConfig) -> Path:
     """Write the artefact `acceptance`, or `rollouts`; returns its directory."""
     set_threads(config.num_threads)
     # Branches are read in the way of decoding, for which weights are packed.
-    load = functools.partial(
-        load_lm, dtype=config.dtype, device=pick_device(config.device), engine=config.engine,
-        trust_remote_code=config.trust_remote_code, packed=config.labels == "rollout",
-    )  # fmt: skip
+    load = functools.partial(load_lm, **config.loading, packed=config.labels == "rollout")
     if kind_at(config.drafter) is None:
         check_same_tokenizer(config.target, config.drafter)
     target = load(config.target)

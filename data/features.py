@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.answering.batched import by_length, pad_right, set_threads
-from draftsmith.data.models.device import pick_device
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import load_lm, text_identity
 from draftsmith.data.models.naming import naming
@@ -25,6 +24,7 @@ from draftsmith.data.models.parallel import DONE, tell, told
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
+from draftsmith.data.settings import StageLoading
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.shards import Plan, Rows, Shard, ShardContent, read_done, run_stage
@@ -52,7 +52,7 @@ SPARE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class FeaturesConfig:
+class FeaturesConfig(StageLoading):
     """Which text the target reads.
 
     Attributes:
@@ -65,14 +65,9 @@ class FeaturesConfig:
         limit: Only the first so many rows; 0 takes all.
         batch_size: Rows read together.
         rows_per_shard: Rows in each shard; their features are in memory at once.
-        dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
         feature_dtype: What is stored: bf16, or fp8 with a scale for each token, half the bytes.
-        engine: How the model runs: lean for Llama-family weights, hf for any transformers model.
         target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
             tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
-        device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
-        num_threads: CPU threads; 0 is torch's own choice.
-        trust_remote_code: Let the model's repository run its own code.
     """
 
     responses: Path = volatile()
@@ -83,13 +78,8 @@ class FeaturesConfig:
     limit: int = 0
     batch_size: int = 8
     rows_per_shard: int = 128
-    dtype: str = "float32"
     feature_dtype: feature_codec.FeatureDtype = "bf16"
-    engine: Literal["auto", "lean", "hf"] = "auto"
     target_parallel: Literal["none", "device_map", "tensor"] = volatile("none")
-    device: str = volatile("auto")
-    num_threads: int = volatile(0)
-    trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "rows_per_shard")
@@ -103,14 +93,7 @@ class FeaturesConfig:
 def run(config: FeaturesConfig) -> Path:
     """Write the artefact `features`; returns its directory."""
     set_threads(config.num_threads)
-    lm = load_lm(
-        config.target,
-        config.dtype,
-        pick_device(config.device),
-        config.engine,
-        config.trust_remote_code,
-        parallel=config.target_parallel,
-    )
+    lm = load_lm(config.target, **config.loading, parallel=config.target_parallel)
     manifest = open_texts(config.responses, config.target, lm.info.identity)
     rows = Rows(config.responses, manifest)
     capture = () if config.drafter is None else drafters.head_class(config.drafter).capture(lm.info.num_layers)

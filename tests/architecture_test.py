@@ -49,7 +49,7 @@ REPORT_PARTS = tuple(f"draftsmith.eval.report.{name}" for name in DRAWING)
 REPORT_ONLY = {"altair", "vl_convert"}  # of the extra `report`; jinja2 comes with transformers too
 OPTIONAL = {"deepspeed", "httpx", "tenacity", "wandb"}  # imported in the function that needs them, everywhere
 # What the command line may import before it knows the command; everything else waits.
-LIGHT = {"jsonargparse", "rich", "yaml"}
+LIGHT = {"cyclopts", "docstring_parser", "rich", "yaml"}
 HEAVY = ("torch", "transformers", "lightning", "datasets", "deepspeed", "wandb", "pyarrow", "numpy", "safetensors")
 
 

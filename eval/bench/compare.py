@@ -44,9 +44,10 @@ class CompareConfig:
     Runs of another target, tokenizer, dtype, of other sampling settings or prompts are refused: their numbers are not
     of the same thing.
 
-    runs: directories of the two runs; ratios and differences are those of the second over the first.
-    output: Markdown file that receives the tables too.
-    seed: of the bootstrap.
+    Attributes:
+        runs: directories of the two runs; ratios and differences are those of the second over the first.
+        output: Markdown file that receives the tables too.
+        seed: of the bootstrap.
     """
 
     runs: list[str]

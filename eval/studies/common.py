@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from draftsmith.data.heads.directory import load_head
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import bar, say
@@ -26,32 +27,29 @@ from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.command import BenchConfig, bench
-from draftsmith.eval.bench.load import LOADING, load_models
+from draftsmith.eval.bench.load import LOADING, check_methods, load_models
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import RESULTS, describe
 from draftsmith.eval.bench.runner import EngineRunner
-from draftsmith.eval.methods import check_needs, parse_methods
-from draftsmith.eval.methods.base import Models, at_least
-from draftsmith.eval.replay.record import ChainRecorder, DrafterName, Recording, TargetAnswers
+from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.replay.store import recorded
 from draftsmith.eval.report.tables import Table, on_screen, plain, to_json
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.drafters.methods import Models, parse_methods
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyConfig:
+class StudyConfig(DraftSettings):
     """Settings of every study of decoding methods.
 
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
-    draft: draft model.
     mid: model between draft and target.
-    eagle: EAGLE head directory.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
     keep_tasks: keep prompts whose own task is one of these, separated by commas.
     limit: study the first so many prompts; 0 takes all.
@@ -72,9 +70,7 @@ class StudyConfig:
 
     target: str
     prompts: str
-    draft: str | None = None
     mid: str | None = None
-    eagle: str | None = None
     split: str | None = None
     keep_tasks: str | None = None
     limit: int = 16
@@ -91,11 +87,6 @@ class StudyConfig:
     trust_remote_code: bool = False
     quick: bool = False
     output: Path
-
-    @property
-    def paths(self) -> dict[str, str | None]:
-        """Flag -> the model that the user named."""
-        return {"target": self.target, "draft": self.draft, "mid": self.mid, "eagle": self.eagle}
 
     @property
     def sampling(self) -> list[SamplingParams]:
@@ -136,8 +127,7 @@ def prepare(config: StudyConfig, methods: Sequence[str], further: Sequence[Bench
     at_least("limit", config.limit, 0)
     params = config.sampling[0]
     labels = list(dict.fromkeys(methods))
-    for method in parse_methods(",".join(labels)):
-        check_needs(method, config.paths)
+    check_methods(parse_methods(",".join(labels)), config.paths)
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
@@ -147,7 +137,7 @@ def prepare(config: StudyConfig, methods: Sequence[str], further: Sequence[Bench
 
 def load(
     config: Any,
-    paths: Mapping[str, str | None],
+    paths: Mapping[str, str],
     methods: Sequence[str],
     params: SamplingParams,
     prompts: Sequence[BenchPrompt],
@@ -230,7 +220,7 @@ def decode(
 def recorded_chains(
     directory: Path,
     models: Models,
-    drafter: DrafterName,
+    drafter: str,
     prompts: Sequence[BenchPrompt],
     how: Recording,
     heads: Mapping[str, AcceptanceHead],
@@ -255,9 +245,8 @@ def recorded_chains(
         settings["ends"] = list(models.ends)
     if further:
         settings[further] = True
-    if drafter == "eagle":
-        assert models.eagle is not None
-        settings["models"]["eagle"] = digest(models.eagle)
+    if drafter != "draft":
+        settings["models"][drafter] = digest(models.heads[drafter])
     together = further == "together"
     recorder = ChainRecorder(models, drafter, how, heads, answers, along=bool(further), side_by_side=together)
     with bar(f"rollouts, {directory.name}", len(prompts), "prompts") as advance:

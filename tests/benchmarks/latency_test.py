@@ -12,10 +12,10 @@ import torch
 from draftsmith.benchmarks.latency import LatencyConfig, run
 from draftsmith.benchmarks.pairs import GREEDY, paired_ratio, random_models, timed_copy
 from draftsmith.benchmarks.predictor_cost import DRAFTED, share_of_a_step
-from draftsmith.benchmarks.script import script
 from draftsmith.benchmarks.synthetic import random_pair
 from draftsmith.eval.cost.clock import Stopwatch, interleaved
-from draftsmith.modules.acceptance.policies import OnlineJudge
+from draftsmith.launch.cli import main_of
+from draftsmith.modules.acceptance.policies import OnlinePredictor
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 
 
@@ -92,7 +92,7 @@ def test_a_predictor_is_timed_while_it_drafts_and_changes_nothing():
         made.append(DraftModelDrafter(pair.packed[1], stop, pair.capacity))
         return made[-1]
 
-    share, seconds = share_of_a_step(pair, make, OnlineJudge(), GREEDY)
+    share, seconds = share_of_a_step(pair, make, OnlinePredictor(), GREEDY)
     assert 0 < share < math.inf and 0 < seconds < 1
     # Every draft is as long as it may be, and all of its tokens were judged.
     assert made[0].stop.max_drafted == DRAFTED and len(made[0].stop.probs) >= 1
@@ -102,7 +102,7 @@ def test_a_predictor_is_timed_while_it_drafts_and_changes_nothing():
 def test_the_benchmark_measures_every_number_it_names(tmp_path, capsys):
     words = ["--shape", "tiny", "--no-embedded", "--long-context", "300", "--repeats", "1"]
     words += ["--new-tokens", "24", "--output", str(tmp_path)]
-    assert script("latency", LatencyConfig, run, words) == 0
+    assert main_of(LatencyConfig, run, words) == 0
     found = json.loads((tmp_path / "latency.json").read_text())
     rows = {row["what"]: row["value"] for row in found["rows"] if "bfloat16" not in row["models"]}
     assert all(math.isfinite(row["value"]) for row in found["rows"])
@@ -115,5 +115,5 @@ def test_the_benchmark_measures_every_number_it_names(tmp_path, capsys):
 
 
 def test_a_wrong_dtype_is_one_line(tmp_path, capsys):
-    assert script("latency", LatencyConfig, run, ["--dtypes", "float31", "--output", str(tmp_path)]) == 2
+    assert main_of(LatencyConfig, run, ["--dtypes", "float31", "--output", str(tmp_path)]) == 2
     assert "float31" in capsys.readouterr().err

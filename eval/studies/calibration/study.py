@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import warn_about_sampling
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
-from draftsmith.eval.methods.base import Models, at_least
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.report.tables import Column, Table, drawn_data
 from draftsmith.eval.studies.common import StudyContext, load, recorded_chains, write_results
@@ -35,8 +35,9 @@ from draftsmith.eval.studies.predictors import (
 )
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.confidence import log_odds_of
+from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.metrics import fit_platt
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 HEAD = "head"  # its label in rollouts
 RAW, CORRECTED, CALIBRATED = "head, raw", "head, corrected", "head, calibrated"
@@ -62,16 +63,15 @@ QUICK: dict[str, Any] = {"limit": 14, "fit_limit": 10, "depth": 6, "max_new_toke
 
 
 @dataclass(frozen=True)
-class CalibrationConfig:
+class CalibrationConfig(DraftSettings):
     """Holds an acceptance head's probabilities, raw, corrected and calibrated, against the draft's confidence, on the
     tokens of real rounds down to and with the first rejected one.
 
     target: model directory, hub id or embedded:target.
-    draft: the draft model; with drafter=eagle it is not needed.
+    draft: the draft model, or with another drafter its head.
     acceptance: acceptance head directory, for this drafter.
     prompts: chats with the two splits below, or a file whose prompts serve as both when neither is named.
-    drafter: draft for a draft model, eagle for an EAGLE head.
-    eagle: EAGLE head directory, with drafter=eagle.
+    drafter: draft for a draft model, or the kind of a trained drafter.
     split: prompts that are reported.
     fit_split: prompts that the logistic fits of entropy and of q(y) are made on.
     keep_tasks: keep prompts whose own task is one of these, separated by commas.
@@ -95,9 +95,7 @@ class CalibrationConfig:
     target: str
     acceptance: str
     prompts: str
-    draft: str | None = None
-    drafter: Literal["draft", "eagle"] = "draft"
-    eagle: str | None = None
+    drafter: str = "draft"
     split: str | None = "test"
     fit_split: str | None = "dev"
     keep_tasks: str | None = None
@@ -118,6 +116,7 @@ class CalibrationConfig:
     output: Path = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.temperatures:
             raise InputError("temperatures", "nothing", "one or more", "Name some.")
         for name in ("limit", "fit_limit"):
@@ -155,11 +154,8 @@ def run(config: CalibrationConfig) -> Path:
 
 def load_all(config: CalibrationConfig, prompts: Sequence[BenchPrompt]) -> Models:
     """The pair and the head. It warns of every temperature that the head's labels were not made at."""
-    paths = {
-        "target": config.target, "draft": config.draft, "eagle": config.eagle, "acceptance": config.acceptance,
-    }  # fmt: skip
     first, *others = config.temperatures
-    models = load(config, paths, [f"specdec++:drafter={config.drafter}"], config.sampling(first), prompts)
+    models = load(config, config.paths, [f"specdec++:drafter={config.drafter}"], config.sampling(first), prompts)
     for temperature in others:
         warn_about_sampling(config.acceptance, config.sampling(temperature))
     return models

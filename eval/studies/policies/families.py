@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from draftsmith.eval.studies.specdecpp.sweep import PUBLISHED_H
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import ConfidenceName
+from draftsmith.modules.drafters.chains import by_drafter, chain_methods
 
 Role = Literal["fixed", "free", "looking", "fitted", "head", "ceiling", "oracle"]
 Rule = Literal["k", "t", "entropy", "h", "cost", "oracle"]
@@ -52,10 +52,10 @@ class Policy:
 
     def method(self, drafter: str, c: float) -> str | None:
         """As `eval bench` calls it, a head is passed beside it; None for what no decoder can run."""
-        by = ":drafter=eagle" if drafter == "eagle" else ""
+        by = by_drafter(drafter)
         limits = f"min={self.minimum}:max={self.maximum}{by}"
         if self.rule == "k":
-            return f"{'eagle' if by else 'spec'}:k={self.value:g}"
+            return f"{chain_methods()[drafter]}:k={self.value:g}"
         if self.rule == "entropy":
             return f"self-verify:k={self.maximum}{by}"
         if self.rule == "t":

@@ -11,12 +11,12 @@ from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.results import cpu_name
-from draftsmith.eval.methods.base import Models
 from draftsmith.eval.report.tables import plain
 from draftsmith.eval.studies.common import StudyConfig, bench_directory, measured
 from draftsmith.eval.studies.forward_times import bench_rows, gain_interval
 from draftsmith.eval.studies.policies.comparison import Chosen, Comparison
 from draftsmith.eval.studies.policies.families import FIXED, Policy
+from draftsmith.modules.drafters.methods import Models
 
 HEAD, FREE, LOOKING = "best head", "best training-free", "online with repetitions"
 

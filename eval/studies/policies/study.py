@@ -11,8 +11,7 @@ from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.progress import say
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.methods.base import Models, at_least, between
-from draftsmith.eval.replay.record import DrafterName, Recording, TargetAnswers
+from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.studies.common import (
     StudyConfig,
@@ -31,9 +30,10 @@ from draftsmith.eval.studies.policies.measured import cross_check, own_c
 from draftsmith.eval.studies.policies.prompts import known_grams, least_third, overlap, parted, training_texts
 from draftsmith.eval.studies.policies.tables import OVERLAP, shown_first, summary_of, tables_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.drafters.chains import chain_methods
+from draftsmith.modules.drafters.methods import Models
+from draftsmith.modules.types import InputError, SamplingParams, at_least, between
 
-DRAFTERS: dict[DrafterName, str] = {"draft": "spec", "eagle": "eagle"}  # and a method that loads it
 # What --quick makes of the settings.
 MOST = {"dev_limit": 6, "limit": 9, "max_new_tokens": 48, "max_drafted": 8, "repeats": 1}
 QUICK_BENCH = 2
@@ -46,8 +46,7 @@ class PoliciesConfig(StudyConfig):
     learning while decoding, acceptance heads, and what a policy that knew more would gain. Settings are chosen on dev
     prompts. Run again, it goes on from the rounds that are recorded.
 
-    draft: draft model; it or eagle may be left out.
-    eagle: EAGLE head directory, whose chains are a drafter too.
+    draft: what drafts chains: a draft model, a trained head, or several of them.
     draft_heads: folder of acceptance heads for the draft model, by name: head directories or trainings' outputs. Each
         is used at the temperatures of its labels' mode: greedy, or sampling.
     eagle_heads: folder of acceptance heads for the EAGLE head's chains.
@@ -85,8 +84,8 @@ class PoliciesConfig(StudyConfig):
     bench_limit: int = 40
 
     @property
-    def drafters(self) -> list[DrafterName]:
-        return [name for name in DRAFTERS if getattr(self, name)]
+    def chain_drafters(self) -> list[str]:
+        return [name for name in chain_methods() if name in self.drafters]
 
     @property
     def grid(self) -> PolicyGrid:
@@ -110,11 +109,12 @@ class PoliciesConfig(StudyConfig):
         for name in ("hs", "ts", "cs"):
             for value in numbers(name, getattr(self, name), float):
                 between(name, value, 0, 10 if name == "cs" else 1)
-        if not self.drafters:
-            raise InputError("draft", "neither --draft nor --eagle", "a drafter", "Pass one or both.")
-        for name in DRAFTERS:
+        if not self.chain_drafters:
+            raise InputError("draft", "nothing", "a drafter", "Pass --draft: a draft model, a head, or several.")
+        for name in ("draft", "eagle"):
             if getattr(self, f"{name}_heads") is not None and name not in self.drafters:
-                raise InputError(f"{name}_heads", f"heads without --{name}", f"--{name}", f"Pass --{name} too.")
+                found, expected = f"heads of what {name} drafts without it", "--draft with it"
+                raise InputError(f"{name}_heads", found, expected, "Pass --draft DIR too.")
 
 
 @dataclass(frozen=True)
@@ -143,14 +143,14 @@ def run(config: PoliciesConfig) -> Path:
     if config.quick:
         config = reduced(config, MOST, {**INSTEAD, "bench_limit": min(config.bench_limit, QUICK_BENCH)})
     dev, config = parted(config)
-    context = prepare(config, [DRAFTERS[name] for name in config.drafters], dev)
+    context = prepare(config, [chain_methods()[name] for name in config.chain_drafters], dev)
     known = {tuple(prompt.prompt_ids) for prompt in dev}
     if both := sum(tuple(prompt.prompt_ids) in known for prompt in context.prompts):
         total = len(context.prompts)
         say(f"{both} of {total} reported prompts are among those that settings are chosen on: gains flatter.")
-    heads = {name: heads_of(config, context.models, name) for name in config.drafters}
+    heads = {name: heads_of(config, context.models, name) for name in config.chain_drafters}
     train = known_grams(training_texts(config), config.ngram)
-    own = {name: own_c(config, context.models, name) for name in config.drafters}
+    own = {name: own_c(config, context.models, name) for name in config.chain_drafters}
     found = []
     for scene in scenes(config, context, dev, heads):
         overlaps = [overlap(answer.tokens, train, config.ngram) for answer in scene.test.answers]
@@ -165,16 +165,14 @@ def run(config: PoliciesConfig) -> Path:
     return write_results("policies", config, context, tables, summary, shown_first(tables), c=own)
 
 
-def timed(
-    config: PoliciesConfig, compared: Comparison, heads: Mapping[DrafterName, DrafterHeads]
-) -> list[dict[str, Any]]:
+def timed(config: PoliciesConfig, compared: Comparison, heads: Mapping[str, DrafterHeads]) -> list[dict[str, Any]]:
     """The chosen settings, decoded for real; nothing with bench_limit 0."""
     if not config.bench_limit:
         return []
     return cross_check(config, compared, heads[compared.scene.drafter].places, config.bench_limit)
 
 
-def heads_of(config: PoliciesConfig, models: Models, drafter: DrafterName) -> DrafterHeads:
+def heads_of(config: PoliciesConfig, models: Models, drafter: str) -> DrafterHeads:
     """Raises:
     InputError: a folder without heads, or a head that was trained for another drafter.
     """
@@ -182,8 +180,8 @@ def heads_of(config: PoliciesConfig, models: Models, drafter: DrafterName) -> Dr
     if folder is None:
         return DrafterHeads({}, {}, {})
     places = head_directories(folder)
-    if drafter == "eagle":
-        heads = load_heads(places, models.target, drafter_identity(str(config.eagle), models.target))
+    if drafter != "draft":
+        heads = load_heads(places, models.target, drafter_identity(config.drafters[drafter], models.target))
     else:
         assert models.draft is not None
         heads = load_heads(places, models.draft)
@@ -197,14 +195,14 @@ def label_temperatures(directory: Path) -> list[float]:
 
 
 def scenes(
-    config: PoliciesConfig, context: StudyContext, dev: Sequence[BenchPrompt], heads: Mapping[DrafterName, DrafterHeads]
+    config: PoliciesConfig, context: StudyContext, dev: Sequence[BenchPrompt], heads: Mapping[str, DrafterHeads]
 ) -> Iterator[DrafterMode]:
     """Every drafter at every temperature, recorded in output/rollouts or read from there."""
     for params in config.sampling:
         how = Recording(params, config.max_drafted, config.max_new_tokens, config.seed, context.eos_ids)
         splits = {"dev": list(dev), "test": context.prompts}
         answers = {split: TargetAnswers(context.models.target, how) for split in splits}
-        for drafter in config.drafters:
+        for drafter in config.chain_drafters:
             own = heads[drafter].at(params)
             recorded: dict[str, ChainRollouts] = {
                 split: recorded_chains(

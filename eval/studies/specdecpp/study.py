@@ -15,7 +15,6 @@ from draftsmith.data.store.manifest import volatile
 from draftsmith.data.text.sources import named_split
 from draftsmith.eval.bench.load import warn_about_sampling
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
-from draftsmith.eval.methods.base import Models, at_least, between
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.studies.common import head_directories, load, load_heads, recorded_chains
@@ -30,7 +29,8 @@ from draftsmith.eval.studies.specdecpp.sweep import (
     rejection_bound,
 )
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.drafters.methods import Models
+from draftsmith.modules.types import InputError, SamplingParams, at_least, between
 
 # What --quick makes of the settings: fewer heads, prompts and tokens.
 QUICK: dict[str, Any] = {

@@ -142,7 +142,7 @@ def test_the_command_on_tiny_models(models, tmp_path):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"eagle": None}, "eagle: found nothing"),
+        ({"eagle": None}, "draft: found nothing"),
         ({"ablations": "60:6"}, "ablations: found '60:6'"),
         ({"temperatures": "0,warm"}, "temperatures: found '0,warm'"),
         ({"measured-nodes": "7"}, "measured_nodes: found eagle2:nodes=7"),

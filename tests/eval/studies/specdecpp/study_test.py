@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from pathlib import Path
@@ -13,8 +12,6 @@ from hand_rollouts import hand_rollouts
 
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.chains import ConfidenceStop, FixedK, SpecDecPlusPlus
 from draftsmith.eval.replay.replay import head_probs
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.studies.common import head_directories, load_heads
@@ -33,10 +30,12 @@ from draftsmith.eval.studies.specdecpp.study import (
 )
 from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, best, front, published_head, replayed, sweep
 from draftsmith.launch import specdecpp
-from draftsmith.launch.arguments import parse
-from draftsmith.launch.cli import COMMANDS, main
+from draftsmith.launch.cli import main
+from draftsmith.launch.commands import configure
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.trace import pool
+from draftsmith.modules.drafters.chains import ConfidenceStop, FixedK, SpecDecPlusPlus
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.types import InputError
 
 
@@ -165,10 +164,7 @@ def test_every_step_is_a_command_that_parses():
     steps = [*specdecpp.label_steps(config), *specdecpp.training_steps(config)]
     assert len(steps) == 6 + 4
     for step in steps:
-        name = " ".join(step.argv[:2])
-        command = COMMANDS[name]
-        config_class = getattr(importlib.import_module(f"draftsmith.{command.module}"), command.config)
-        assert parse(f"draftsmith {name}", config_class, list(step.argv[2:]), (), "") is not None
+        assert configure(" ".join(step.argv[:2]), step.argv[2:])[1] is not None
 
 
 def test_heads_that_exist_need_no_training_labels():
