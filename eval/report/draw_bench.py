@@ -14,7 +14,7 @@ from draftsmith.eval.report.drawing import (
     cell_sizes,
     colour,
     heatmap,
-    interval,
+    interval_marks,
     names,
     number,
     panels,
@@ -26,7 +26,7 @@ from draftsmith.eval.report.drawing import (
 
 def panelled(layers: list[Any], rows: Rows, **sizes: Any) -> Any:
     """A panel for each temperature where there are several."""
-    if len({row["temperature"] for row in rows}) > 1:
+    if len({row.get("temperature") for row in rows}) > 1:
         return panels(layers, rows, "temperature", **sizes)
     return single(layers, rows, **sizes)
 
@@ -40,8 +40,8 @@ def speedup(rows: Rows) -> Any:
         "method", "temperature", "prompts", speedup=".2f", low=".2f", high=".2f", tau=".2f", tokens_per_s=".1f"
     )
     bars = alt.Chart().mark_bar(cornerRadiusEnd=2).encode(x, y, tooltip=tooltip)
-    layers = [bars, interval(alt.Chart().encode(y), x, along="x")]  # a bar would hide half of its interval
-    return panelled(layers, rows, height=BAR_HEIGHT * len({row["method"] for row in rows}))
+    layers = [bars, interval_marks(alt.Chart().encode(y), x, along="x")]  # a bar would hide half of its interval
+    return panelled(layers, rows, height=BAR_HEIGHT * len({row.get("method") for row in rows}))
 
 
 def tau_and_speedup(rows: Rows) -> Any:
@@ -59,7 +59,7 @@ def by_task(rows: Rows, key: str, title: str) -> Any:
     tooltip = tips("method", "task", "temperature", "prompts", **{key: ".2f"})
     layers = heatmap(rows, x, alt.Y("method:N", **names()), (key, title, ".2f"), tooltip)
     sizes = cell_sizes(rows, "task", "method")
-    several = len({row["temperature"] for row in rows}) > 1
+    several = len({row.get("temperature") for row in rows}) > 1
     return panelled(layers, rows, **(sizes if several else {"height": sizes["height"]}))
 
 

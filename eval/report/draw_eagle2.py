@@ -18,7 +18,7 @@ from draftsmith.eval.report.drawing import (
     counted,
     diagonal,
     heatmap,
-    interval,
+    interval_marks,
     lines,
     names,
     number,
@@ -36,8 +36,8 @@ def by_position(rows: Rows) -> Any:
     tooltip = tips("mode", "position", "depth", "reached", accepted=".0%", low=".0%", high=".0%")
     base = alt.Chart().encode(y, colour("mode"))
     points = base.mark_point().encode(x, colour("mode", channel=alt.Shape), tooltip=tooltip)
-    height = BAR_HEIGHT * len({row["position"] for row in rows})
-    return single([interval(base, x, along="x"), points], rows, height=height)
+    height = BAR_HEIGHT * len({row.get("position") for row in rows})
+    return single([interval_marks(base, x, along="x"), points], rows, height=height)
 
 
 def by_task(rows: Rows) -> Any:
@@ -55,7 +55,7 @@ def by_confidence(rows: Rows) -> Any:
     tooltip = tips("mode", "nodes", confidence=".2f", accepted=".0%", low=".0%", high=".0%")
     base = alt.Chart().encode(x, colour("mode"))
     points = base.mark_point().encode(y, counted("nodes"), colour("mode", channel=alt.Shape), tooltip=tooltip)
-    return single([diagonal(), interval(base, y), points], rows, width=SQUARE, height=SQUARE)
+    return single([diagonal(), interval_marks(base, y), points], rows, width=SQUARE, height=SQUARE)
 
 
 def by_size(rows: Rows, value: tuple[str, str, str]) -> Any:

@@ -30,7 +30,7 @@ def draft_cost(rows: Rows) -> Any:
         alt.YOffset("step:N", sort=None), colour("step"),
         tooltip=tips("drafter", "step", milliseconds=".2f"),
     )  # fmt: skip
-    return single([bars], rows, height=(BAR_HEIGHT + 9) * len({row["drafter"] for row in rows}))
+    return single([bars], rows, height=(BAR_HEIGHT + 9) * len({row.get("drafter") for row in rows}))
 
 
 DRAWINGS = {

@@ -50,8 +50,8 @@ def chart(name: str, drawing: Drawing, rows: Rows, settings: Mapping[str, Any] |
 
 
 def room(specification: Mapping[str, Any]) -> dict[str, int]:
-    """What a chart needs to be fitted to a width: its panels, and the characters of the longest entry of its legend and
-    of the longest name along y."""
+    """Measures by which a chart is fitted to a width: its panels, and the characters of the longest entry of its legend
+    and of the longest name along y."""
     rows = specification["data"]["values"]
     layers = specification.get("spec", specification).get("layer", ())
     panel = specification.get("facet", {}).get("field")
@@ -67,7 +67,7 @@ def room(specification: Mapping[str, Any]) -> dict[str, int]:
 
 def panels(layers: Sequence[Any], rows: Rows, key: str, **sizes: Any) -> Any:
     """A panel for each value of `key`, in the order of the rows. sizes: other than of a panel with axes of numbers."""
-    count = len({row[key] for row in rows})
+    count = len({row.get(key) for row in rows})
     facet = alt.Facet(f"{key}:N", header=alt.Header(title=None, labelLimit=PANEL_WIDTH), sort=None)
     drawn = alt.layer(*layers).properties(**{"width": PANEL_WIDTH, "height": PANEL_HEIGHT, **sizes})
     return drawn.facet(facet=facet, data=values(rows), columns=2 if count in (2, 4) else PANEL_COLUMNS)
@@ -107,7 +107,7 @@ def colour(key: str, title: str = "", channel: Any = alt.Color) -> Any:
 
 
 def tips(*shown: str, **formats: str) -> list[alt.Tooltip]:
-    """What stands under the pointer: these keys as they are, and these numbers as d3 formats them."""
+    """Texts under the pointer: these keys as they are, and these numbers as d3 formats them."""
     found = [alt.Tooltip(f"{key}:N", title=word(key)) for key in shown]
     return [*found, *(alt.Tooltip(f"{key}:Q", title=word(key), format=form) for key, form in formats.items())]
 
@@ -116,8 +116,9 @@ def word(key: str) -> str:
     return WORDS.get(key, key.replace("_", " "))
 
 
-def interval(base: Any, across: Any, band: bool = False, along: str = "y") -> Any:
-    """From `low` to `high`: a band around a line, or a rule through another mark, beside the channel `across`."""
+def interval_marks(base: Any, across: Any, band: bool = False, along: str = "y") -> Any:
+    """Marks from `low` to `high`: a band around a line, or a rule through another mark. across: the channel that they
+    lie on."""
     both = base.transform_filter("isValid(datum.low) && isValid(datum.high)")
     drawn = both.mark_area(style="band") if band else both.mark_rule(style="interval")
     start, end = (alt.Y, alt.Y2) if along == "y" else (alt.X, alt.X2)
@@ -131,7 +132,7 @@ def lines(x: Any, y: Any, series: Any, tooltip: Sequence[alt.Tooltip], band: boo
     base = alt.Chart().encode(x, series)
     point: Any = "transparent" if many else alt.OverlayMarkDef(filled=True, size=38)
     line = base.mark_line(point=point).encode(y, tooltip=list(tooltip))
-    return [interval(base, y, band=True), line] if band else [line]
+    return [interval_marks(base, y, band=True), line] if band else [line]
 
 
 def diagonal() -> Any:
@@ -164,7 +165,7 @@ def heatmap(rows: Rows, x: Any, y: Any, value: tuple[str, str, str], tooltip: Se
 
 def cell_sizes(rows: Rows, x: str, y: str, width: int = 30) -> dict[str, Any]:
     """Sizes of a heatmap's panel: room for its numbers, and for all columns. width: least of a cell."""
-    columns, levels = (len({row[key] for row in rows}) for key in (x, y))
+    columns, levels = (len({row.get(key) for row in rows}) for key in (x, y))
     return {"width": alt.Step(max(width, min(48, (PANEL_WIDTH + 60) // columns))), "height": BAR_HEIGHT * levels}
 
 

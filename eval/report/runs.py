@@ -31,7 +31,9 @@ META: dict[str, Any] = {
     **{f"{name}?": (dict, None) for name in ("versions", "models")},
     "clock?": str,
 }
-SHAPE = {"meta": META, "methods?": [{"method": str, "temperature?": float, **PART, "by_task?": {"*": PART}}]}
+TABLE = {"name": str, "title?": str, "note?": str, "columns?": [{"key": str, "title": str}], "rows?": [dict]}
+METHOD = {"method": str, "temperature?": float, **PART, "by_task?": {"*": PART}}
+SHAPE = {"meta": META, "methods?": [METHOD], "tables?": [TABLE], "figures?": [TABLE]}
 COLUMNS = ("method", "id", "tokens", "wall_s", "cpu_s")  # of prompts.parquet, that are drawn
 
 
@@ -87,8 +89,8 @@ def _read(directory: Path) -> Mapping[str, Any]:
     check_shape(directory / RESULTS, results, SHAPE, MEASURE)
     try:
         from_json(results)
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
-        found = f"figures or tables that cannot be shown ({type(error).__name__}: {error})"
+    except TypeError as error:  # of a column
+        found = f"tables that cannot be shown ({error})"
         raise InputError(str(directory / RESULTS), found, "those of a study of this version", MEASURE) from error
     return results
 

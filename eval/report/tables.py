@@ -53,12 +53,12 @@ class Table:
 
 
 def drawn_data(name: str, rows: Iterable[Row]) -> Table:
-    """What only a chart shows (`eval/report/draw_*.py`)."""
+    """A table whose rows only a chart shows (`eval/report/draw_*.py`)."""
     return Table(name, rows=plain(list(rows)))
 
 
 def to_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
-    """As results.json holds them."""
+    """Tables as results.json holds them."""
     return [{key: value for key, value in dataclasses.asdict(table).items() if value} for table in tables]
 
 
@@ -70,12 +70,11 @@ def from_json(results: Row) -> list[Table]:
 
 def _table(item: Row) -> Table:
     columns = [Column(**column) for column in item.get("columns", ())]
-    rows = item["rows"] if item.get("type") else item.get("rows", ())
-    return Table(item["name"], item.get("title", ""), columns, rows, item.get("note", ""))
+    return Table(item["name"], item.get("title", ""), columns, item.get("rows", ()), item.get("note", ""))
 
 
 def plain(value: Any) -> Any:
-    """As JSON holds it: rounded numbers, None where there is none (NaN), in mappings and lists alike."""
+    """A value as JSON holds it: rounded numbers, None where there is none (NaN), in mappings and lists alike."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -130,7 +129,7 @@ def plain_table(**kwargs: Any) -> Printed:
 
 
 def on_screen(table: Table, bold: str = "", joint: str = "\n", first_width: int | None = None) -> Printed:
-    """For a rich console; its note below it.
+    """A table for a rich console, its note below it.
 
     bold: key that is true in rows to stand out. joint: between a value and that of the column `below` it.
     first_width: characters of the first column that are not given up in a narrow terminal.

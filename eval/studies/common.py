@@ -254,7 +254,7 @@ def recorded_chains(
 
 
 def digest(head: nn.Module) -> str:
-    """Of a head's weights."""
+    """Hash of a head's weights."""
     values = hashlib.sha256()
     for tensor in head.parameters():
         values.update(tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -283,7 +283,7 @@ def measured(
 
 
 def bench_directory(config: StudyConfig, params: SamplingParams, name: str = "bench") -> Path:
-    """Where `measured` keeps a run."""
+    """Directory in which `measured` keeps a run."""
     return config.output / f"{name}-t{params.temperature:g}"
 
 
@@ -331,7 +331,7 @@ def write_results(
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """None where there is nothing to average."""
+    """Mean of the values; None where there are none."""
     return float(np.mean(values)) if len(values) else None
 
 

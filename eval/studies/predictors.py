@@ -88,13 +88,13 @@ class Prediction:
     prob: Tensor | None
 
     def part(self, mask: NDArray[np.bool_]) -> Prediction:
-        """Of the tokens [N] in the mask."""
+        """The prediction for the tokens [N] in the mask."""
         chosen = torch.from_numpy(mask)
         return Prediction(self.score[chosen], None if self.prob is None else self.prob[chosen])
 
 
 def confidences(tokens: LabelledTokens) -> dict[str, Prediction]:
-    """What the draft's own distributions say."""
+    """Predictions that read nothing but the draft's own distributions."""
     log_q, log_max_q = tokens.of(tokens.rollouts.log_q), tokens.of(tokens.rollouts.log_max_q)
     return {
         Q: Prediction(log_q, log_q.exp()),

@@ -169,7 +169,7 @@ def head_of(models: Models) -> AcceptanceHead:
 def recorded_tokens(
     config: CalibrationConfig, models: Models, prompts: Sequence[BenchPrompt], temperature: float, name: str
 ) -> LabelledTokens:
-    """Of rollouts that are recorded in output/rollouts/NAME, or read from there."""
+    """Tokens of rollouts that are recorded in output/rollouts/NAME, or read from there."""
     how = Recording(config.sampling(temperature), config.depth, config.max_new_tokens, config.seed, models.ends)
     directory = config.output / "rollouts" / name
     return labelled_tokens(recorded_chains(directory, models, config.drafter, prompts, how, {HEAD: head_of(models)}))

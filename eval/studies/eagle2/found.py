@@ -50,7 +50,7 @@ class TreeSize:
 
 @dataclass(frozen=True)
 class ModeResults:
-    """What was found at one temperature.
+    """Results at one temperature.
 
     static, dynamic: nodes with a verdict, of the static tree and of a dynamic one. replayed: counts of every size.
     rows: label -> row of the bench's results.
@@ -67,7 +67,7 @@ class ModeResults:
         return mode(self.temperature)
 
     def speed(self, label: str) -> dict[str, Any]:
-        """Of one measured method."""
+        """Columns of one measured method."""
         row = self.rows[label]
         low, high = row["speedup_ci95"] or (None, None)
         found = {"speedup": row["speedup"], "low": low, "high": high, "ci": interval(row["speedup_ci95"])}
@@ -200,7 +200,7 @@ def predictions(sizes: Sequence[TreeSize], one: ModeResults) -> dict[TreeSize, f
 
 
 def prediction_table(sizes: Sequence[TreeSize], found: Sequence[ModeResults]) -> Table:
-    """What replay and cost say beside what was measured."""
+    """Replay and cost beside what was measured."""
     rows = []
     for one in found:
         rate = one.rows[BASELINE]["tokens_per_s"]

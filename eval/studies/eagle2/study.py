@@ -59,7 +59,7 @@ class Eagle2Config(StudyConfig):
 
     @property
     def sizes(self) -> list[TreeSize]:
-        """Of the trees whose counts are replayed."""
+        """Sizes of the trees whose counts are replayed."""
         counts, depths = numbers("nodes", self.nodes, int), numbers("depths", self.depths, int)
         return [TreeSize(count, depth, self.topk) for depth in depths for count in counts]
 

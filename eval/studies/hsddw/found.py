@@ -65,7 +65,7 @@ def tables_of(
 
 
 def named(item: WatchedMethod | WindowSpeed) -> dict[str, Any]:
-    """What a row is of."""
+    """Mode and method of a row."""
     return {"mode": mode(item.temperature), "method": item.name}
 
 

@@ -51,14 +51,14 @@ class Chosen:
 
 @dataclass(frozen=True)
 class AtCost:
-    """What was chosen at one c, by family. own: c is this machine's."""
+    """Settings chosen at one c, by family. own: c is this machine's."""
 
     c: float
     own: bool
     chosen: Mapping[str, Chosen]
 
     def best(self, role: Role) -> Chosen | None:
-        """Of a role's families the best on dev prompts."""
+        """The best of a role's families on dev prompts."""
         return max(self.of(role), key=lambda item: item.dev_gain, default=None)
 
     def of(self, role: Role) -> list[Chosen]:
@@ -70,13 +70,13 @@ class AtCost:
 
     @property
     def name(self) -> str:
-        """As tables name it."""
+        """Name of this c in tables."""
         return f"{self.c:.3g}{' (here)' if self.own else ''}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was chosen for one drafter and mode at every c, this machine's last. test: replays the reported prompts.
+    """Settings chosen for one drafter and mode at every c, this machine's last. test: replays the reported prompts.
     overlaps, least: of the reported prompts, the share of their answers' n-grams that heads were trained on, and
     whether it is among the least third."""
 
@@ -94,7 +94,7 @@ class Comparison:
 
     @cached_property
     def tasks(self) -> NDArray[np.str_]:
-        """Of the reported prompts."""
+        """Tasks of the reported prompts."""
         return np.array([answer.task for answer in self.scene.test.answers], np.str_)
 
     def gain(self, at: AtCost, own: Chosen, base: Chosen | None = None, mask: Mask | None = None) -> Gain:

@@ -47,11 +47,11 @@ class Policy:
 
     @property
     def of_time(self) -> bool:
-        """What it drafts depends on c."""
+        """Whether what it drafts depends on c."""
         return self.rule == "cost"
 
     def method(self, drafter: str, c: float) -> str | None:
-        """As `eval bench` calls it, a head is passed beside it; None for what no decoder can run."""
+        """Name of the method in `eval bench`, a head is passed beside it; None for what no decoder can run."""
         by = by_drafter(drafter)
         limits = f"min={self.minimum}:max={self.maximum}{by}"
         if self.rule == "k":
@@ -87,7 +87,7 @@ class Family:
 
 @dataclass(frozen=True)
 class PolicyGrid:
-    """What is chosen from. maxima: longest drafts, of all but the fixed."""
+    """Settings that are chosen from. maxima: longest drafts, of all but the fixed."""
 
     ks: tuple[int, ...]
     ts: tuple[float, ...]

@@ -101,7 +101,7 @@ class Gain:
 
     @property
     def text(self) -> str:
-        """As tables write it."""
+        """The gain as tables write it."""
         return f"{self.value:+.1%} ({self.ends})" if self.ends else f"{self.value:+.1%}"
 
     @property

@@ -127,7 +127,7 @@ class DrafterHeads:
     temperatures: Mapping[str, Sequence[float]]
 
     def at(self, params: SamplingParams) -> dict[str, AcceptanceHead]:
-        """Those whose labels are of this mode."""
+        """Heads whose labels are of this mode."""
         return {
             name: head
             for name, head in self.heads.items()
@@ -189,7 +189,7 @@ def heads_of(config: PoliciesConfig, models: Models, drafter: str) -> DrafterHea
 
 
 def label_temperatures(directory: Path) -> list[float]:
-    """That the head's labels were made at, one or several; none where it does not say."""
+    """Temperatures that the head's labels were made at; none where it does not say."""
     made_with = (head_config(directory).get("sampling") or {}).get("temperature", [])
     return list(made_with) if isinstance(made_with, list) else [float(made_with)]
 

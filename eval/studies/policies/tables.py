@@ -187,7 +187,7 @@ def bench_table(measured: Sequence[Row]) -> Table:
 
 
 def compared_policies(at: AtCost) -> dict[str, Chosen]:
-    """What tables by group show."""
+    """Policies that tables by group show."""
     named = {
         "best head": at.best("head"), "best training-free": at.best("free"),
         "online with repetitions": at.best("looking"), "best fitted on dev": at.best("fitted"),
@@ -215,7 +215,7 @@ def task_table(found: Sequence[Comparison]) -> Table:
 
 
 def role_columns(rows: Sequence[Row]) -> list[Column]:
-    """Of the roles that occur."""
+    """Columns of the roles that occur."""
     known = ("best head", "best training-free", "best fitted on dev", "true p/q", "oracle")
     return [Column(role, role) for role in known if any(role in row for row in rows)]
 
@@ -251,7 +251,7 @@ def overlap_table(found: Sequence[Comparison]) -> Table:
 
 
 def predictions(scene: DrafterMode, tokens: LabelledTokens) -> dict[str, Prediction]:
-    """What everybody whose probabilities policies go by says of these tokens."""
+    """Name -> prediction for these tokens, of everything that policies go by."""
     rollouts = scene.test
     probs = {FITTED: fitted_probs(rollouts, scene.dev)}
     probs |= {name: online_probs(rollouts, *how) for name, how in ONLINE.items()}
@@ -269,7 +269,7 @@ def quality_table(said: Findings) -> Table:
 
 
 def shown_rows(said: Findings) -> list[Row]:
-    """Of the reliability diagram."""
+    """Rows of the reliability diagram."""
     return [
         {"scene": scene, **row}
         for scene, (tokens, own) in said.items()

@@ -174,7 +174,7 @@ def measured_columns(
 
 
 def run_name(split: str, head: str | None) -> str:
-    """Of the bench run that loads this head."""
+    """Name of the bench run that loads this head."""
     return f"{split}-{head}"
 
 

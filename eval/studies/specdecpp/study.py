@@ -151,7 +151,7 @@ class SpecDecPPConfig:
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
     def sized(self) -> SpecDecPPConfig:
-        """With what --quick changes."""
+        """The settings, with what --quick changes."""
         return dataclasses.replace(self, **QUICK) if self.quick else self
 
     @property

@@ -53,7 +53,7 @@ class LengthRule:
         return not self.known and self != LengthRule()
 
     def method(self, minimum: int, maximum: int) -> str:
-        """As `eval bench` calls it; the head is passed beside it."""
+        """Name of the method in `eval bench`; the head is passed beside it."""
         assert self.can_run
         if self.k:
             return f"spec:k={self.k}"
@@ -78,7 +78,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class SweepGrid:
-    """What is swept. heads: names. minimum, maximum: drafted tokens under a threshold."""
+    """Settings that are swept. heads: names. minimum, maximum: drafted tokens under a threshold."""
 
     ks: Sequence[int]
     thresholds: Sequence[float]
@@ -142,7 +142,7 @@ def best(settings: Iterable[Setting], throughput: Callable[[Totals], float]) -> 
 
 
 def front(settings: Sequence[Setting]) -> list[Setting]:
-    """Those on the Pareto front of discard rate and verification rate, by rising discard rate."""
+    """Settings on the Pareto front of discard rate and verification rate, by rising discard rate."""
     return [settings[i] for i in pareto_front([setting.point for setting in settings])]
 
 
