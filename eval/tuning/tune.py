@@ -34,9 +34,9 @@ from draftsmith.eval.replay.lookup import record_lookup
 from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import joined
 from draftsmith.eval.replay.trees import TreeRecorder
-from draftsmith.eval.report.figures import to_json
+from draftsmith.eval.report.tables import on_screen, to_json
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
-from draftsmith.eval.tuning.reasoning import Choice, figures, reasoning_table, summary
+from draftsmith.eval.tuning.reasoning import Choice, summary, tables
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.drafters.methods import DynamicTrees, Models, Named, parse_method, parse_methods
 from draftsmith.modules.types import InputError, SamplingParams, at_least
@@ -144,14 +144,15 @@ def run(config: TuneConfig) -> Path:
     """Print the reasoning, and write `output`/decode.yaml and results.json."""
     setup = prepare(config)
     choice = tune(config, setup)
-    Console(highlight=False).print(reasoning_table(choice))
+    found = tables(choice)
+    Console(highlight=False).print(on_screen(dataclasses.replace(found[0], title=""), bold="chosen"))
     make_directory(config.output)
     write_text(config.output / DECODE, decode_yaml(config, choice))
     models = {"draft": setup.models.draft}
     more = {"clock": config.clock, **setup.models.times.state_dict()}
     meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
-    found = {"meta": meta, "figures": to_json(figures(choice)), "summary": summary(choice)}
-    write_json(config.output / RESULTS, {**found, "costs": choice.costs.to_json()})
+    results = {"meta": meta, "tables": to_json(found), "summary": summary(choice)}
+    write_json(config.output / RESULTS, {**results, "costs": choice.costs.to_json()})
     say(f"{choice.label}: written to {config.output / DECODE}. Use it: draftsmith decode --config FILE '...'")
     return config.output
 
