@@ -12,8 +12,8 @@ business (its alignment): nothing outside pairs them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
@@ -69,6 +69,24 @@ class TargetWeights(Protocol):
         """[V, H]."""
 
 
+@dataclass(frozen=True)
+class HeadCard:
+    """What a model card says of a head beside what every head's card says.
+
+    title, what: a name for it, and what it is in a sentence or two. tags: for the model hub. method: to try it with, as
+    `decode` is told it. tree_method: the same with an acceptance head that judges a tree's children. shape: lines on
+    its sizes. metrics: what its own numbers of a validation mean.
+    """
+
+    title: str
+    what: str
+    tags: tuple[str, ...]
+    method: str
+    tree_method: str = ""
+    shape: tuple[str, ...] = ()
+    metrics: Mapping[str, str] = field(default_factory=dict)
+
+
 class DraftHead(nn.Module, ABC):
     """A trained drafter: its net, how it learns and how it drafts. It is built of its config, with random weights.
 
@@ -101,6 +119,12 @@ class DraftHead(nn.Module, ABC):
         """What it reads of a target of so many layers: () is the state after the final norm, [.., H]; else the residual
         states after these layers (from 0), side by side [.., L*H]."""
         return ()
+
+    @classmethod
+    def card(cls, head: Mapping[str, Any]) -> HeadCard:
+        """What its model card says of it. head: its `Config` as JSON values; empty where that is not known."""
+        what = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+        return HeadCard(f"{cls.kind} head", what, (cls.kind,), f"{cls.kind}:k=5")
 
     # -- training
 

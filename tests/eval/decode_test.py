@@ -104,11 +104,11 @@ def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_pat
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["--method", "hf"], "draftsmith eval bench"),
+        (["--method", "hf"], "'hf', expected one of ar, spec"),
         (["--method", "spec"], "--draft"),
         (["--method", "ar,spec"], "one method"),
         (["--method", "ar", "--policy", "online"], "policy: found online with --method ar"),
-        (["--policy", "cost"], "policy: found cost with nothing that drafts, expected --draft or --eagle"),
+        (["--policy", "cost"], "policy: found cost with nothing that drafts chains, expected --draft DIR"),
     ],
 )
 def test_what_cannot_be_streamed_is_an_error(models, capsys, args, expected):
