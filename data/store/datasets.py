@@ -79,7 +79,7 @@ class AcceptanceDataset(ArtefactDataset):
         table = self._read_table(directory, open_artefact(directory, "acceptance", identity), columns)
         self.mix, self.seed = mix, seed
         self._lists = {name: Lists(table[name]) for name in columns}
-        check_labels(directory, self._names, self._lists["accept_prob"])
+        check_finite_labels(directory, self._names, self._lists["accept_prob"])
         # Shared memory, so that reader processes that live on into the next epoch see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -266,7 +266,7 @@ def broken_features(path: Path, row: str, position: int) -> InputError:
     return InputError(str(path), f"NaN or infinity in {row}, position {position}", "finite features", remedy)
 
 
-def check_labels(directory: Path, names: Rows, labels: Lists) -> None:
+def check_finite_labels(directory: Path, names: Rows, labels: Lists) -> None:
     """Raises InputError where acceptance probabilities are not finite."""
     place = labels.first_broken()
     if place is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
-from draftsmith.data.store.datasets import ArtefactDataset, Item, Lists, check_labels
+from draftsmith.data.store.datasets import ArtefactDataset, Item, Lists, check_finite_labels
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.modules.decoding.confidence import Confidences
 
@@ -83,7 +83,7 @@ class RolloutDataset(ArtefactDataset):
         columns = [spec.name for spec in self._fields if self.children or spec not in CHILD_FIELDS]
         table = self._read_table(directory, manifest, columns)
         self._lists = {name: Lists(table[name]) for name in columns}
-        check_labels(directory, self._names, self._lists["accept_prob"])
+        check_finite_labels(directory, self._names, self._lists["accept_prob"])
 
     @property
     def lengths(self) -> list[int]:
