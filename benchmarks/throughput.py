@@ -1,14 +1,13 @@
-"""`draftsmith train throughput`, or `python -m draftsmith.train.throughput`: what a training step costs, in ratios.
+"""`python benchmarks/throughput.py`: what a training step costs, in ratios.
 
 Our step stands beside a bare PyTorch loop over the same head and loss, and beside the straightforward form of
-SafeAILab's trainer (benchmark/variants.py). One thread, process CPU time; the variants take turns step by step, so that
-a machine whose speed drifts favours none. Memory is the peak of a process of its own (benchmark/peak.py).
+SafeAILab's trainer (step_variants.py). One thread, process CPU time; the variants take turns step by step, so that
+a machine whose speed drifts favours none. Memory is the peak of a process of its own (step_peak.py).
 """
 
 from __future__ import annotations
 
 import platform
-import runpy
 import statistics
 import sys
 import tempfile
@@ -23,15 +22,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.benchmarks.step_peak import in_process
+from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, Step, Work, train_ours
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.launch.cli import main_of
 from draftsmith.modules import flops
 from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
-from draftsmith.train.benchmark.peak import in_process
-from draftsmith.train.benchmark.variants import Bare, Padded, Shape, Step, Work, train_ours
 from draftsmith.train.telemetry import measured_peak
 
 HEADINGS = ("what", "value", "aim")
@@ -202,5 +202,4 @@ def run(config: ThroughputConfig) -> Path:
 
 
 if __name__ == "__main__":
-    sys.argv[1:1] = ["train", "throughput"]
-    runpy.run_module("draftsmith", run_name="__main__", alter_sys=True)
+    sys.exit(main_of(ThroughputConfig, run))

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftsmith.benchmarks.step_variants import Bare, Loop, Padded, Shape, Work, padded_loss, train_ours
 from draftsmith.modules.drafters.eagle.head import eagle_loss
-from draftsmith.train.benchmark.variants import Bare, Loop, Padded, Shape, Work, padded_loss, train_ours
 from draftsmith.train.planning.estimate import own_memory
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -38,7 +38,7 @@ def peak_above(call: Callable[[], object]) -> int:
 
 def in_process(what: str, shape: Shape) -> int:
     """`peak_of` in a new process, so that it begins with nothing."""
-    words = [sys.executable, "-m", "draftsmith.train.benchmark.peak", what, json.dumps(dataclasses.asdict(shape))]
+    words = [sys.executable, __file__, what, json.dumps(dataclasses.asdict(shape))]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")

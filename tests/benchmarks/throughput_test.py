@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftsmith.benchmarks import throughput
+from draftsmith.benchmarks.step_peak import peak_above, peak_of
+from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, Work, padded_loss, train_ours
+from draftsmith.benchmarks.throughput import Step, ThroughputConfig, paired_steps, slower, tokens_per_s
 from draftsmith.data.store.datasets import collate_features
-from draftsmith.launch.cli import main
+from draftsmith.launch.cli import main_of
 from draftsmith.modules import losses
 from draftsmith.modules.drafters.eagle.head import eagle_loss, shift
 from draftsmith.modules.types import InputError
-from draftsmith.train import throughput
-from draftsmith.train.benchmark.peak import peak_above, peak_of
-from draftsmith.train.benchmark.synthetic import dialogue_lengths
-from draftsmith.train.benchmark.variants import Bare, Padded, Shape, Work, padded_loss, train_ours
-from draftsmith.train.throughput import Step, ThroughputConfig, paired_steps, slower, tokens_per_s
+from draftsmith.train.planning.made_up import dialogue_lengths
 
 TINY = Shape(hidden=64, vocab=48, tokens=160, documents=12, scale=0.1)
 
@@ -93,7 +93,8 @@ def test_the_chunked_loss_needs_less_memory_than_the_naive_one(monkeypatch):
 
 def test_the_command_writes_its_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(throughput, "in_process", lambda what, shape: {"loss": 100, "naive loss": 1000}[what] * 10**6)
-    assert main(["train", "throughput", "--only", "loss-memory", "--output", str(tmp_path)]) == 0
+    words = ["--only", "loss-memory", "--output", str(tmp_path)]
+    assert main_of(ThroughputConfig, throughput.run, words) == 0
     assert "in chunks / naive, peak memory | 10.0% | <= 33" in capsys.readouterr().out
     assert "| in chunks / naive, peak memory | 10.0% | <= 33 |" in (tmp_path / "throughput.md").read_text()
     rows = json.loads((tmp_path / "throughput.json").read_text())["rows"]

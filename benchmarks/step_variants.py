@@ -1,4 +1,4 @@
-"""The same EAGLE training step written in three ways, to be measured beside each other (train/throughput.py).
+"""The same EAGLE training step written in three ways, to be measured beside each other (throughput.py).
 
 ours: the real path, `fit` with its data module, callbacks and loggers. bare: a plain loop over the same batches, head
 and loss. padded: the straightforward form, as in the trainer of SafeAILab/EAGLE, written anew: batches of random
@@ -21,16 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from draftsmith.benchmarks.training_data import SyntheticFeatures, random_target, raw_config
 from draftsmith.data.store.datasets import collate_features, pack_features
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import FeatureBatch
-from draftsmith.train.benchmark.synthetic import SyntheticFeatures, dialogue_lengths, random_target, raw_config
 from draftsmith.train.data_module import HeadDataModule, Order, Part, Samples
 from draftsmith.train.drafter import drafter_config
 from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.fit import Provenance, fit
 from draftsmith.train.lit_head import LitHead
+from draftsmith.train.planning.made_up import dialogue_lengths
 from draftsmith.train.schedules import lr_schedule
 
 Clock = Callable[[], float]

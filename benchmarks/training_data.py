@@ -1,9 +1,7 @@
-"""Targets with random weights and documents of random tokens: for measuring time and memory, and nothing else."""
+"""What trainings are measured on: targets with random weights, and features of documents of random tokens."""
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.benchmarks.synthetic import Weights
+from draftsmith.data.features import FIELDS, FeaturesConfig, index_row, key
 from draftsmith.data.models.hub import model_directory
-from draftsmith.data.models.loading import tokenizer_identity
+from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import Item
 from draftsmith.data.store.files import copy_file, make_directory, write_json, write_tensors
+from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
-from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM, llama_config
-
-# Lengths of conversations in tokens: log-normal, the median and spread of shared chats, cut at both ends.
-DIALOGUE_MEDIAN, DIALOGUE_SIGMA = 400, 0.9
-DIALOGUE_SHORTEST, DIALOGUE_LONGEST = 50, 1500
-# Of a document, what the user wrote; the rest is the answer, which the loss counts.
-PROMPT_SHARE = 0.3
+from draftsmith.train.planning.made_up import PROMPT_SHARE
 
 
 def raw_config(
@@ -68,11 +63,7 @@ def random_state(config: LlamaConfig, dtype: torch.dtype, seed: int = 0) -> dict
 
 def random_target(raw: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> LlamaLM:
     """A target of this shape in memory."""
-    from draftsmith.modules.targets.llama import model_from_state
-
-    config = llama_config(raw)
-    info = ModelInfo(config.hidden_size, config.vocab_size, config.num_layers, config.max_position, (), {})
-    return LlamaLM(model_from_state(config, random_state(config, dtype, seed), dtype), info)
+    return Weights(raw, random_state(llama_config(raw), dtype, seed)).lean(packed=False)
 
 
 def write_target(directory: Path, raw: dict[str, Any], seed: int = 0) -> Path:
@@ -83,13 +74,6 @@ def write_target(directory: Path, raw: dict[str, Any], seed: int = 0) -> Path:
     write_json(directory / "config.json", raw)
     write_tensors(directory / "model.safetensors", random_state(llama_config(raw), torch.bfloat16, seed))
     return directory
-
-
-def dialogue_lengths(count: int, seed: int = 0, scale: float = 1.0) -> list[int]:
-    """Tokens of `count` conversations; scale: of all lengths, for small runs."""
-    rng = random.Random(f"dialogue/{seed}")
-    drawn = (rng.lognormvariate(math.log(DIALOGUE_MEDIAN), DIALOGUE_SIGMA) for _ in range(count))
-    return [max(4, round(min(max(length, DIALOGUE_SHORTEST), DIALOGUE_LONGEST) * scale)) for length in drawn]
 
 
 class SyntheticFeatures:
@@ -121,10 +105,6 @@ def write_features(
     directory: Path, identity: dict[str, str], lengths: Sequence[int], hidden: int, vocab: int, seed: int = 0
 ) -> Path:
     """A real `features` artefact of random documents, for the target with this identity."""
-    from draftsmith.data.features import FIELDS, FeaturesConfig, index_row, key
-    from draftsmith.data.store import feature_codec
-    from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
-
     documents = SyntheticFeatures(lengths, hidden, vocab, seed)
     plan = Plan(
         kind="features",
@@ -149,47 +129,6 @@ def write_features(
             tensors[key(number)] = item["features"]
         counts = {"tokens": sum(row["length"] for row in rows), "loss_tokens": sum(sum(r["loss_mask"]) for r in rows)}
         return ShardContent(rows, counts, tensors)
-
-    run_stage(plan, make)
-    return directory
-
-
-def write_responses(directory: Path, target: str, lengths: Sequence[int], vocab: int, seed: int = 0) -> Path:
-    """A real `responses` artefact of random tokens, which any target of this tokenizer may be trained on."""
-    from draftsmith.data.responses import FIELDS, ResponsesConfig
-    from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
-    from draftsmith.data.text.turns import count
-
-    generator = torch.Generator().manual_seed(seed)
-    documents = [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
-    plan = Plan(
-        kind="responses",
-        stage="data responses",
-        directory=directory,
-        config=ResponsesConfig(prompts=Path("synthetic"), target=target, output=directory),
-        num_rows=len(lengths),
-        rows_per_shard=256,
-        fields=FIELDS,
-        inputs={},
-        identity={"tokenizer": tokenizer_identity(target)["tokenizer"], "target": {}},
-        seed=seed,
-    )
-
-    def make(shard: Shard, advance: Any) -> ShardContent:
-        rows = [
-            {
-                "id": str(number),
-                "input_ids": documents[number],
-                "prompt_length": (start := int(len(documents[number]) * PROMPT_SHARE)),
-                "loss_mask": [at >= start for at in range(len(documents[number]))],
-                "turn": 1,
-                "ended": True,
-                "retokenised": False,
-                "task": "synthetic",
-            }
-            for number in range(shard.start, shard.stop)
-        ]
-        return ShardContent(rows, count(rows))
 
     run_stage(plan, make)
     return directory
