@@ -39,9 +39,7 @@ class DecodeConfig(DraftSettings):
 
     prompt: what to ask; `-` reads standard input.
     target: model directory, hub id or embedded:target.
-    draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for several.
     mid: model between draft and target, for pre-verify, pre+self-verify and hsddw.
-    eagle: the old name of --draft for an EAGLE head.
     acceptance: acceptance head directory, for cost and specdec++; trained for what drafts.
     method: name:setting=value, as in `draftsmith eval bench`; auto drafts chains with what is given, by the policy.
     policy: when a chain ends. fixed: after five tokens. threshold: by the acceptance head and h, as SpecDec++ does.

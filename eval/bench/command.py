@@ -64,10 +64,7 @@ class BenchConfig(DraftSettings):
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts. This or tasks.
     tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may be
         FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
-    draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for several.
-        spec, specdec++, cost, online, confidence, self-verify, hf-assisted and three-model methods take the model.
     mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
-    eagle: the old name of --draft for an EAGLE head.
     acceptance: acceptance head directory, for specdec++ and cost; trained for what drafts.
     methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,
         lookahead:w=15:n=5:g=15, hf. With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,

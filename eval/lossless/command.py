@@ -49,9 +49,7 @@ class LosslessConfig(DraftSettings):
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
     output: directory that receives lossless.json.
     methods: name:setting=value, separated by commas, as in `draftsmith eval bench`.
-    draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for several.
     mid: model between draft and target.
-    eagle: the old name of --draft for an EAGLE head.
     acceptance: acceptance head directory.
     split: keep prompts of this split.
     keep_tasks: keep prompts of these tasks, separated by commas.

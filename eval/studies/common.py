@@ -37,9 +37,7 @@ class StudyConfig(DraftSettings):
 
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
-    draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for several.
     mid: model between draft and target.
-    eagle: the old name of --draft for an EAGLE head.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
     keep_tasks: keep prompts whose own task is one of these, separated by commas.
     limit: study the first so many prompts; 0 takes all.

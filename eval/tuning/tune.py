@@ -53,8 +53,6 @@ class TuneConfig(DraftSettings):
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts; take some that
         are like those to come, and not those that speed is reported on.
-    draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for several.
-    eagle: the old name of --draft for an EAGLE head.
     acceptance: acceptance head directory.
     acceptance_reads: drafter that the acceptance head was trained for, where it does not say: draft, or a head's kind.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
