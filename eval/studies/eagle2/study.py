@@ -10,9 +10,9 @@ from pathlib import Path
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.trees import read_tree
-from draftsmith.eval.replay.record import Recording
+from draftsmith.eval.replay.record import Recording, record_all
 from draftsmith.eval.replay.replay import replay_tree
-from draftsmith.eval.replay.trees import TreeRecorder, record_trees
+from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.studies.common import (
     StudyConfig,
     StudyContext,
@@ -148,5 +148,5 @@ def replays(config: Eagle2Config, context: StudyContext, params: SamplingParams)
     """Counts of every size, from one recording of the largest trees."""
     depth = max(size.depth for size in config.sizes)
     how = Recording(params, depth, config.max_new_tokens, config.seed, context.eos_ids)
-    rollouts = record_trees(TreeRecorder(context.models, Eagle2(nodes=1, topk=config.topk), how), context.prompts)
+    rollouts = record_all(TreeRecorder(context.models, Eagle2(nodes=1, topk=config.topk), how), context.prompts)
     return {size: pool(replay_tree(rollouts, size.nodes, size.depth)) for size in config.sizes}

@@ -19,9 +19,9 @@ from tiny_models import CONTEXT, tiny_llama_dir
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, ReadAnswer, TargetText
-from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
+from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.replay import fixed_k, head_probs, replay
-from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, joined, of_answer
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, of_answer
 from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, replay_by_prediction
 from draftsmith.eval.replay.store import read_answer, write_answer
 from draftsmith.eval.studies.policies.families import RAW, Policy
@@ -60,7 +60,7 @@ class World:
                 self.answers[params],
                 **how,
             )
-            self.kept[key] = joined([recorder(prompt, number) for number, prompt in enumerate(self.prompts)])
+            self.kept[key] = record_all(recorder, self.prompts)
         return self.kept[key]
 
     @functools.cached_property
@@ -151,7 +151,7 @@ def test_drafts_end_at_end_tokens_in_replays_too(world, drafter, side_by_side):
     recorder = ChainRecorder(
         models, drafter, Recording(GREEDY, DEPTH, NEW_TOKENS, 0, ends), world.heads, side_by_side=side_by_side
     )
-    rollouts = joined([recorder(prompt, number) for number, prompt in enumerate(world.prompts)])
+    rollouts = record_all(recorder, world.prompts)
     assert (rollouts.available() < DEPTH).sum() > 2
 
     def decoded(method: str, head: str | None = None) -> list:
