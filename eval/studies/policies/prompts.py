@@ -1,20 +1,27 @@
-"""Which prompts settings are chosen on, and which are reported."""
+"""Which prompts settings are chosen on, which are reported, and how much of an answer stands in the text that heads
+were trained on."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from draftsmith.data.progress import say
+from draftsmith.data.store.manifest import open_artefact
+from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.sources import named_split
 from draftsmith.eval.bench.prompts import BenchPrompt, has_splits, kept_rows, read_prompts
-from draftsmith.eval.studies.overlap import texts_of
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     from draftsmith.eval.studies.policies.study import PoliciesConfig
 
+Gram = tuple[int, ...]
 HELD_OUT = 4  # one prompt in so many, the last ones, where no split says which are for choosing
 
 
@@ -68,3 +75,40 @@ def training_texts(config: PoliciesConfig) -> Iterator[Sequence[int]]:
     if not config.train_text and train_split is not None and has_splits(config.prompts, config.target):
         for prompt in read_prompts(config.prompts, config.target, train_split):
             yield prompt.prompt_ids
+
+
+def texts_of(directory: Path) -> Iterator[list[int]]:
+    """Token ids of every row of an artefact that has `input_ids`.
+
+    Raises:
+        InputError: none, or one without them.
+    """
+    manifest = open_artefact(directory)
+    if all(field.name != "input_ids" for field in manifest.fields):
+        found = f"{directory}, an artefact of {manifest.kind} without input_ids"
+        raise InputError("train_text", found, "responses, features, acceptance labels or rollouts", "Name another.")
+    for row in Rows(directory, manifest, ["input_ids"]).iterate():
+        yield row["input_ids"]
+
+
+def grams_of(tokens: Sequence[int], n: int) -> Iterator[Gram]:
+    """Every n tokens that follow each other."""
+    return zip(*(tokens[i:] for i in range(n)), strict=False)
+
+
+def overlap(tokens: Sequence[int], known: set[Gram], n: int) -> float:
+    """Share of the n-grams of these tokens that are known; 0 of fewer than n tokens."""
+    grams = list(grams_of(tokens, n))
+    return sum(gram in known for gram in grams) / len(grams) if grams else 0.0
+
+
+def known_grams(texts: Iterable[Sequence[int]], n: int) -> set[Gram]:
+    return {gram for tokens in texts for gram in grams_of(tokens, n)}
+
+
+def least_third(overlaps: Sequence[float]) -> NDArray[np.bool_]:
+    """[N]: the third (rounded up) with the least overlap, of equal ones the first."""
+    order = np.argsort(np.asarray(overlaps), kind="stable")
+    chosen = np.zeros(len(order), bool)
+    chosen[order[: -(-len(order) // 3)]] = True
+    return chosen

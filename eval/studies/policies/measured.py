@@ -1,4 +1,5 @@
-"""The chosen settings decoded for real, on the clock, beside what was replayed."""
+"""What is measured on the clock: this machine's own c, and the chosen settings decoded for real, beside what was
+replayed."""
 
 from __future__ import annotations
 
@@ -6,18 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.store.files import make_directory, write_json
+from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.command import BenchConfig
-from draftsmith.eval.report.figures import plain
+from draftsmith.eval.bench.results import cpu_name
+from draftsmith.eval.report.tables import plain
 from draftsmith.eval.studies.common import StudyConfig, bench_directory, measured
 from draftsmith.eval.studies.forward_times import bench_rows, gain_interval
-from draftsmith.eval.studies.policies.found import Chosen, Compared
-from draftsmith.eval.studies.policies.play import FIXED, Policy
+from draftsmith.eval.studies.policies.comparison import Chosen, Comparison
+from draftsmith.eval.studies.policies.families import FIXED, Policy
+from draftsmith.modules.drafters.methods import Models
 
 HEAD, FREE, LOOKING = "best head", "best training-free", "online with repetitions"
 
 
 def cross_check(
-    config: StudyConfig, compared: Compared, places: Mapping[str, Path], limit: int
+    config: StudyConfig, compared: Comparison, places: Mapping[str, Path], limit: int
 ) -> list[dict[str, Any]]:
     """One row a setting: the fixed K that the cost model chose and its neighbours, the best head's policy, the best
     training-free one; throughput over the fastest of the fixed K, counts beside those of the replay.
@@ -65,3 +70,16 @@ def cross_check(
             }
         )  # fmt: skip
     return [plain(row) for row in found]
+
+
+def own_c(config: StudyConfig, models: Models, drafter: str) -> float:
+    """c (`MeasuredTimes.step_cost`); kept in `output`, and taken from there on the same machine: policies that are
+    chosen and decoded with it are the same when the study goes on."""
+    path = config.output / f"cost-{drafter}.json"
+    machine = {"cpu": cpu_name(), "device": config.device, "threads": config.num_threads, "dtype": config.dtype}
+    if path.exists() and (kept := read_object(path, {"machine": dict, "c": float}))["machine"] == machine:
+        return float(kept["c"])
+    c = models.times.step_cost(models, drafter)
+    make_directory(path.parent)
+    write_json(path, {"machine": machine, "c": c})
+    return c

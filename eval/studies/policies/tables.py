@@ -1,58 +1,87 @@
-"""Tables and charts of the comparison of stop policies."""
+"""What the comparison of stop policies found, as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftsmith.eval.report.figures import Axis, Chart, Column, Figure, Table, plain
+from draftsmith.eval.replay import replay
+from draftsmith.eval.report.tables import Column, Table, drawn_data, plain
 from draftsmith.eval.studies.common import slug
 from draftsmith.eval.studies.policies.bars import bar_rows
-from draftsmith.eval.studies.policies.found import AtCost, Chosen, Compared
-from draftsmith.eval.studies.policies.play import AS_PUBLISHED, FIXED, ONLINE_MAX_Q, ONLINE_Q
-from draftsmith.eval.studies.policies.predictors import Prediction, by_value, part
-from draftsmith.eval.studies.policies.quality import ENTROPY, MAX_Q, Tokens, labelled_tokens
-from draftsmith.eval.studies.reliability import quality, reliability_bins
+from draftsmith.eval.studies.policies.comparison import AtCost, Chosen, Comparison, DrafterMode
+from draftsmith.eval.studies.policies.families import (
+    AS_PUBLISHED,
+    FITTED,
+    FIXED,
+    ONLINE,
+    ONLINE_MAX_Q,
+    ONLINE_Q,
+    RAW,
+)
+from draftsmith.eval.studies.predictors import (
+    ENTROPY,
+    LABELS,
+    MAX_Q,
+    QUALITY,
+    LabelledTokens,
+    Prediction,
+    by_value,
+    confidences,
+    fitted_probs,
+    labelled_tokens,
+    online_probs,
+    probabilities_of,
+    quality_by,
+    quality_rows,
+    reliability_rows,
+)
 
 Row = dict[str, Any]
-BARS, GAINS, BENCH, QUALITY = "policies-bars", "policies-gains", "policies-bench", "policies-quality"
+# Names of tables.
+BARS, GAINS, BENCH, WHO_KNOWS = "policies-bars", "policies-gains", "policies-bench", "policies-quality"
 # Of the charts, where they could not be told apart from what is shown; tables have them.
 LEFT_OUT = {MAX_Q, ENTROPY, ONLINE_Q, ONLINE_MAX_Q}
 OVERLAP = "policies-overlap"  # name of a table
 INTERVALS = "Intervals are 95 %, by bootstrap over prompts in pairs."
 MODEL = (
     "Time is counted in rounds without a draft: 1 a round and c a drafted token, the prefill counting 1. All policies "
-    "walk the target's own text, with the same accept coins. Settings are chosen on dev prompts at each c. "
+    "walk the target's own text, with the same accept draws. Settings are chosen on dev prompts at each c. "
 )
-QUALITY_COLUMNS = (
-    Column("tokens", "tokens", ",d"), Column("accepted", "accepted", ".1%"), Column("kl", "KL (nats)", ".4f"),
-    Column("brier", "Brier", ".4f"), Column("ece", "ECE", ".4f"), Column("auc", "AUC", ".3f"),
-)  # fmt: skip
+# Drafter and mode -> reported tokens, and what every predictor says of them.
+Findings = Mapping[str, tuple[LabelledTokens, Mapping[str, Prediction]]]
 
 
-def figures_of(found: Sequence[Compared], measured: Sequence[Row], seed: int) -> list[Figure]:
+def tables_of(found: Sequence[Comparison], measured: Sequence[Row]) -> list[Table]:
     """All of them. measured: of the cross-check, none where nothing was decoded."""
-    tokens = {compared.scene.title: labelled_tokens(compared.scene) for compared in found}
+    said: dict[str, tuple[LabelledTokens, dict[str, Prediction]]] = {}
+    for compared in found:
+        tokens = labelled_tokens(compared.scene.test)
+        said[compared.scene.title] = tokens, predictions(compared.scene, tokens)
+    by_depth = depth_rows(said)
     return [
         bars_table(found, measured),
         *(gain_table(compared) for compared in found),
-        gain_chart(found),
+        drawn_data("policies-gain", chart_rows(found)),
         settings_table(found),
         *([bench_table(measured)] if measured else []),
         task_table(found),
         overlap_table(found),
-        quality_table(tokens),
-        reliability_chart(tokens),
-        *depth_charts(tokens),
+        quality_table(said),
+        drawn_data("policies-reliability", shown_rows(said)),
+        *(
+            drawn_data(f"policies-{key}-by-depth", [row for row in by_depth if row[key] is not None])
+            for key in ("auc", "ece")
+        ),
     ]
 
 
-def shown_first(figures: Sequence[Figure]) -> list[str]:
+def shown_first(tables: Sequence[Table]) -> list[str]:
     """Names of the tables for the screen: the rest is for the report."""
-    return [figure.name for figure in figures if figure.name.startswith((BARS, GAINS, BENCH, QUALITY))]
+    return [table.name for table in tables if table.name.startswith((BARS, GAINS, BENCH, WHO_KNOWS))]
 
 
-def bars_table(found: Sequence[Compared], measured: Sequence[Row]) -> Table:
+def bars_table(found: Sequence[Comparison], measured: Sequence[Row]) -> Table:
     columns = [
         Column("scene", "drafter, mode"), Column("c", "c"), Column("what", "what"), Column("value", "value", "+.1%"),
         Column("interval", "interval"), Column("bar", "bar", ".1%"), Column("reached", "reached"), Column("who", "who"),
@@ -65,7 +94,7 @@ def bars_table(found: Sequence[Compared], measured: Sequence[Row]) -> Table:
     return Table(BARS, "The bars, and what was reached", columns, bar_rows(found, measured), note)
 
 
-def gain_table(compared: Compared) -> Table:
+def gain_table(compared: Comparison) -> Table:
     """A row a family, a column a c."""
     scene = compared.scene
     columns = [Column("policy", "policy"), Column("role", "kind")]
@@ -83,11 +112,11 @@ def gain_table(compared: Compared) -> Table:
 KINDS = {
     "fixed": "baseline", "free": "training-free", "looking": "training-free, looks into the text",
     "fitted": "fitted on dev labels", "head": "trained head",
-    "ceiling": "knows p and q", "oracle": "knows the coin",
+    "ceiling": "knows p and q", "oracle": "knows the accept draws",
 }  # fmt: skip
 
 
-def gain_rows(found: Sequence[Compared]) -> list[Row]:
+def gain_rows(found: Sequence[Comparison]) -> list[Row]:
     """One row for each scene, c and family but the fixed, with the setting chosen and its counts."""
     rows = []
     for compared in found:
@@ -108,22 +137,17 @@ def gain_rows(found: Sequence[Compared]) -> list[Row]:
     return rows
 
 
-def gain_chart(found: Sequence[Compared]) -> Chart:
-    """The best of every kind: all families together could not be told apart."""
+def chart_rows(found: Sequence[Comparison]) -> list[Row]:
+    """The best of every kind, by rising c: all families together could not be told apart."""
     rows = [
-        plain({"scene": compared.scene.title, "c": at.c, "policy": role, "setting": setting_of(chosen),
-               "gain": made.value, "low": made.low, "high": made.high})
+        {"scene": compared.scene.title, "c": at.c, "policy": role, "setting": setting_of(chosen),
+         "gain": made.value, "low": made.low, "high": made.high}
         for compared in found
         for at in compared.at
         for role, chosen in {**compared_policies(at), **published(at)}.items()
         for made in [compared.gain(at, chosen)]
     ]  # fmt: skip
-    return Chart(
-        "policies-gain", "Gain over the best fixed K by the cost of a drafted token", "line",
-        sorted(rows, key=lambda row: row["c"]), Axis("c", "c of a drafted token", ".2f"),
-        Axis("gain", "gain in tokens by time", "+.0%"),
-        series="policy", facet="scene", low="low", high="high", hover=("setting",), note=MODEL + INTERVALS,
-    )  # fmt: skip
+    return sorted(rows, key=lambda row: row["c"])
 
 
 def setting_of(chosen: Chosen) -> str:
@@ -136,7 +160,7 @@ def published(at: AtCost) -> dict[str, Chosen]:
     return {"SpecDec++ as published": max(own, key=lambda chosen: chosen.dev_gain)} if own else {}
 
 
-def settings_table(found: Sequence[Compared]) -> Table:
+def settings_table(found: Sequence[Comparison]) -> Table:
     columns = [
         Column("scene", "drafter, mode"), Column("at", "c"), Column("policy", "policy"), Column("setting", "setting"),
         Column("dev_gain", "gain on dev", "+.1%"), Column("gain", "gain", "+.1%"), Column("tau", "tau", ".2f"),
@@ -157,13 +181,13 @@ def bench_table(measured: Sequence[Row]) -> Table:
     note = (
         "Decoded for real with the settings of this machine's c; the fastest K is the fastest of those measured here, "
         "which flatters it. Greedy, replayed counts differ where the first prompts are decoded more than once and a "
-        f"policy has learned from them; sampling, also by the coins. {INTERVALS}"
+        f"policy has learned from them; sampling, also by the accept draws. {INTERVALS}"
     )
     return Table(BENCH, "Decoded for real", columns, measured, note)
 
 
 def compared_policies(at: AtCost) -> dict[str, Chosen]:
-    """What tables by group show."""
+    """Policies that tables by group show."""
     named = {
         "best head": at.best("head"), "best training-free": at.best("free"),
         "online with repetitions": at.best("looking"), "best fitted on dev": at.best("fitted"),
@@ -172,7 +196,7 @@ def compared_policies(at: AtCost) -> dict[str, Chosen]:
     return {name: chosen for name, chosen in named.items() if chosen is not None}
 
 
-def task_table(found: Sequence[Compared]) -> Table:
+def task_table(found: Sequence[Comparison]) -> Table:
     """Gains by task, at this machine's c."""
     rows = [
         {
@@ -191,12 +215,12 @@ def task_table(found: Sequence[Compared]) -> Table:
 
 
 def role_columns(rows: Sequence[Row]) -> list[Column]:
-    """Of the roles that occur."""
+    """Columns of the roles that occur."""
     known = ("best head", "best training-free", "best fitted on dev", "true p/q", "oracle")
     return [Column(role, role) for role in known if any(role in row for row in rows)]
 
 
-def overlap_table(found: Sequence[Compared]) -> Table:
+def overlap_table(found: Sequence[Comparison]) -> Table:
     """Gains on the third of prompts whose answers have the least in common with the training text, and on the rest."""
     rows = []
     for compared in found:
@@ -226,70 +250,43 @@ def overlap_table(found: Sequence[Compared]) -> Table:
     return Table(OVERLAP, "Gain where the least text is memorised", columns, rows, note)
 
 
-def quality_rows(tokens: Mapping[str, Tokens]) -> list[Row]:
-    """One row for each scene and predictor."""
+def predictions(scene: DrafterMode, tokens: LabelledTokens) -> dict[str, Prediction]:
+    """Name -> prediction for these tokens, of everything that policies go by."""
+    rollouts = scene.test
+    probs = {FITTED: fitted_probs(rollouts, scene.dev)}
+    probs |= {name: online_probs(rollouts, *how) for name, how in ONLINE.items()}
+    for name, head in scene.heads.items():
+        for suffix, calibrated in ((RAW, False), ("", True)):
+            probs[name + suffix] = replay.head_probs(rollouts.heads[name], head, calibrated)
+    return confidences(tokens) | {name: probabilities_of(tokens, own) for name, own in probs.items()}
+
+
+def quality_table(said: Findings) -> Table:
+    columns = [Column("scene", "drafter, mode"), Column("predictor", "predictor"), *QUALITY]
+    rows = [{"scene": scene, **row} for scene, own in said.items() for row in quality_rows(*own)]
+    note = f"{LABELS} What is fitted is fitted on dev prompts."
+    return Table(WHO_KNOWS, "Who knows what will be accepted", columns, rows, note)
+
+
+def shown_rows(said: Findings) -> list[Row]:
+    """Rows of the reliability diagram."""
     return [
-        {"scene": scene, "predictor": name, **measured_on(own, prediction)}
-        for scene, own in tokens.items()
-        for name, prediction in own.said.items()
+        {"scene": scene, **row}
+        for scene, (tokens, own) in said.items()
+        for row in reliability_rows(tokens, own, [name for name in own if name not in LEFT_OUT])
     ]
 
 
-def measured_on(tokens: Tokens, prediction: Prediction) -> Row:
-    accepted = {"accepted": float(tokens.label.mean()) if len(tokens.label) else None}
-    return plain({**accepted, **quality(prediction.score, prediction.prob, tokens.label)})
-
-
-def quality_table(tokens: Mapping[str, Tokens]) -> Table:
-    columns = [Column("scene", "drafter, mode"), Column("predictor", "predictor"), *QUALITY_COLUMNS]
-    note = (
-        "Labels are min(1, p(y)/q(y)), greedy 1 or 0, of drafted tokens down to and with the first rejected one of "
-        "rounds that begin at every position of the reported answers. Soft labels: a perfect predictor has KL 0 and "
-        "Brier 0. What is fitted is fitted on dev prompts. ECE: 15 bins of equal mass."
-    )
-    return Table(QUALITY, "Who knows what will be accepted", columns, quality_rows(tokens), note)
-
-
-def reliability_chart(tokens: Mapping[str, Tokens]) -> Chart:
-    rows = [
-        plain({"scene": scene, "predictor": name, **found})
-        for scene, own in tokens.items()
-        for name, prediction in own.said.items()
-        if name not in LEFT_OUT and prediction.prob is not None
-        for found in reliability_bins(prediction.prob, own.label)
-    ]
-    return Chart(
-        "policies-reliability", "Reliability of the probabilities", "line", rows,
-        Axis("predicted", "predicted probability of acceptance", ".2f", zero=True),
-        Axis("observed", "accepted", ".2f", zero=True),
-        series="predictor", facet="scene", size="count", diagonal=True,
-        note="On the diagonal what is predicted is what happens; below it the predictor promises too much.",
-    )  # fmt: skip
-
-
-def depth_charts(tokens: Mapping[str, Tokens]) -> list[Chart]:
-    """AUC and ECE by place in the draft."""
-    rows = []
-    for scene, own in tokens.items():
-        for depth, mask in by_value(own.depth).items():
-            label = part(Prediction(own.label, None), mask).score
-            for name in sorted(own.said.keys() - LEFT_OUT):
-                prediction = own.said[name]
-                chosen = part(prediction, mask)
-                found = quality(chosen.score, chosen.prob, label)
-                rows.append(plain({"scene": scene, "depth": depth, "predictor": name, **found}))
-    note = "Later places are reached only when all before were accepted: their tokens are a selection."
+def depth_rows(said: Findings) -> list[Row]:
+    """Quality by place in the draft."""
     return [
-        Chart(
-            f"policies-{key}-by-depth", f"{key.upper()} by place in the draft", "line",
-            [row for row in rows if row[key] is not None], Axis("depth", "place in the draft", "d"),
-            Axis(key, key.upper(), ".3f"), series="predictor", facet="scene", hover=("tokens",), note=note,
-        )
-        for key in ("auc", "ece")
-    ]  # fmt: skip
+        {"scene": scene, **row}
+        for scene, (tokens, own) in said.items()
+        for row in quality_by(tokens, own, "depth", sorted(own.keys() - LEFT_OUT))
+    ]
 
 
-def summary_of(found: Sequence[Compared], measured: Sequence[Row]) -> dict[str, Any]:
+def summary_of(found: Sequence[Comparison], measured: Sequence[Row]) -> dict[str, Any]:
     """Flat numbers that texts quote: gains at each c by scene and policy, and the bars."""
     gains = {f"{row['scene']}, c={row['at']}, {row['policy']}: gain": row["gain"] for row in gain_rows(found)}
     bars = {

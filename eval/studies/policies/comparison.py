@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftsmith.eval.replay.rollouts import ChainRollouts
-from draftsmith.eval.studies.policies.play import FIXED, Family, Gain, Grid, Player, Policy, Role, gain, judges_of, rate
+from draftsmith.eval.studies.policies.families import FIXED, Family, Policy, PolicyGrid, Role
+from draftsmith.eval.studies.policies.replayed import Gain, PolicyReplay, gain, predictors_of, rate
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.types import SamplingParams
@@ -20,7 +21,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Scene:
+class DrafterMode:
     """One drafter at one temperature, with the heads whose labels are of that mode; rounds of dev and reported
     prompts."""
 
@@ -50,14 +51,14 @@ class Chosen:
 
 @dataclass(frozen=True)
 class AtCost:
-    """What was chosen at one c, by family. own: c is this machine's."""
+    """Settings chosen at one c, by family. own: c is this machine's."""
 
     c: float
     own: bool
     chosen: Mapping[str, Chosen]
 
     def best(self, role: Role) -> Chosen | None:
-        """Of a role's families the best on dev prompts."""
+        """The best of a role's families on dev prompts."""
         return max(self.of(role), key=lambda item: item.dev_gain, default=None)
 
     def of(self, role: Role) -> list[Chosen]:
@@ -69,19 +70,19 @@ class AtCost:
 
     @property
     def name(self) -> str:
-        """As tables name it."""
+        """Name of this c in tables."""
         return f"{self.c:.3g}{' (here)' if self.own else ''}"
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A scene with what was chosen at every c, this machine's last. test: plays the reported prompts. overlaps, least:
-    of the reported prompts, the share of their answers' n-grams that heads were trained on, and whether it is among the
-    least third."""
+class Comparison:
+    """Settings chosen for one drafter and mode at every c, this machine's last. test: replays the reported prompts.
+    overlaps, least: of the reported prompts, the share of their answers' n-grams that heads were trained on, and
+    whether it is among the least third."""
 
-    scene: Scene
+    scene: DrafterMode
     at: Sequence[AtCost]
-    test: Player
+    test: PolicyReplay
     overlaps: Sequence[float]
     least: Mask
     seed: int
@@ -93,7 +94,7 @@ class Compared:
 
     @cached_property
     def tasks(self) -> NDArray[np.str_]:
-        """Of the reported prompts."""
+        """Tasks of the reported prompts."""
         return np.array([answer.task for answer in self.scene.test.answers], np.str_)
 
     def gain(self, at: AtCost, own: Chosen, base: Chosen | None = None, mask: Mask | None = None) -> Gain:
@@ -107,17 +108,17 @@ class Compared:
 
 
 def compare(
-    scene: Scene, grid: Grid, cs: Sequence[float], overlaps: Sequence[float], least: Mask, seed: int
-) -> Compared:
+    scene: DrafterMode, grid: PolicyGrid, cs: Sequence[float], overlaps: Sequence[float], least: Mask, seed: int
+) -> Comparison:
     """cs: the last one is this machine's own."""
     families = grid.families(scene.heads, scene.dev.accept_along is not None)
-    dev = Player(scene.dev, judges_of(scene.dev, scene.dev, scene.heads))
-    test = Player(scene.test, judges_of(scene.test, scene.dev, scene.heads))
+    dev = PolicyReplay(scene.dev, predictors_of(scene.dev, scene.dev, scene.heads))
+    test = PolicyReplay(scene.test, predictors_of(scene.test, scene.dev, scene.heads))
     at = [choose(dev, families, c, number == len(cs) - 1) for number, c in enumerate(cs)]
-    return Compared(scene, at, test, overlaps, least, seed)
+    return Comparison(scene, at, test, overlaps, least, seed)
 
 
-def choose(dev: Player, families: Sequence[Family], c: float, own: bool) -> AtCost:
+def choose(dev: PolicyReplay, families: Sequence[Family], c: float, own: bool) -> AtCost:
     best = {family.name: dev.best(family.policies, c) for family in families}
     base = rate(dev.pairs(best[FIXED], c))
     chosen = {
