@@ -133,7 +133,7 @@ def keyword(name: str, kind: Any, default: Any, group: Group, **options: Any) ->
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def help_columns(*_: Any) -> tuple[ColumnSpec, ...]:
+def help_columns(console: Any, options: Any, entries: Any) -> tuple[ColumnSpec, ...]:
     """Of a table of settings: names of moderate width, and all the rest of the line for what they mean."""
     names = ColumnSpec(renderer=NameRenderer(NAME_WIDTH), max_width=NAME_WIDTH, style="cyclopts.name")
     return names, ColumnSpec(renderer=DescriptionRenderer(), overflow="fold")
@@ -155,7 +155,7 @@ def described(config_class: type) -> docstring_parser.Docstring:
 
 def field_names(config_class: type) -> list[str]:
     """Settings that are shared by keyword come last."""
-    fields = sorted(dataclasses.fields(config_class), key=lambda field: field.kw_only)
+    fields = sorted(dataclasses.fields(config_class), key=lambda field: bool(field.kw_only))
     return [field.name for field in fields if field.init]
 
 
