@@ -24,9 +24,8 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.cost.clock import clock_of, interleaved
-from draftsmith.eval.methods.base import at_least
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import SamplingParams, at_least
 
 GENERATION = "generation.json"
 

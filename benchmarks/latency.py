@@ -39,10 +39,9 @@ from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.bench.tables import plain_table
 from draftsmith.eval.cost.clock import clock_of, interleaved
-from draftsmith.eval.methods.base import at_least
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.packed import can_pack
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, at_least
 
 HEADINGS = ("what", "models", "value", "aim")
 

@@ -14,8 +14,8 @@ from draftsmith.benchmarks.decoder_cost import Number
 from draftsmith.benchmarks.pairs import GREEDY, SAMPLING, Pair
 from draftsmith.benchmarks.synthetic import random_eagle_head
 from draftsmith.eval.bench.runner import EngineRunner
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, HeadJudge
-from draftsmith.modules.acceptance.policies import Judge, JudgedStop, OnlineJudge, ThresholdRule
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, HeadPredictor
+from draftsmith.modules.acceptance.policies import OnlinePredictor, Predictor, PredictorStop, ThresholdRule
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Source
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleDrafter
@@ -36,20 +36,20 @@ def predictors(pair: Pair, repeats: int) -> Iterator[Number]:
     target, draft = pair.packed
     eagle = random_eagle_head(target)
 
-    def by_draft(stop: JudgedStop) -> Drafter:
+    def by_draft(stop: PredictorStop) -> Drafter:
         return DraftModelDrafter(draft, stop, pair.capacity)
 
-    def by_eagle(stop: JudgedStop) -> Drafter:
+    def by_eagle(stop: PredictorStop) -> Drafter:
         return EagleDrafter(eagle, target, stop, pair.capacity)
 
     for name, make, reader in (("draft model", by_draft, draft), ("EAGLE head", by_eagle, target)):
         size = reader.info.hidden_size
         published = random_head(size)
         early = random_head(size, num_blocks=1, state="before", features=FEATURES, width=size // NARROWER)
-        every: dict[str, Callable[[], Judge]] = {
-            "a head of labels of rounds": partial(HeadJudge, early, reader.embed),
-            "the published head, D=3": partial(HeadJudge, published),
-            "online": OnlineJudge,
+        every: dict[str, Callable[[], Predictor]] = {
+            "a head of labels of rounds": partial(HeadPredictor, early, reader.embed),
+            "the published head, D=3": partial(HeadPredictor, published),
+            "online": OnlinePredictor,
         }
         for who, predictor in every.items():
             for mode, params in (("T=0", GREEDY), ("T=1", SAMPLING)):
@@ -63,7 +63,7 @@ def predictors(pair: Pair, repeats: int) -> Iterator[Number]:
 class TimedPredictor:
     """A predictor whose questions are timed, one by one."""
 
-    def __init__(self, predictor: Judge):
+    def __init__(self, predictor: Predictor):
         self._predictor, self.seconds = predictor, list[float]()
         self.learns, self.late = predictor.learns, predictor.late
         self.reset, self.start_round, self.observe = predictor.reset, predictor.start_round, predictor.observe
@@ -96,13 +96,13 @@ class TimedDrafter:
 
 @torch.inference_mode()
 def share_of_a_step(
-    pair: Pair, make: Callable[[JudgedStop], Drafter], predictor: Judge, params: SamplingParams
+    pair: Pair, make: Callable[[PredictorStop], Drafter], predictor: Predictor, params: SamplingParams
 ) -> tuple[float, float]:
     """(predicting for one token by drafting one, seconds of the first), in one answer, interleaved as they are in use:
     a predictor that is asked over and over finds everything at hand, and takes a fraction of this. Medians of the
     wall's seconds: the CPU time's clock is a system call, which disturbs what is as short as this."""
     asked = TimedPredictor(predictor)
-    drafter = TimedDrafter(make(JudgedStop(asked, ThresholdRule(1.0), DRAFTED, DRAFTED)), asked)
+    drafter = TimedDrafter(make(PredictorStop(asked, ThresholdRule(1.0), DRAFTED, DRAFTED)), asked)
     runner = EngineRunner(pair.packed[0], drafter, params, ())
     runner([pair.prompts[0]], DRAFTED, [0])  # uncounted: what is made once
     asked.seconds.clear()

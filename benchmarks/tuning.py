@@ -14,11 +14,11 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.cost.clock import clock_of
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.report.figures import plain
 from draftsmith.eval.tuning.tune import TuneConfig, measured_speeds, prepare, tune
 from draftsmith.launch.cli import main_of
+from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.types import at_least
 
 WITHIN, SHARE = 0.03, 0.1
 

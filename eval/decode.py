@@ -13,37 +13,36 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.models.naming import naming
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
-from draftsmith.eval.bench.command import model_paths
 from draftsmith.eval.bench.load import LOADING, load_models, reads
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.bench.trace import TracedRunner, TraceFile, place_of
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import Named, at_least
-from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.drafters.chains import by_drafter, chain_methods
+from draftsmith.modules.drafters.methods import Named, parse_methods
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 DRAFTED, OWN = "green", "yellow"
 Policy = Literal["auto", "fixed", "threshold", "cost", "online"]
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(DraftSettings):
     """Answers one prompt and shows which of its tokens were drafted and accepted, and which the target gave itself.
 
     prompt: what to ask; `-` reads standard input.
     target: model directory, hub id or embedded:target.
-    draft: draft model, for spec, specdec++, confidence and self-verify; M1 of three-model methods.
+    draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for several.
     mid: model between draft and target, for pre-verify, pre+self-verify and hsddw.
-    eagle: EAGLE head directory, for eagle, eagle-tree and eagle2; with drafter=eagle in place of a draft model.
-    acceptance: acceptance head directory, for cost and specdec++; trained for the draft, or for the EAGLE head.
+    eagle: the old name of --draft for an EAGLE head.
+    acceptance: acceptance head directory, for cost and specdec++; trained for what drafts.
     method: name:setting=value, as in `draftsmith eval bench`; auto drafts chains with what is given, by the policy.
     policy: when a chain ends. fixed: after five tokens. threshold: by the acceptance head and h, as SpecDec++ does.
         cost: by the head, when one more token is worth less than its time. online: the same without a head, from the
@@ -67,9 +66,7 @@ class DecodeConfig:
 
     prompt: str
     target: str = "embedded:target"
-    draft: str | None = None
     mid: str | None = None
-    eagle: str | None = None
     acceptance: str | None = None
     method: str = "auto"
     policy: Policy = "auto"
@@ -103,7 +100,7 @@ def run(config: DecodeConfig) -> Generation:
     target = load_lm(config.target, **how)
     bench_prompt = BenchPrompt("on the command line", prompt)
     longest = longest_sequence([bench_prompt], config.max_new_tokens, target.info.max_position)
-    models = load_models([named], model_paths(config), longest, params, target, **how)
+    models = load_models([named], config.paths, longest, params, target, **how)
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
     drafter = named.method.build(replace(models, ends=eos_ids))
 
@@ -145,28 +142,26 @@ def choose_method(config: DecodeConfig) -> Named:
     named = parse_methods(text)
     if len(named) > 1:
         raise InputError("method", repr(text), "one method", "To compare several use `draftsmith eval bench`.")
-    if isinstance(named[0].method, HFGenerate | HFAssisted):
-        raise InputError("method", text, "a method of this engine", "Measure it with `draftsmith eval bench`.")
     return named[0]
 
 
 def chain_method(config: DecodeConfig) -> str:
-    """The chain of the EAGLE head or the draft model with the policy; `ar` where nothing drafts."""
-    if config.eagle is None and config.draft is None:
+    """The chain of what drafts, a head before a draft model, with the policy; `ar` where nothing drafts."""
+    given = [name for name in chain_methods() if name in config.drafters]
+    if not given:
         if config.policy != "auto":
-            found = f"{config.policy} with nothing that drafts"
-            raise InputError("policy", found, "--draft or --eagle", "Pass --draft DIR or --eagle HEAD.")
+            found = f"{config.policy} with nothing that drafts chains"
+            raise InputError("policy", found, "--draft DIR", "Pass --draft: a draft model, or a head.")
         return "ar"
     policy = config.policy
     if policy == "auto":
         policy = "online" if config.acceptance is None else "cost"
-    drafter = "draft" if config.eagle is None else "eagle"
-    if config.acceptance is not None and config.draft is not None and policy in ("threshold", "cost"):
+    drafter = given[-1]
+    if config.acceptance is not None and len(given) > 1 and policy in ("threshold", "cost"):
         drafter = reads(config.acceptance)
     if policy == "fixed":
-        return "spec" if drafter == "draft" else "eagle"
-    name = "specdec++" if policy == "threshold" else policy
-    return name if drafter == "draft" else f"{name}:drafter=eagle"
+        return chain_methods()[drafter]
+    return f"{'specdec++' if policy == 'threshold' else policy}{by_drafter(drafter)}"
 
 
 def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:

@@ -131,11 +131,11 @@ def bench_step(
 ) -> Step:
     """Methods against each other on held-out prompts, answers to the end token."""
     title = "Settings, chosen on the dev prompts" if split == "dev" else "Measurement on the test prompts"
-    heads = {"acceptance": sized / "acceptance-head" / "best", "eagle": sized / "eagle-head" / "best"}
+    heads = {"draft": [DRAFT, sized / "eagle-head" / "best"], "acceptance": sized / "acceptance-head" / "best"}
     prompts = {"prompts": PROMPTS, "split": split, "keep_tasks": profile.tasks, "limit": limit}
     how = {"max_new_tokens": profile.max_new_tokens, "repeats": repeats, "seed": config.seed}
     more = {} if split == "dev" else {"card": True, "traces": 1}
-    return Step.of(title, "eval bench", sized / split / "results.json", target=TARGET, draft=DRAFT, **heads,
+    return Step.of(title, "eval bench", sized / split / "results.json", target=TARGET, **heads,
                 methods=methods, **prompts, **how, output=sized / split, **more)  # fmt: skip
 
 

@@ -29,16 +29,15 @@ def serve() -> None:
     from draftsmith.data.models.loading import load_lm
     from draftsmith.eval.bench.prompts import read_prompts
     from draftsmith.eval.bench.runner import BatchRunner, EngineRunner
-    from draftsmith.eval.methods import parse_method
-    from draftsmith.eval.methods.base import Models
     from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+    from draftsmith.modules.drafters.methods import Models, parse_method
     from draftsmith.modules.types import SamplingParams
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     target, draft = (load_lm(f"embedded:{name}", packed=True) for name in ("target", "draft"))
     eagle = EagleHead(EagleConfig.for_target(target.config)).requires_grad_(False)
-    models = Models(target, draft, eagle=eagle, capacity=1024)
+    models = Models(target, draft, heads={"eagle": eagle}, capacity=1024)
     prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "dev", None, PROMPTS)]
     session = target.rows_session(PROMPTS, 1024)
 

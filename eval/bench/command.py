@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.heads.measured import CARD, WEIGHTS
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
@@ -23,8 +24,9 @@ from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import Turns
 from draftsmith.eval.bench.cards import check_cards, heads_of, write_cards
+from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.journal import JOURNAL, Journal, unfinished_auto
-from draftsmith.eval.bench.load import LOADING, load_models, warn_about_sampling
+from draftsmith.eval.bench.load import LOADING, check_methods, load_models, warn_about_sampling
 from draftsmith.eval.bench.prompt_runner import PromptRunner, every_prompt_failed
 from draftsmith.eval.bench.prompts import Chat, Questions, longest_conversation, read_questions, task_sources
 from draftsmith.eval.bench.results import (
@@ -44,10 +46,9 @@ from draftsmith.eval.bench.tables import results_table, task_tables
 from draftsmith.eval.bench.trace import first_of_each_task, trace_prompts, write_texts
 from draftsmith.eval.cost.auto import times_of_run
 from draftsmith.eval.cost.clock import ClockName, clock_name
-from draftsmith.eval.methods import METHODS, check_needs, parse_methods
-from draftsmith.eval.methods.base import Models, Named, at_least
+from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # Settings that change nothing of what is measured: an interrupted run may go on with others.
 INCIDENTAL = ("output", "card", "traces")
@@ -56,17 +57,17 @@ ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS]}  # of the journa
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(DraftSettings):
     """Measures decoding methods against this engine's own autoregressive decoding.
 
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts. This or tasks.
     tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may be
         FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
-    draft: draft model, for spec, specdec++, cost, online, confidence, self-verify and hf-assisted; M1 of three-model
-        methods.
+    draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for several.
+        spec, specdec++, cost, online, confidence, self-verify, hf-assisted and three-model methods take the model.
     mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
-    eagle: EAGLE head directory, for eagle, eagle-tree and eagle2; with drafter=eagle in place of a draft model.
+    eagle: the old name of --draft for an EAGLE head.
     acceptance: acceptance head directory, for specdec++ and cost; trained for what drafts.
     methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,
         lookahead:w=15:n=5:g=15, hf. With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
@@ -112,9 +113,7 @@ class BenchConfig:
     target: str
     prompts: str | None = None
     tasks: str | None = None
-    draft: str | None = None
     mid: str | None = None
-    eagle: str | None = None
     acceptance: str | None = None
     methods: str = "ar"
     method: str | None = None
@@ -194,7 +193,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         InputError: bad settings, models or prompts; an unfinished run of other settings in `output`; no prompt that
             could be measured.
     """
-    named = with_baseline(parse_methods(asked_for(config)))
+    named = with_baseline(parse_methods(asked_for(config), BASELINES))
     sources = check(config, named)
     torch.set_num_threads(config.num_threads)
     questions = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
@@ -202,7 +201,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     target = load_lm(config.target, **how)
     chat, context = Chat(config.target), target.info.max_position
     room = longest_conversation(questions, chat, config.max_new_tokens, context)
-    models = load_models(named, model_paths(config), room, config.modes[0], target, **how)
+    models = load_models(named, config.paths, room, config.modes[0], target, **how)
     if models.acceptance is not None:
         for params in config.modes[1:]:
             warn_about_sampling(str(config.acceptance), params)
@@ -223,7 +222,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         write_texts(config.output, config.target, first)
     publish_run(config, rows, results)
     if config.card:
-        for directory in write_cards(results, named, model_paths(config)):
+        for directory in write_cards(results, named, config.paths):
             say(f"Model card: {Path(directory) / CARD}")
     return results
 
@@ -264,7 +263,7 @@ def result_rows(config: BenchConfig, rows: Sequence[Row], target: CausalLM) -> l
 
 
 def meta_of(config: BenchConfig, named: Sequence[Named], questions: Questions, models: Models) -> dict[str, Any]:
-    heads = heads_of(named, model_paths(config))
+    heads = heads_of(named, config.paths)
     return describe(
         "bench",
         config,
@@ -328,10 +327,9 @@ def check(config: BenchConfig, named: Sequence[Named]) -> list[tuple[str, str]]:
         at_least(field, getattr(config, field), 0)
     if config.batch_size > 1:
         check_batch(config, named)
-    for method in named:
-        check_needs(method, model_paths(config))
+    check_methods(named, config.paths)
     if config.card:
-        check_cards(named, model_paths(config))
+        check_cards(named, config.paths)
     check_device(config.device)
     assert config.modes  # which checks them
     return task_sources(config.prompts, config.tasks)
@@ -344,7 +342,7 @@ def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
         raise InputError("engine", f"hf {size}", "lean, which decodes in batches", "Pass --batch-size 1.")
     for item in named:
         if not item.method.batchable:
-            able = ", ".join(name for name, method in METHODS.items() if method.batchable)
+            able = ", ".join(name for name, method in known_methods().items() if method.batchable)
             raise InputError("methods", f"{item.label} {size}", f"some of {able}", "Measure it with --batch-size 1.")
 
 

@@ -15,7 +15,34 @@ import torch
 from draftsmith.data.models.loading import DTYPES, load_transformers, model_directory
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.drafters.methods import Method
+from draftsmith.modules.types import InputError, SamplingParams, at_least
+
+
+@dataclass(frozen=True)
+class HFGenerate(Method):
+    """transformers' own `generate`: a baseline that shares no code with this engine."""
+
+
+@dataclass(frozen=True)
+class HFAssisted(Method):
+    """transformers' assisted generation with the draft model: at most k drafted tokens a round.
+
+    t: a round ends early after a drafted token of probability below t; 0 drafts all k. Where scikit-learn is installed
+        transformers moves a t above 0 in every round, by what was accepted so far in the same answer.
+    """
+
+    k: int = 5
+    t: float = 0.0
+    uses = ("draft",)
+
+    def __post_init__(self) -> None:
+        at_least("k", self.k, 1)
+        if not 0 <= self.t < 1:
+            raise InputError("t", self.t, "0 (off) or a probability below 1", "Correct it.")
+
+
+BASELINES: dict[str, type[Method]] = {"hf": HFGenerate, "hf-assisted": HFAssisted}
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def measure(
 
 def medians_of(number: int, group: Sequence[BenchPrompt], runs: Sequence[Run]) -> list[Measured]:
     """Tokens and counts of the first run, medians of the clocks."""
-    walls, cpus = (tuple(run[clock] / len(group) for run in runs) for clock in (1, 2))
+    walls, cpus = tuple(run[1] / len(group) for run in runs), tuple(run[2] / len(group) for run in runs)
     wall_s, cpu_s = statistics.median(walls), statistics.median(cpus)
     return [
         Measured(prompt, number, made.tokens, made.trace, made.ended, wall_s, cpu_s, walls, cpus)

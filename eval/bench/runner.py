@@ -10,16 +10,16 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from draftsmith.data.models.naming import naming
-from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
-from draftsmith.eval.methods.base import Method, Models, Named, rows_lm
-from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
+from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, load_hf_model
 from draftsmith.modules.decoding.batch import generate_batch
 from draftsmith.modules.decoding.chains import BatchDrafter
 from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.loop import Generation, Round, generate
 from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.drafters.chains import rows_lm
+from draftsmith.modules.drafters.methods import Method, Models, Named
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.targets.base import CausalLM, RowsSession, Session
+from draftsmith.modules.targets.base import CausalLM, RowsLM, RowsSession, Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
 
@@ -74,7 +74,7 @@ class BatchRunner:
     """This project's batched loop: a group is decoded together. The session may be shared by methods in turn. Other
     fields as of `EngineRunner`."""
 
-    target: LlamaLM
+    target: RowsLM
     drafter: BatchDrafter | None
     params: SamplingParams
     eos_ids: tuple[int, ...]

@@ -17,16 +17,16 @@ from torch import Tensor
 from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.store.files import append, make_directory, write_json, write_text
 from draftsmith.data.store.reading import read_lines
+from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import EngineRunner, RunnerSettings, engine_runners
 from draftsmith.eval.cost.clock import Stopwatch, wall_time
-from draftsmith.eval.methods.base import Models, Named
-from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
-from draftsmith.modules.acceptance.policies import JudgedStop
+from draftsmith.modules.acceptance.policies import PredictorStop
 from draftsmith.modules.decoding.confidence import draft_law
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Verdict
-from draftsmith.modules.decoding.stop import entropy
+from draftsmith.modules.decoding.stop import Around, entropy
+from draftsmith.modules.drafters.methods import Models, Named
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
@@ -215,31 +215,30 @@ class _TimedDrafter:
         return self._drafter.draft_calls
 
 
-class _WatchedStop:
+class _WatchedStop(Around):
     """A stop policy that remembers what it was shown in this round."""
 
     def __init__(self, drafter: Any):
-        self._drafter, self.policy = drafter, drafter.stop
+        super().__init__(drafter.stop)
+        self._drafter = drafter
         drafter.stop = self
         self._views: list[DraftView] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name)
-
     def should_stop(self, view: DraftView) -> bool:
         self._views.append(view)
-        return self.policy.should_stop(view)
+        return super().should_stop(view)
 
     def restore(self) -> None:
         self._drafter.stop = self.policy
 
     def take(self) -> tuple[list[DraftView], list[float]]:
-        """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a judge's
-        word: a late one says nothing of a round's last token, and 1 before it has one to judge."""
+        """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a
+        predictor's word: a late one says nothing of a round's last token, and 1 before it has one to judge."""
         views, self._views = self._views, []
-        if not views or not isinstance(self.policy, JudgedStop):
+        policy = self.innermost
+        if not views or not isinstance(policy, PredictorStop):
             return views, []
-        return views, self.policy.probs[int(self.policy.judge.late) :]
+        return views, policy.probs[int(policy.predictor.late) :]
 
 
 def first_of_each_task(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:

@@ -23,14 +23,13 @@ from draftsmith.eval.bench.results import RESULTS
 from draftsmith.eval.bench.runner import BatchRunner, EngineRunner, Runner
 from draftsmith.eval.cost.clock import Clock, clock_of, interleaved
 from draftsmith.eval.cost.forwards import PROPOSALS, STEPS, DraftCost, draft_cost, straight, target_curves
-from draftsmith.eval.methods.base import Models, rows_lm
-from draftsmith.eval.methods.chains import build_chain, build_chains
-from draftsmith.eval.methods.trees import MAX_NODES
 from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.modules.acceptance.tree_rule import TreeTimes
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.drafters.chains import build_chain, build_chains, rows_lm
+from draftsmith.modules.drafters.methods import MAX_NODES, MachineTimes, Models
 from draftsmith.modules.types import InputError, SamplingParams
 
 SHORT, LONG = 1, 6  # drafted tokens of the rounds that are compared for c
@@ -42,7 +41,7 @@ TREE_PROMPT, SEED = 128, 0
 CURVE = "target, by rows"  # among the times of trees
 
 
-class MeasuredTimes:
+class MeasuredTimes(MachineTimes):
     """Times of this machine, for the methods of one run.
 
     step_costs: c by what drafts. seconds: of the parts of trees' rounds, by what was timed. Both are JSON values.

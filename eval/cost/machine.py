@@ -16,16 +16,15 @@ from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.cost.clock import Clock, medians
 from draftsmith.eval.cost.fit import fit_positive
 from draftsmith.eval.cost.forwards import PROPOSALS, STEPS, DraftCost, draft_cost, straight, target_curves
-from draftsmith.eval.methods.base import Method, Models, Named
-from draftsmith.eval.methods.chains import StopRule, build_chain
-from draftsmith.eval.methods.trees import Eagle2
 from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
-from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.chains import StopRule, build_chain, chain_methods
+from draftsmith.modules.drafters.eagle.methods import Eagle2
 from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.methods import Method, Models, Named
 from draftsmith.modules.types import SamplingParams
 
 PROBE_PROMPTS, PROBE_TOKENS, PROBE_REPEATS = 2, 40, 2
@@ -95,7 +94,8 @@ def family_of(named: Named) -> str:
     name = named.label.partition(":")[0]
     if isinstance(named.method, Eagle2):
         return f"{name}/{named.method.topk}"
-    return f"{name}/eagle" if isinstance(named.method, StopRule) and named.method.drafter == "eagle" else name
+    by = named.method.drafter if isinstance(named.method, StopRule) else "draft"
+    return name if by == "draft" else f"{name}/{by}"
 
 
 def drafter_of(family: str) -> str | None:
@@ -105,7 +105,7 @@ def drafter_of(family: str) -> str | None:
         return f"tree/{more}"
     if name in (AR, "pld"):
         return None
-    return "eagle" if "eagle" in (name, more) else "draft"
+    return more or next((drafter for drafter, method in chain_methods().items() if method == name), "draft")
 
 
 @torch.inference_mode()
@@ -145,9 +145,8 @@ def typical_prompts(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
 def fixed_drafter(name: str, models: Models) -> Drafter:
     """The drafter of `DecodingCosts.drafters`, without a stop policy of its own."""
     if name.startswith("tree/"):
-        assert isinstance(models.eagle, EagleHead)
         topk = int(name.removeprefix("tree/"))
-        return EagleTreeDrafter(models.eagle, models.target, DynamicTree(topk, STEPS, topk), models.capacity)
+        return EagleTreeDrafter(models.heads["eagle"], models.target, DynamicTree(topk, STEPS, topk), models.capacity)
     return build_chain(models, name, FixedLength(STEPS))
 
 

@@ -18,41 +18,40 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.command import model_paths
-from draftsmith.eval.bench.load import LOADING, load_models
+from draftsmith.eval.bench.load import LOADING, check_methods, load_models
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.lossless.answers import BatchedLoop, Loop, SingleLoop
 from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test
 from draftsmith.eval.lossless.sampling import Asked, SamplingTest
-from draftsmith.eval.methods import check_needs, parse_methods
-from draftsmith.eval.methods.base import Method, Models, Named, at_least, between, rows_lm
-from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
+from draftsmith.modules.drafters.chains import rows_lm
+from draftsmith.modules.drafters.methods import Method, Models, Named, parse_methods
 from draftsmith.modules.targets.base import CausalLM, RowsSession
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams, at_least, between
 
 RESULTS = "lossless.json"
 LOOPS = ("single", "batched")
 
 
 @dataclass(frozen=True)
-class LosslessConfig:
+class LosslessConfig(DraftSettings):
     """Certifies that decoding methods do not change what the target says. Exit code 1 when one does.
 
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
     output: directory that receives lossless.json.
     methods: name:setting=value, separated by commas, as in `draftsmith eval bench`.
-    draft: draft model.
+    draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for several.
     mid: model between draft and target.
-    eagle: EAGLE head directory.
+    eagle: the old name of --draft for an EAGLE head.
     acceptance: acceptance head directory.
     split: keep prompts of this split.
     keep_tasks: keep prompts of these tasks, separated by commas.
@@ -83,9 +82,7 @@ class LosslessConfig:
     prompts: str
     output: Path
     methods: str = "spec:k=5"
-    draft: str | None = None
     mid: str | None = None
-    eagle: str | None = None
     acceptance: str | None = None
     split: str | None = None
     keep_tasks: str | None = None
@@ -111,6 +108,7 @@ class LosslessConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("limit", "max_new_tokens", "batch_size", "num_threads"):
             at_least(name, getattr(self, name), 1)
         at_least("sampled_prompts", self.sampled_prompts, 0)
@@ -131,17 +129,14 @@ class LosslessConfig:
 def run(config: LosslessConfig) -> int:
     """Test every method, print and write the verdicts; 0 when all passed, else 1."""
     named = parse_methods(config.methods)
-    for method in named:
-        check_needs(method, model_paths(config))
-        if isinstance(method.method, HFGenerate | HFAssisted):
-            raise InputError("methods", method.label, "methods of this engine", "Remove it.")
+    check_methods(named, config.paths)
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
     how = {name: getattr(config, name) for name in LOADING}
     target = load_lm(config.target, **how)
     longest = longest_sequence(prompts, max(config.max_new_tokens, config.sampled_tokens), target.info.max_position)
-    models = load_models(named, model_paths(config), longest, config.sampling, target, **how)
+    models = load_models(named, config.paths, longest, config.sampling, target, **how)
     models = dataclasses.replace(models, ends=ends_of(config, target))
     reference = None if config.dtype == "float32" else load_lm(config.target, **{**how, "dtype": "float32"})
     found = certify(config, named, models, prompts, reference)

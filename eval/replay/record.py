@@ -5,31 +5,26 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
 from draftsmith.data.models.naming import naming
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.methods.base import Models
-from draftsmith.eval.methods.chains import build_chain
 from draftsmith.eval.replay.along import accept_along
 from draftsmith.eval.replay.chain_rows import ChainRows
 from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, ReadAnswer, TargetText
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, joined
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.decoding.branches import DraftModelBranches, SideBySide
+from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
 from draftsmith.modules.decoding.loop import Generation, generate, room_for
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Outcome
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle.branches import EagleBranches
-from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.chains import build_chain
+from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import TorchSource, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
-
-DrafterName = Literal["draft", "eagle"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class Recording:
 
 def record_chains(
     models: Models,
-    drafter: DrafterName,
+    drafter: str,
     prompts: Sequence[BenchPrompt],
     params: SamplingParams,
     depth: int,
@@ -55,7 +50,7 @@ def record_chains(
     eos_ids: Sequence[int],
     heads: Mapping[str, AcceptanceHead] | None = None,
 ) -> ChainRollouts:
-    """Chains of `depth` tokens by the draft model or the EAGLE head, everywhere in the target's answers.
+    """Chains of `depth` tokens by the draft model or a trained drafter, everywhere in the target's answers.
 
     heads: label -> acceptance head of that drafter, whose logits are recorded.
     """
@@ -145,7 +140,7 @@ class ChainRecorder:
     def __init__(
         self,
         models: Models,
-        drafter: DrafterName,
+        drafter: str,
         how: Recording,
         heads: Mapping[str, AcceptanceHead],
         answers: TargetAnswers | None = None,
@@ -157,15 +152,13 @@ class ChainRecorder:
         all places of an answer together, ten times as fast; logits then differ in the last bits from those of the
         decoder's own drafter, and greedy drafts where two tokens are that close."""
         self._answers, self._how, self._heads = answers or TargetAnswers(models.target, how), how, heads
-        self._name: DrafterName = drafter
+        self._name = drafter
         # One token more than is kept: a head of state `after` judges a token once the forward behind it has read it.
         self._keep = _Keep(how.depth + 1)
         self._drafter = build_chain(models, drafter, self._keep)
         self._models, self._side_by_side = models, side_by_side
         self._target, self._along = models.target, along and not how.params.greedy
-        embedder = models.target if drafter == "eagle" else models.draft
-        assert embedder is not None
-        self._embed = embedder.embed
+        self._embed = models.embedder(drafter).embed
 
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:
@@ -195,8 +188,7 @@ class ChainRecorder:
             assert models.draft is not None
             limits.append(models.draft.info.max_position)
         else:
-            assert isinstance(models.eagle, EagleHead)
-            limits.append(models.eagle.config.llama.max_position)
+            limits.append(models.heads[self._name].config.max_position)
         return count > 1 and len(prompt.prompt_ids) + count + self._how.depth + 1 <= min(limits)
 
     def _draft_together(self, prompt: BenchPrompt, number: int, reading: ReadAnswer, rows: ChainRows) -> None:
@@ -212,10 +204,9 @@ class ChainRecorder:
         rows.add_all(drafted, known, keep_states=bool(self._heads), ends=models.ends)
 
 
-def branch_drafter(models: Models, drafter: DrafterName, depth: int) -> SideBySide:
+def branch_drafter(models: Models, drafter: str, depth: int) -> BranchDrafter:
     """Drafts of at most `depth` tokens from many places of a text."""
-    if drafter == "eagle":
-        assert isinstance(models.eagle, EagleHead)
-        return EagleBranches(models.eagle, models.target, depth)
+    if drafter != "draft":
+        return models.heads[drafter].branches(models.target, depth)
     assert models.draft is not None
     return DraftModelBranches(models.draft, depth)

@@ -10,13 +10,13 @@ import torch
 
 from draftsmith.eval.replay.replay import accepted_of, first_rows, walk_rounds
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
-from draftsmith.modules.acceptance.policies import ConfidenceName, Judge, JudgedStop, OnlineJudge, Rule
+from draftsmith.modules.acceptance.policies import ConfidenceName, OnlinePredictor, Predictor, PredictorStop, Rule
 from draftsmith.modules.decoding.confidence import log_odds_of
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.trace import DecodeTrace
 
 
-class RecordedPredictor(Judge, Protocol):
+class RecordedPredictor(Predictor, Protocol):
     """A judge of recorded rounds. row: of the round that is being played."""
 
     row: int
@@ -46,8 +46,8 @@ class KnownPredictor:
         """Nothing is learned."""
 
 
-class RecordedOnline(OnlineJudge):
-    """`OnlineJudge` on recorded confidences."""
+class RecordedOnline(OnlinePredictor):
+    """`OnlinePredictor` on recorded confidences."""
 
     def __init__(self, rollouts: ChainRollouts, confidence: ConfidenceName = "q", repeats: bool = True):
         super().__init__(confidence, repeats)
@@ -60,7 +60,7 @@ class RecordedOnline(OnlineJudge):
 
 
 def online_features(rollouts: ChainRollouts, confidence: ConfidenceName, repeats: bool) -> Floats:
-    """[S, K, F]: what `OnlineJudge` learns from."""
+    """[S, K, F]: what `OnlinePredictor` learns from."""
     log_prob = rollouts.log_q if confidence == "q" else rollouts.log_max_q
     features = [log_odds_of(torch.from_numpy(log_prob)).numpy()]
     if repeats:
@@ -72,10 +72,10 @@ def online_features(rollouts: ChainRollouts, confidence: ConfidenceName, repeats
 def replay_by_prediction(
     rollouts: ChainRollouts, judge: RecordedPredictor, rule: Rule, min_drafted: int, max_drafted: int
 ) -> list[DecodeTrace]:
-    """One trace an answer, of `JudgedStop` with this judge and this rule: what decoding answer after answer would have
-    drafted. Like the decoder's own, a policy does not hear of an answer's last round."""
+    """One trace an answer, of `PredictorStop` with this judge and this rule: what decoding answer after answer would
+    have drafted. Like the decoder's own, a policy does not hear of an answer's last round."""
     assert 1 <= min_drafted <= max_drafted <= rollouts.depth
-    stop = JudgedStop(judge, rule, min_drafted, max_drafted)
+    stop = PredictorStop(judge, rule, min_drafted, max_drafted)
     nothing = torch.empty(0, 0)
     views = [DraftView(n + 1, -1, nothing, nothing, None) for n in range(max_drafted)]
     available, accepted = np.minimum(rollouts.available(), max_drafted).tolist(), accepted_of(rollouts).tolist()

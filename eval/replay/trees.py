@@ -10,14 +10,13 @@ import torch
 
 from draftsmith.data.models.naming import naming
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.methods.base import Models
 from draftsmith.eval.replay.record import Recording, TargetAnswers, walk
 from draftsmith.eval.replay.rollouts import Floats, Ints, TreeRollouts, joined
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.tree import num_candidates
-from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.methods import Models
 
 
 def record_trees(recorder: TreeRecorder, prompts: Sequence[BenchPrompt]) -> TreeRollouts:
@@ -40,11 +39,11 @@ class TreeRecorder:
         """answers: those of other recordings of the same prompts, if there are any. judge: a head whose probabilities
         are the nodes' values. keep_values: `TreeRollouts.values` of the best so many candidates, and `frontier`; 0
         keeps neither."""
-        assert isinstance(models.eagle, EagleHead) and topk <= models.target.info.vocab_size
+        assert topk <= models.target.info.vocab_size
         self._answers, self._how, self._topk = answers or TargetAnswers(models.target, how), how, topk
         self._keep_values = keep_values
         everything = DynamicTree(num_candidates(topk, how.depth + 1), how.depth, topk)
-        self._drafter = EagleTreeDrafter(models.eagle, models.target, everything, models.capacity, judge=judge)
+        self._drafter = EagleTreeDrafter(models.heads["eagle"], models.target, everything, models.capacity, judge=judge)
 
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> TreeRollouts:

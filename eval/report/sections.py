@@ -82,8 +82,8 @@ def about(run: Run) -> str:
     settings, meta = run.settings, run.meta
     prompts, hardware = meta.get("prompts", {}), meta.get("hardware", {})
     parts = [f"Target {settings.get('target', 'not named')}"]
-    if settings.get("draft"):
-        parts.append(f"draft {settings['draft']}")
+    if drafts := settings.get("draft"):
+        parts.append(f"draft {drafts if isinstance(drafts, str) else ', '.join(drafts)}")
     if prompts:
         parts.append(f"{prompts.get('count', '?')} prompts of {prompts.get('source', 'an unnamed source')}")
     if run.kind == "bench":

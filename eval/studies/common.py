@@ -11,35 +11,35 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import bar, say
 from draftsmith.data.prompts import numbers
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.reading import read_object
-from draftsmith.eval.bench.command import BenchConfig, bench, model_paths
-from draftsmith.eval.bench.load import LOADING, load_models
+from draftsmith.eval.bench.command import BenchConfig, bench
+from draftsmith.eval.bench.load import LOADING, check_methods, load_models
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import RESULTS
 from draftsmith.eval.bench.runner import EngineRunner
-from draftsmith.eval.methods import check_needs, parse_methods
-from draftsmith.eval.methods.base import Models, at_least
 from draftsmith.eval.report.figures import Figure
 from draftsmith.eval.studies.keeping import keep
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.drafters.methods import Models, parse_methods
+from draftsmith.modules.types import SamplingParams, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyConfig:
+class StudyConfig(DraftSettings):
     """Settings of every study of decoding methods.
 
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
-    draft: draft model.
+    draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for several.
     mid: model between draft and target.
-    eagle: EAGLE head directory.
+    eagle: the old name of --draft for an EAGLE head.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
     keep_tasks: keep prompts whose own task is one of these, separated by commas.
     limit: study the first so many prompts; 0 takes all.
@@ -60,9 +60,7 @@ class StudyConfig:
 
     target: str
     prompts: str
-    draft: str | None = None
     mid: str | None = None
-    eagle: str | None = None
     split: str | None = None
     keep_tasks: str | None = None
     limit: int = 16
@@ -79,11 +77,6 @@ class StudyConfig:
     trust_remote_code: bool = False
     quick: bool = False
     output: Path
-
-    @property
-    def acceptance(self) -> str | None:
-        """Flag of a head that no study of this kind uses."""
-        return None
 
     @property
     def sampling(self) -> list[SamplingParams]:
@@ -120,15 +113,14 @@ def prepare(config: StudyConfig, methods: Sequence[str], further: Sequence[Bench
     at_least("limit", config.limit, 0)
     params = config.sampling[0]
     named = parse_methods(",".join(dict.fromkeys(methods)))
-    for method in named:
-        check_needs(method, model_paths(config))
+    check_methods(named, config.paths)
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
     how = {name: getattr(config, name) for name in LOADING}
     target = load_lm(config.target, **how)
     longest = longest_sequence([*prompts, *further], config.max_new_tokens, target.info.max_position)
-    models = load_models(named, model_paths(config), longest, params, target, **how)
+    models = load_models(named, config.paths, longest, params, target, **how)
     ends = () if config.ignore_eos else tuple(target.info.eos_ids)
     return Ground(dataclasses.replace(models, ends=ends), prompts, ends)
 

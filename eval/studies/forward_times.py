@@ -45,7 +45,8 @@ def fit_forward_times(rows: Sequence[Row], clock: str) -> ForwardTimes:
     clock: `cpu` or `wall`.
     """
     found = fit(_columns(rows, *COUNTS), _columns(rows, f"{clock}_s")[:, 0])
-    return ForwardTimes(*found.weights, found.r2, len(rows))
+    t_draft, t_target = found.weights
+    return ForwardTimes(t_draft, t_target, found.r2, len(rows))
 
 
 def explained(rows: Sequence[Row], times: ForwardTimes, clock: str) -> float:

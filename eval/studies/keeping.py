@@ -13,8 +13,8 @@ from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import RESULTS, describe
 from draftsmith.eval.bench.tables import plain_table
-from draftsmith.eval.methods.base import Models
 from draftsmith.eval.report.figures import Figure, Table, formatted, plain, to_json
+from draftsmith.modules.drafters.methods import Models
 
 
 def keep(

@@ -12,17 +12,17 @@ from torch import nn
 
 from draftsmith.data.progress import bar
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.methods.base import Models
-from draftsmith.eval.replay.record import ChainRecorder, DrafterName, Recording, TargetAnswers
+from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.replay.store import recorded
 from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.drafters.methods import Models
 
 
 def recorded_chains(
     directory: Path,
     models: Models,
-    drafter: DrafterName,
+    drafter: str,
     prompts: Sequence[BenchPrompt],
     how: Recording,
     heads: Mapping[str, AcceptanceHead],
@@ -49,9 +49,8 @@ def recorded_chains(
         settings["together"] = True
     elif along:
         settings["along"] = True
-    if drafter == "eagle":
-        assert models.eagle is not None
-        settings["models"]["eagle"] = digest(models.eagle)
+    if drafter != "draft":
+        settings["models"][drafter] = digest(models.heads[drafter])
     recorder = ChainRecorder(models, drafter, how, heads, answers, along=together or along, side_by_side=together)
     with bar(f"rollouts, {directory.name}", len(prompts), "prompts") as advance:
         return recorded(directory, prompts, settings, recorder, advance)

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import Named
-from draftsmith.eval.methods.chains import (
-    ConfidenceStop,
-    CostAware,
-    FixedK,
-    HeadByCost,
-    Judged,
-    Online,
-    SelfVerification,
-    SpecDecPlusPlus,
-)
-from draftsmith.eval.methods.lookups import PromptLookup
-from draftsmith.eval.methods.trees import MAX_NODES, Eagle2
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.rollouts import ChainRollouts, Ints, TargetAnswer, TreeRollouts
 from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
@@ -29,6 +15,21 @@ from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import CostRule, Rule, ThresholdRule
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.decoding.tree import num_candidates
+from draftsmith.modules.drafters.chains import (
+    ByHead,
+    ByPrediction,
+    ConfidenceStop,
+    CostAware,
+    FixedK,
+    Online,
+    SelfVerification,
+    SpecDecPlusPlus,
+    by_drafter,
+    chain_methods,
+)
+from draftsmith.modules.drafters.eagle.methods import Eagle2
+from draftsmith.modules.drafters.methods import MAX_NODES, Named, parse_methods
+from draftsmith.modules.drafters.prompt_lookup import PromptLookup
 
 HEAD = "acceptance"  # label of its logits in the rollouts
 # Settings are weighed at these values; the coarse grid has every second of them.
@@ -46,42 +47,42 @@ class Grid:
     topks: tuple[int, ...]
     coarse: bool
 
-    def labels(self, given: Mapping[str, str | None], acceptance_reads: str) -> Iterator[str]:
-        """Every setting that the given models (flag -> path) allow."""
+    def labels(self, given: Collection[str], reader: str | None) -> Iterator[str]:
+        """Every setting that the given drafters allow. reader: the one that an acceptance head was trained for."""
         step = 2 if self.coarse else 1
         lengths = [k for k in range(1, self.depth + 1) if not self.coarse or k <= 4 or k % 2 == 0]
         longest = sorted({self.depth, max(self.depth // 2, 1)}, reverse=True)[::step]
         yield AR
         yield from (f"pld:k={k}:ngram={ngram}" for k in lengths[1::2] for ngram in NGRAMS)
-        for flag, name in (("draft", "spec"), ("eagle", "eagle")):
-            if not given.get(flag):
+        for drafter, fixed in chain_methods().items():
+            if drafter not in given:
                 continue
-            reader = ":drafter=eagle" if flag == "eagle" else ""
-            yield from (f"{name}:k={k}" for k in lengths)
-            yield from (f"confidence:t={t}:max={m}{reader}" for t in THRESHOLDS[:9:step] for m in longest)
-            yield from (f"self-verify:k={m}{reader}" for m in longest)
-            yield from (f"online:max={m}:by={by}{reader}" for m in longest for by in ("q", "max_q"))
-            if given.get("acceptance") and acceptance_reads == flag:
-                yield from self._specdecpp(step, longest, reader)
-                yield from (f"cost:max={m}:min={least}{reader}" for m in longest for least in (1, 2) if least <= m)
-        if given.get("eagle"):
+            own = by_drafter(drafter)
+            yield from (f"{fixed}:k={k}" for k in lengths)
+            yield from (f"confidence:t={t}:max={m}{own}" for t in THRESHOLDS[:9:step] for m in longest)
+            yield from (f"self-verify:k={m}{own}" for m in longest)
+            yield from (f"online:max={m}:by={by}{own}" for m in longest for by in ("q", "max_q"))
+            if drafter == reader:
+                yield from self._specdecpp(step, longest, own)
+                yield from (f"cost:max={m}:min={least}{own}" for m in longest for least in (1, 2) if least <= m)
+        if "eagle" in given:
             for topk in self.topks:
                 for depth in range(1, self.tree_depth + 1, step):
                     most = min(num_candidates(topk, depth + 1), MAX_NODES)
                     yield from (f"eagle2:nodes={n}:depth={depth}:topk={topk}" for n in NODES[::step] if n <= most)
 
-    def _specdecpp(self, step: int, longest: Sequence[int], reader: str) -> Iterator[str]:
+    def _specdecpp(self, step: int, longest: Sequence[int], own: str) -> Iterator[str]:
         for calibrated in ("off", "on"):
             for h in THRESHOLDS[::step]:
                 for minimum in (1, 2)[-1 if self.coarse else 0 :]:
                     limits = f"min={minimum}:max="
-                    yield from (f"specdec++:h={h}:{limits}{max(m, 2)}:calibrated={calibrated}{reader}" for m in longest)
+                    yield from (f"specdec++:h={h}:{limits}{max(m, 2)}:calibrated={calibrated}{own}" for m in longest)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Rollouts by what drafted them: `draft` or `eagle` chains, trees by their topk, lookups by their longest n-gram;
-    the head that judged; and c of each drafter of chains on this machine (`step_cost`)."""
+    """Rollouts by what drafted them: chains by `draft` or a head's kind, trees by their topk, lookups by their longest
+    n-gram; the acceptance head; and c of each drafter of chains on this machine (`MachineTimes`)."""
 
     chains: Mapping[str, ChainRollouts]
     trees: Mapping[int, TreeRollouts]
@@ -107,8 +108,9 @@ class Recorded:
             lookups = self.lookups[method.ngram]
             return replay.replay(lookups, replay.fixed_k(lookups, method.k), calls_per_token=0)
         rollouts = self.chains[method.needs[0]]
-        if isinstance(method, Judged):
-            return replay_by_prediction(rollouts, self._judge(method, rollouts), self._rule(method), *method.limits)
+        if isinstance(method, ByPrediction):
+            predictor, rule = self._predictor(method, rollouts), self._rule(method)
+            return replay_by_prediction(rollouts, predictor, rule, *method.limits)
         if isinstance(method, SelfVerification):
             return replay.self_verify(rollouts, method.k)
         return replay.replay(rollouts, self._lengths(named, rollouts))
@@ -120,15 +122,14 @@ class Recorded:
         assert isinstance(method, FixedK)
         return replay.fixed_k(rollouts, method.k)
 
-    def _judge(self, method: Judged, rollouts: ChainRollouts) -> RecordedPredictor:
+    def _predictor(self, method: ByPrediction, rollouts: ChainRollouts) -> RecordedPredictor:
         if isinstance(method, Online):
             return RecordedOnline(rollouts, method.by, method.repeats)
-        assert self.head is not None and isinstance(method, HeadByCost | SpecDecPlusPlus)
-        calibrated = isinstance(method, HeadByCost) or method.calibrated
-        probs = replay.head_probs(rollouts.heads[HEAD], self.head, calibrated)
+        assert self.head is not None and isinstance(method, ByHead)
+        probs = replay.head_probs(rollouts.heads[HEAD], self.head, method.uses_calibrated)
         return KnownPredictor(probs, late=self.head.config.late)
 
-    def _rule(self, method: Judged) -> Rule:
+    def _rule(self, method: ByPrediction) -> Rule:
         if isinstance(method, SpecDecPlusPlus):
             return ThresholdRule(method.h)
         assert isinstance(method, CostAware)

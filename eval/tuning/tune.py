@@ -16,13 +16,13 @@ import torch
 import yaml
 from rich.console import Console
 
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.command import model_paths
-from draftsmith.eval.bench.load import LOADING, load_models
+from draftsmith.eval.bench.load import LOADING, load_models, reads
 from draftsmith.eval.bench.prompt_runner import answered, measure
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import RESULTS, Measured, describe
@@ -30,8 +30,6 @@ from draftsmith.eval.bench.runner import EngineRunner, remember
 from draftsmith.eval.bench.summary import tokens_per_s
 from draftsmith.eval.cost.clock import Clock, ClockName, clock_name, clock_of
 from draftsmith.eval.cost.machine import AR, DecodingCosts, measure_costs
-from draftsmith.eval.methods import parse_method, parse_methods
-from draftsmith.eval.methods.base import Models, Named, at_least
 from draftsmith.eval.replay.lookup import record_lookup
 from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import joined
@@ -39,8 +37,9 @@ from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.report.figures import to_json
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice, figures, reasoning_table, summary
-from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.drafters.chains import chain_methods
+from draftsmith.modules.drafters.methods import Models, Named, parse_method, parse_methods
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 DECODE = "decode.yaml"
 # Settings that decode.yaml takes over as they were given; `draftsmith decode` and `draftsmith eval bench` know them.
@@ -49,16 +48,16 @@ KEPT = ("temperature", "top_k", "top_p", "ignore_eos", "dtype", "device", "engin
 
 
 @dataclass(frozen=True)
-class TuneConfig:
+class TuneConfig(DraftSettings):
     """Finds the fastest way to decode: method and settings for this machine, these models and these prompts.
 
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts; take some that
         are like those to come, and not those that speed is reported on.
-    draft: draft model: spec, online, confidence, self-verify, and specdec++ and cost with a head.
-    eagle: EAGLE head directory: the same with the head's chains, and eagle2's trees.
+    draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for several.
+    eagle: the old name of --draft for an EAGLE head.
     acceptance: acceptance head directory.
-    acceptance_reads: drafter that the acceptance head was trained for: draft or eagle.
+    acceptance_reads: drafter that the acceptance head was trained for, where it does not say: draft, or a head's kind.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
     keep_tasks: keep prompts whose own task is one of these, separated by commas.
     limit: use the first so many prompts; 0 takes all.
@@ -85,10 +84,8 @@ class TuneConfig:
 
     target: str = "embedded:target"
     prompts: str = "embedded:prompts"
-    draft: str | None = None
-    eagle: str | None = None
     acceptance: str | None = None
-    acceptance_reads: Literal["draft", "eagle"] = "draft"
+    acceptance_reads: str | None = None
     split: str | None = None
     keep_tasks: str | None = None
     limit: int = 16
@@ -115,6 +112,11 @@ class TuneConfig:
     @property
     def sampling(self) -> SamplingParams:
         return SamplingParams(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def reader(self) -> str | None:
+        """The drafter whose states the acceptance head reads; None without one."""
+        return self.acceptance and (self.acceptance_reads or reads(self.acceptance))
 
     @property
     def clock(self) -> ClockName:
@@ -167,9 +169,9 @@ def prepare(config: TuneConfig) -> Setup:
     for topk in grid.topks:
         if topk > target.info.vocab_size:
             raise InputError("topk", topk, f"{target.info.vocab_size}, the vocabulary, or less", "Lower it.")
-    labels = list(grid.labels(model_paths(config), config.acceptance_reads))
+    labels = list(grid.labels(config.paths, config.reader))
     longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
-    models = load_models(parse_methods(",".join(labels)), model_paths(config), longest, config.sampling, target, **how)
+    models = load_models(parse_methods(",".join(labels)), config.paths, longest, config.sampling, target, **how)
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
     return Setup(replace(models, ends=eos_ids), prompts, eos_ids, labels)
 
@@ -182,13 +184,11 @@ def check(config: TuneConfig) -> None:
         at_least(field, getattr(config, field), 0)
     for topk in config.weighed().topks:
         at_least("topk", topk, 1)
-    if not config.draft and not config.eagle:
-        remedy = "Pass --draft DIR or --eagle HEAD."
-        raise InputError("draft, eagle", "neither", "a draft model, an EAGLE head or both", remedy)
-    reads = config.acceptance_reads
-    if config.acceptance and not getattr(config, reads):
-        found = f"a head for --{reads}, which is not given"
-        raise InputError("acceptance", found, f"--{reads}, or another --acceptance-reads", f"Pass --{reads}.")
+    if not config.drafters:
+        raise InputError("draft", "nothing", "what drafts", "Pass --draft DIR: a draft model, a head, or several.")
+    if config.reader is not None and config.reader not in config.drafters:
+        found = f"a head for what {config.reader} drafts, which is not given"
+        raise InputError("acceptance", found, "--draft with it", "Pass --draft DIR too.")
     check_device(config.device)
 
 
@@ -217,19 +217,19 @@ def record(config: TuneConfig, setup: Setup) -> Recorded:
     how = Recording(config.sampling, config.depth, config.max_new_tokens, config.seed, setup.eos_ids)
     models, grid = setup.models, config.weighed()
     answers = TargetAnswers(models.target, how)
-    head = models.acceptance if isinstance(models.acceptance, AcceptanceHead) else None
+    head = models.acceptance
     chains, trees = {}, {}
-    for flag in ("draft", "eagle"):
-        if getattr(models, flag) is not None:
-            heads = {HEAD: head} if head is not None and config.acceptance_reads == flag else {}
-            recorder = ChainRecorder(models, flag, how, heads, answers)
-            chains[flag] = joined([recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
-    if models.eagle is not None:
+    for drafter in (name for name in chain_methods() if name in config.drafters):
+        heads = {HEAD: head} if head is not None and config.reader == drafter else {}
+        recorder = ChainRecorder(models, drafter, how, heads, answers)
+        chains[drafter] = joined([recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
+    if "eagle" in models.heads:
         for topk in grid.topks:
             tree_recorder = TreeRecorder(models, topk, replace(how, depth=config.tree_depth), answers)
             trees[topk] = joined([tree_recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
     lookups = {ngram: record_lookup(answers, setup.prompts, how, ngram) for ngram in NGRAMS}
-    return Recorded(chains, trees, head, lookups, {flag: models.times.step_cost(models, flag) for flag in chains})
+    step_costs = {name: models.times.step_cost(models, name) for name in chains}
+    return Recorded(chains, trees, head, lookups, step_costs)
 
 
 def take_costs(config: TuneConfig, setup: Setup, clock: Clock) -> DecodingCosts:
@@ -275,7 +275,9 @@ def decode_yaml(config: TuneConfig, choice: Choice) -> str:
     """Settings for `draftsmith decode --config` and `draftsmith eval bench --config`."""
     needs = parse_method(choice.label).needs
     content: dict[str, Any] = {"target": full_path(config.target)}
-    content |= {flag: full_path(str(getattr(config, flag))) for flag in needs}
+    drafters = [full_path(path) for name, path in config.drafters.items() if name in needs]
+    content |= {"draft": drafters} if drafters else {}
+    content |= {"acceptance": full_path(str(config.acceptance))} if "acceptance" in needs else {}
     content |= {"method": choice.label, **{name: getattr(config, name) for name in KEPT}}
     about = (
         f"# Chosen by `draftsmith eval tune` among {len(choice.predicted)} settings: {choice.speedup:.2f}x the speed "

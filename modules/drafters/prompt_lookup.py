@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source
+from draftsmith.modules.drafters.methods import MAX_NODES, Method, Models
+from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
 class PromptLookupDrafter:
@@ -44,3 +46,22 @@ class PromptLookupDrafter:
 
     def advance(self, outcome: Outcome) -> None:
         self._append(outcome.emitted)
+
+
+@dataclass(frozen=True)
+class PromptLookup(Method):
+    """What followed the last ngram (or fewer) tokens when they last occurred, up to k tokens."""
+
+    k: int = 10
+    ngram: int = 3
+
+    def __post_init__(self) -> None:
+        at_least("k", self.k, 1)
+        at_most("k", self.k, MAX_NODES)
+        at_least("ngram", self.ngram, 1)
+
+    def build(self, models: Models) -> Drafter | None:
+        return PromptLookupDrafter(self.k, self.ngram)
+
+
+METHODS = {"pld": PromptLookup}

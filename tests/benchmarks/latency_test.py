@@ -15,7 +15,7 @@ from draftsmith.benchmarks.predictor_cost import DRAFTED, share_of_a_step
 from draftsmith.benchmarks.synthetic import random_pair
 from draftsmith.eval.cost.clock import Stopwatch, interleaved
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.acceptance.policies import OnlineJudge
+from draftsmith.modules.acceptance.policies import OnlinePredictor
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 
 
@@ -92,7 +92,7 @@ def test_a_predictor_is_timed_while_it_drafts_and_changes_nothing():
         made.append(DraftModelDrafter(pair.packed[1], stop, pair.capacity))
         return made[-1]
 
-    share, seconds = share_of_a_step(pair, make, OnlineJudge(), GREEDY)
+    share, seconds = share_of_a_step(pair, make, OnlinePredictor(), GREEDY)
     assert 0 < share < math.inf and 0 < seconds < 1
     # Every draft is as long as it may be, and all of its tokens were judged.
     assert made[0].stop.max_drafted == DRAFTED and len(made[0].stop.probs) >= 1

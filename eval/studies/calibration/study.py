@@ -6,16 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import LOADING, load_models, warn_about_sampling
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import Models, at_least
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.studies.calibration.figures import OVERALL, calibration_figures, summary_of
@@ -23,23 +22,24 @@ from draftsmith.eval.studies.keeping import keep
 from draftsmith.eval.studies.policies.predictors import HEAD, judge, predictions
 from draftsmith.eval.studies.recording import recorded_chains
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.drafters.methods import Models, parse_methods
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # What --quick makes of the settings.
 QUICK: dict[str, Any] = {"limit": 14, "fit_limit": 10, "depth": 6, "max_new_tokens": 96}
 
 
 @dataclass(frozen=True)
-class CalibrationConfig:
+class CalibrationConfig(DraftSettings):
     """Judges an acceptance head's probabilities, raw, corrected and calibrated, beside the draft's confidence, on the
     tokens of real rounds down to and with the first rejected one.
 
     target: model directory, hub id or embedded:target.
-    draft: the draft model; with drafter=eagle it is not needed.
+    draft: the draft model, or with another drafter its head.
     acceptance: acceptance head directory, for this drafter.
     prompts: chats with the two splits below, or a file whose prompts serve as both when neither is named.
-    drafter: draft for a draft model, eagle for an EAGLE head.
-    eagle: EAGLE head directory, with drafter=eagle.
+    drafter: draft for a draft model, or the kind of a trained drafter.
+    eagle: the old name of --draft for an EAGLE head.
     split: prompts that are reported.
     fit_split: prompts that the logistic fits of entropy and of q(y) are made on.
     keep_tasks: keep prompts whose own task is one of these, separated by commas.
@@ -63,9 +63,7 @@ class CalibrationConfig:
     target: str
     acceptance: str
     prompts: str
-    draft: str | None = None
-    drafter: Literal["draft", "eagle"] = "draft"
-    eagle: str | None = None
+    drafter: str = "draft"
     split: str | None = "test"
     fit_split: str | None = "dev"
     keep_tasks: str | None = None
@@ -86,6 +84,7 @@ class CalibrationConfig:
     output: Path = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.temperatures:
             raise InputError("temperatures", "nothing", "one or more", "Name some.")
         for name in ("limit", "fit_limit"):
@@ -131,9 +130,8 @@ def load(config: CalibrationConfig, prompts: Sequence[BenchPrompt]) -> Models:
     target = load_lm(config.target, **how)
     longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
     named = parse_methods(f"specdec++:drafter={config.drafter}")
-    paths = {flag: getattr(config, flag) for flag in ("target", "draft", "eagle", "acceptance")}
     first, *others = config.temperatures
-    models = load_models(named, paths, longest, config.sampling(first), target, **how)
+    models = load_models(named, config.paths, longest, config.sampling(first), target, **how)
     for temperature in others:
         warn_about_sampling(config.acceptance, config.sampling(temperature))
     return models

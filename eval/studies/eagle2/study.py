@@ -9,8 +9,7 @@ from pathlib import Path
 
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.methods.base import at_least
-from draftsmith.eval.methods.trees import read_tree
+from draftsmith.eval.bench.trees import read_tree
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.replay.replay import replay_tree
 from draftsmith.eval.replay.trees import TreeRecorder, record_trees
@@ -42,7 +41,7 @@ from draftsmith.eval.studies.eagle2.figures import (
 from draftsmith.eval.studies.eagle2.nodes import Node, nodes_of
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.trace import Totals, pool
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # Beside the dynamic trees: EAGLE-1's static tree, and a chain.
 REFERENCES = ("eagle:k=5", "eagle-tree")
@@ -53,7 +52,7 @@ class Eagle2Config(StudyConfig):
     """Repeats the experiments of EAGLE-2 with an EAGLE head: which drafted tokens are accepted, what ranking them by
     value and reranking them adds, and how many to draft.
 
-    eagle: EAGLE head directory, trained for the target.
+    draft: the directory of an EAGLE head that was trained for the target.
     tree: static tree whose positions are looked at: a shipped name, or a YAML list of paths of ranks.
     ablations: sizes nodes:depth:topk of the ablations, separated by commas; confidence is looked at in the first.
     topk: children of a node, and nodes that are expanded at once, of all trees whose nodes and depth vary.
@@ -110,8 +109,9 @@ QUICK = {
 @sole_writer()
 def run(config: Eagle2Config) -> Path:
     """Decode and measure, print the tables and write `output`/results.json, which is there only when complete."""
-    if not config.eagle:
-        raise InputError("eagle", "nothing", "--eagle HEAD", "Pass --eagle: a head of `draftsmith train eagle`.")
+    if "eagle" not in config.drafters:
+        given = ", ".join(config.drafters.values()) or "nothing"
+        raise InputError("draft", given, "an EAGLE head", "Pass --draft: a head of `draftsmith train eagle`.")
     at_least("topk", config.topk, 1)
     if config.quick:
         config = reduced(config, {"limit": 6, "repeats": 1}, QUICK)

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import at_least
 from draftsmith.eval.report.figures import Figure
 from draftsmith.eval.studies.common import (
     Ground,
@@ -40,7 +38,8 @@ from draftsmith.eval.studies.hsddw.figures import (
 from draftsmith.eval.studies.hsddw.watch import Watcher
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.trace import pool
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # Name in tables -> method, in the order of the paper's table 2.
 METHODS = {

@@ -13,7 +13,7 @@ from typing import Any
 from draftsmith.modules.decoding.confidence import draft_law
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import Drafter, DraftView, StopPolicy
-from draftsmith.modules.decoding.stop import entropy
+from draftsmith.modules.decoding.stop import Around, RunningEntropy, entropy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 
@@ -61,28 +61,25 @@ class Seen:
     origin: Counter[str] = field(default_factory=Counter)
 
 
-class WatchedStop:
+class WatchedStop(Around):
     """A stop policy that keeps what it was shown, and the verdicts."""
 
     def __init__(self, policy: StopPolicy):
-        self._policy = policy
+        super().__init__(policy)
         self.entropies: list[float] = []
         self.drafts: list[Draft] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
     def start_round(self) -> None:
         self.entropies = []
-        self._policy.start_round()
+        super().start_round()
 
     def should_stop(self, view: DraftView) -> bool:
         self.entropies.append(entropy(draft_law(view)))
-        return self._policy.should_stop(view)
+        return super().should_stop(view)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         self.drafts.append(Draft(self.entropies[:num_drafted], num_accepted))
-        self._policy.observe(num_drafted, num_accepted)
+        super().observe(num_drafted, num_accepted)
 
 
 class Watcher:
@@ -111,13 +108,14 @@ class Watcher:
         assert done.tree is not None and done.verdict is not None
         tokens = done.tree.tokens
         end = next((i for i, token in enumerate(tokens) if token in self._eos), len(tokens))
-        rule: Any = self._stop if self._hierarchy is None else self._hierarchy.rule
+        entropies = self._stop.entropies if self._hierarchy is None else self._hierarchy.rule.entropies
         by = "M1 by target" if self._hierarchy is None else "M2 by target"
-        self._judge(by, Draft(rule.entropies[: len(tokens)], len(done.verdict.path)), 0, end)
+        self._judge(by, Draft(entropies[: len(tokens)], len(done.verdict.path)), 0, end)
         of_m1 = set(range(len(tokens))) if self._hierarchy is None else self._inner_drafts(end)
         kept = set(range(done.num_accepted))
         self.seen.origin += Counter(M1=len(kept & of_m1), M2=len(kept - of_m1), target=len(done.tokens) - len(kept))
-        threshold = getattr(rule, "threshold", None)
+        rule = self._stop.innermost if self._hierarchy is None else self._hierarchy.rule
+        threshold = rule.threshold if isinstance(rule, RunningEntropy) else None
         self.seen.windows.append(
             Window(self._prompt, self._number, self._emitted, len(tokens), done.num_accepted, threshold)
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.results import cpu_name
-from draftsmith.eval.methods.base import Models
 from draftsmith.eval.studies.common import StudyConfig
+from draftsmith.modules.drafters.methods import Models
 
 
 def own_c(config: StudyConfig, models: Models, drafter: str) -> float:

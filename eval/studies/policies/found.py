@@ -9,14 +9,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.eval.replay.record import DrafterName
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.studies.policies.play import FIXED, Family, Gain, Grid, Player, Policy, Role, gain, judges_of, rate
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.trace import Totals, pool
 from draftsmith.modules.types import SamplingParams
 
-NAMES: dict[DrafterName, str] = {"draft": "draft model", "eagle": "EAGLE chain"}
+NAMES = {"draft": "draft model", "eagle": "EAGLE chain"}
 Mask = NDArray[np.bool_]
 
 
@@ -25,7 +24,7 @@ class Scene:
     """One drafter at one temperature, with the heads whose labels are of that mode; rounds of dev and reported
     prompts."""
 
-    drafter: DrafterName
+    drafter: str
     params: SamplingParams
     heads: Mapping[str, AcceptanceHead]
     dev: ChainRollouts

@@ -19,6 +19,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import ConfidenceName, CostRule, ThresholdRule
 from draftsmith.modules.decoding.confidence import log_odds_of
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
+from draftsmith.modules.drafters.chains import by_drafter, chain_methods
 from draftsmith.modules.metrics import fit_platt
 
 Role = Literal["fixed", "free", "looking", "fitted", "head", "ceiling", "oracle"]
@@ -63,10 +64,10 @@ class Policy:
 
     def method(self, drafter: str, c: float) -> str | None:
         """As `eval bench` calls it, a head is passed beside it; None for what no decoder can run."""
-        by = ":drafter=eagle" if drafter == "eagle" else ""
+        by = by_drafter(drafter)
         limits = f"min={self.minimum}:max={self.maximum}{by}"
         if self.rule == "k":
-            return f"{'eagle' if by else 'spec'}:k={self.value:g}"
+            return f"{chain_methods()[drafter]}:k={self.value:g}"
         if self.rule == "entropy":
             return f"self-verify:k={self.maximum}{by}"
         if self.rule == "t":

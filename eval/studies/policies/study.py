@@ -11,8 +11,7 @@ from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.progress import say
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.methods.base import Models, at_least, between
-from draftsmith.eval.replay.record import DrafterName, Recording, TargetAnswers
+from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.studies.common import Ground, StudyConfig, numbers, prepare, reduced, write_results
 from draftsmith.eval.studies.overlap import known_grams, least_third, overlap
@@ -25,9 +24,10 @@ from draftsmith.eval.studies.policies.play import Grid
 from draftsmith.eval.studies.policies.split import parted, training_texts
 from draftsmith.eval.studies.recording import recorded_chains
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.drafters.chains import chain_methods
+from draftsmith.modules.drafters.methods import Models
+from draftsmith.modules.types import InputError, SamplingParams, at_least, between
 
-DRAFTERS: dict[DrafterName, str] = {"draft": "spec", "eagle": "eagle"}  # and a method that loads it
 # What --quick makes of the settings.
 MOST = {"dev_limit": 6, "limit": 9, "max_new_tokens": 48, "max_drafted": 8, "repeats": 1}
 QUICK_BENCH = 2
@@ -40,8 +40,7 @@ class PoliciesConfig(StudyConfig):
     while decoding, acceptance heads, and what a policy that knew more would gain. Settings are chosen on dev prompts.
     Run again, it goes on from the rounds that are recorded.
 
-    draft: draft model; it or eagle may be left out.
-    eagle: EAGLE head directory, whose chains are a drafter too.
+    draft: what drafts chains: a draft model, a trained head, or several of them.
     draft_heads: folder of acceptance heads for the draft model, by name: head directories or trainings' outputs. Each
         is used at the temperatures of its labels' mode: greedy, or sampling.
     eagle_heads: folder of acceptance heads for the EAGLE head's chains.
@@ -79,8 +78,8 @@ class PoliciesConfig(StudyConfig):
     bench_limit: int = 40
 
     @property
-    def drafters(self) -> list[DrafterName]:
-        return [name for name in DRAFTERS if getattr(self, name)]
+    def chain_drafters(self) -> list[str]:
+        return [name for name in chain_methods() if name in self.drafters]
 
     @property
     def grid(self) -> Grid:
@@ -104,11 +103,12 @@ class PoliciesConfig(StudyConfig):
         for name in ("hs", "ts", "cs"):
             for value in numbers(name, getattr(self, name), float):
                 between(name, value, 0, 10 if name == "cs" else 1)
-        if not self.drafters:
-            raise InputError("draft", "neither --draft nor --eagle", "a drafter", "Pass one or both.")
-        for name in DRAFTERS:
+        if not self.chain_drafters:
+            raise InputError("draft", "nothing", "a drafter", "Pass --draft: a draft model, a head, or several.")
+        for name in ("draft", "eagle"):
             if getattr(self, f"{name}_heads") is not None and name not in self.drafters:
-                raise InputError(f"{name}_heads", f"heads without --{name}", f"--{name}", f"Pass --{name} too.")
+                found, expected = f"heads of what {name} drafts without it", "--draft with it"
+                raise InputError(f"{name}_heads", found, expected, "Pass --draft DIR too.")
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ def run(config: PoliciesConfig) -> Path:
     if config.quick:
         config = reduced(config, MOST, {**INSTEAD, "bench_limit": min(config.bench_limit, QUICK_BENCH)})
     dev, config = parted(config)
-    ground = prepare(config, [DRAFTERS[name] for name in config.drafters], dev)
+    ground = prepare(config, [chain_methods()[name] for name in config.chain_drafters], dev)
     known = {tuple(prompt.prompt_ids) for prompt in dev}
     if both := sum(tuple(prompt.prompt_ids) in known for prompt in ground.prompts):
         total = len(ground.prompts)
         say(f"{both} of {total} reported prompts are among those that settings are chosen on: gains flatter.")
-    shelves = {name: shelf_of(config, ground.models, name) for name in config.drafters}
+    shelves = {name: shelf_of(config, ground.models, name) for name in config.chain_drafters}
     train = known_grams(training_texts(config), config.ngram)
-    own = {name: own_c(config, ground.models, name) for name in config.drafters}
+    own = {name: own_c(config, ground.models, name) for name in config.chain_drafters}
     found = []
     for scene in scenes(config, ground, dev, shelves):
         overlaps = [overlap(answer.tokens, train, config.ngram) for answer in scene.test.answers]
@@ -159,14 +159,14 @@ def run(config: PoliciesConfig) -> Path:
     return write_results(config, "policies", ground, figures, summary, shown=shown_first(figures), c=own)
 
 
-def timed(config: PoliciesConfig, compared: Compared, shelves: Mapping[DrafterName, Shelf]) -> list[dict[str, Any]]:
+def timed(config: PoliciesConfig, compared: Compared, shelves: Mapping[str, Shelf]) -> list[dict[str, Any]]:
     """The chosen settings, decoded for real; nothing with bench_limit 0."""
     if not config.bench_limit:
         return []
     return cross_check(config, compared, shelves[compared.scene.drafter].places, config.bench_limit)
 
 
-def shelf_of(config: PoliciesConfig, models: Models, drafter: DrafterName) -> Shelf:
+def shelf_of(config: PoliciesConfig, models: Models, drafter: str) -> Shelf:
     """Raises:
     InputError: a folder without heads, or a head that was trained for another drafter.
     """
@@ -174,8 +174,8 @@ def shelf_of(config: PoliciesConfig, models: Models, drafter: DrafterName) -> Sh
     if folder is None:
         return Shelf({}, {}, {})
     places = head_directories(folder)
-    if drafter == "eagle":
-        heads = load_heads(places, models.target, drafter_identity(str(config.eagle), models.target))
+    if drafter != "draft":
+        heads = load_heads(places, models.target, drafter_identity(config.drafters[drafter], models.target))
     else:
         assert models.draft is not None
         heads = load_heads(places, models.draft)
@@ -189,14 +189,14 @@ def label_temperatures(directory: Path) -> list[float]:
 
 
 def scenes(
-    config: PoliciesConfig, ground: Ground, dev: Sequence[BenchPrompt], shelves: Mapping[DrafterName, Shelf]
+    config: PoliciesConfig, ground: Ground, dev: Sequence[BenchPrompt], shelves: Mapping[str, Shelf]
 ) -> Iterator[Scene]:
     """Every drafter at every temperature, recorded in output/rollouts or read from there."""
     for params in config.sampling:
         how = Recording(params, config.max_drafted, config.max_new_tokens, config.seed, ground.eos_ids)
         splits = {"dev": list(dev), "test": ground.prompts}
         answers = {split: TargetAnswers(ground.models.target, how) for split in splits}
-        for drafter in config.drafters:
+        for drafter in config.chain_drafters:
             heads = shelves[drafter].at(params)
             recorded: dict[str, ChainRollouts] = {
                 split: recorded_chains(

@@ -16,8 +16,6 @@ from draftsmith.data.store.manifest import volatile
 from draftsmith.data.text.sources import named_split
 from draftsmith.eval.bench.load import LOADING, load_models, warn_about_sampling
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import Models, at_least, between
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.studies.forward_times import ForwardTimes
@@ -26,7 +24,8 @@ from draftsmith.eval.studies.recording import recorded_chains
 from draftsmith.eval.studies.specdecpp.bound import rejection_bound
 from draftsmith.eval.studies.specdecpp.sweep import PUBLISHED_H, Grid, Rule, Setting, best, published_head
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.drafters.methods import Models, parse_methods
+from draftsmith.modules.types import InputError, SamplingParams, at_least, between
 
 # What --quick makes of the settings: fewer heads, prompts and tokens.
 QUICK: dict[str, Any] = {

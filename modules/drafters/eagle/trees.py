@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.tree import TreeJudge
+from draftsmith.modules.acceptance.tree import TreePredictor
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
 from draftsmith.modules.decoding.stop import FixedLength
@@ -70,7 +70,7 @@ class EagleTreeDrafter(EagleDrafter):
         super().__init__(head, target, FixedLength(1), capacity)
         assert rule is None or (isinstance(shape, DynamicTree) and shape.value and shape.rerank)
         self.shape, self.rule = shape, rule
-        self._judge = None if judge is None else TreeJudge(judge, target.embed, target.info.vocab_size)
+        self._judge = None if judge is None else TreePredictor(judge, target.embed, target.info.vocab_size)
         self._static = target.device.type == "cuda" if static is None else static
         if isinstance(shape, DynamicTree):
             room, width = shape.depth * shape.topk, shape.topk

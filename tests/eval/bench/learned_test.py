@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from quick_heads import varied_acceptance_head, varied_tree_head
+from run_models import run_models
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompt_runner import measure
@@ -24,13 +25,11 @@ from draftsmith.eval.bench.runner import (
     remember,
     teach,
 )
-from draftsmith.eval.cost.auto import MeasuredTimes
-from draftsmith.eval.methods import METHODS, parse_method
-from draftsmith.eval.methods.base import Models
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import RecentRatio
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.methods import Models, known_methods, parse_method
 from draftsmith.modules.types import SamplingParams
 
 PARAMS, COUNT = SamplingParams(1.0), 24
@@ -50,7 +49,7 @@ def lms(models) -> Models:
     torch.manual_seed(0)
     eagle = EagleHead(EagleConfig.for_target(target.config)).eval().requires_grad_(False)
     head = varied_acceptance_head(draft.info.hidden_size)
-    return Models(target, draft, draft, eagle, head, capacity=300, times=MeasuredTimes())
+    return run_models(target, draft, draft, eagle=eagle, acceptance=head, capacity=300)
 
 
 def for_method(lms: Models, label: str) -> Models:
@@ -81,7 +80,7 @@ def check_nothing_else_lasts(made) -> None:
 
 
 def test_every_method_is_looked_at():
-    assert {label.partition(":")[0] for label in [*LEARNING, *OTHERS]} == set(METHODS) - {"hf", "hf-assisted"}
+    assert {label.partition(":")[0] for label in [*LEARNING, *OTHERS]} == set(known_methods())
 
 
 @pytest.mark.parametrize("label", [*LEARNING, *OTHERS])

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from draftsmith.eval.cost.machine import DecodingCosts, DraftCost, Overhead, Probe, drafter_of, family_of, overhead
-from draftsmith.eval.methods import parse_methods
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.drafters.methods import parse_methods
 
 COSTS = DecodingCosts(
     context=100,

@@ -6,8 +6,7 @@ import pytest
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.cost.auto import MeasuredTimes, measure_step_cost, ratio
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.base import Models
+from draftsmith.modules.drafters.methods import Models, parse_method
 
 
 class Wound:
@@ -68,5 +67,5 @@ def test_it_is_measured_once_a_run_and_said(models, capsys):
     )
     parse_method("online").build(own)
     assert own.times.step_costs == {"draft": first} and capsys.readouterr().err == ""
-    given = parse_method("online:c=0.25").policy(own)
+    (given,) = parse_method("online:c=0.25").policies(own, None)
     assert given.rule.c == 0.25

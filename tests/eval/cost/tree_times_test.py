@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quick_heads import varied_tree_head
+from run_models import run_models
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
@@ -12,9 +13,8 @@ from draftsmith.eval.cost.auto import MeasuredTimes, times_of
 from draftsmith.eval.cost.clock import clock_of
 from draftsmith.eval.cost.forwards import DraftCost, straight
 from draftsmith.eval.cost.machine import measure_costs
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.base import Models
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.types import SamplingParams
 
 
@@ -28,7 +28,7 @@ def test_the_rows_of_a_call_are_the_nodes_and_the_root_and_no_more_rows_take_les
 def models(tmp_path_factory):
     target = load_lm(str(tiny_llama_dir(tmp_path_factory.mktemp("tiny"))))
     eagle = EagleHead(EagleConfig.for_target(target.config)).eval().requires_grad_(False)
-    return Models(target, eagle=eagle, acceptance=varied_tree_head(target.info.hidden_size), capacity=400,
+    return run_models(target, eagle=eagle, acceptance=varied_tree_head(target.info.hidden_size), capacity=400,
                   times=AskedTimes())  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def test_short_contexts_are_measured_as_far_as_they_go(tmp_path, context):
     """Every helper that takes times: of trees, of a drafted token, and of all pieces for the tuner."""
     target = load_lm(str(tiny_llama_dir(tmp_path, max_position_embeddings=context)))
     eagle = EagleHead(EagleConfig.for_target(target.config)).eval().requires_grad_(False)
-    models = Models(target, target, eagle=eagle, capacity=context + 130, times=AskedTimes())
+    models = run_models(target, target, eagle=eagle, capacity=context + 130, times=AskedTimes())
     times = tree_times(models, "eagle2:nodes=auto:topk=3")
     assert len(times.verify) == 129 and min(times.verify) > 0 <= times.step
     assert max(models.times.seconds["target, by rows"]) == (4 if context == 4 else 64)

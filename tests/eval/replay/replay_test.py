@@ -10,12 +10,11 @@ import pytest
 import torch
 from greedy_world import near_copy
 from quick_heads import quick_eagle_head, varied_acceptance_head, varied_tree_head
+from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
-from draftsmith.eval.methods import parse_method, parse_methods
-from draftsmith.eval.methods.base import Models
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.lookup import record_lookup
 from draftsmith.eval.replay.record import Recording, TargetAnswers, record_chains
@@ -26,6 +25,7 @@ from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.methods import Models, parse_method, parse_methods
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -101,7 +101,8 @@ def embedded():
     rows = [[*p.prompt_ids, *answer][-80:] for p, answer in zip(prompts, answers, strict=True)]
     eagle = quick_eagle_head(target, rows, steps=25, batch_size=2)
     acceptance = varied_acceptance_head(target.info.hidden_size)
-    return make_world(Models(target, draft, None, eagle, acceptance, capacity=1024), prompts, 48, target.info.eos_ids)
+    models = run_models(target, draft, eagle=eagle, acceptance=acceptance, capacity=1024)
+    return make_world(models, prompts, 48, target.info.eos_ids)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def tiny(tmp_path_factory):
     rows = [[*p.prompt_ids, *answer][-70:] for p, answer in zip(prompts, answers, strict=True)]
     eagle = quick_eagle_head(target, rows, steps=80)
     draft_lm = load_lm(str(draft))
-    models = Models(target, draft_lm, None, eagle, varied_acceptance_head(32), capacity=400)
+    models = run_models(target, draft_lm, eagle=eagle, acceptance=varied_acceptance_head(32), capacity=400)
     ends = [end_amid_agreement(draft_lm, p.prompt_ids, a) for p, a in zip(prompts[1:], answers[1:], strict=True)]
     return make_world(models, prompts, 60, tuple(ends))
 
@@ -154,7 +155,7 @@ def test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace(tiny, 
     judge = varied_tree_head(models.target.info.hidden_size) if judged else None
     rules = [TreeRule(times, any_depth) for _ in range(2)] if auto else [None, None]
     shape = DynamicTree(nodes, TREE_DEPTH, TOPK)
-    drafter = EagleTreeDrafter(models.eagle, models.target, shape, models.capacity, judge=judge, rule=rules[0])
+    drafter = EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, judge=judge, rule=rules[0])
     recorder = TreeRecorder(
         models, TOPK, tree_recording(tiny.new_tokens, tiny.eos_ids), judge=judge, keep_values=30 if auto else 0
     )

@@ -13,13 +13,11 @@ import torch
 from greedy_world import near_copy
 from hand_rollouts import hand_rollouts
 from quick_heads import quick_eagle_head
+from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.base import Models
-from draftsmith.eval.methods.chains import build_chain
 from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, ReadAnswer, TargetText
 from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
 from draftsmith.eval.replay.replay import fixed_k, head_probs, replay
@@ -28,9 +26,11 @@ from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, re
 from draftsmith.eval.replay.store import read_answer, write_answer
 from draftsmith.eval.studies.policies.play import RAW, Player, Policy, judges_of
 from draftsmith.eval.studies.specdecpp.sweep import Grid, Rule, replayed
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadJudge
-from draftsmith.modules.acceptance.policies import CostRule, JudgedStop, OnlineJudge, ThresholdRule
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
+from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, ThresholdRule
 from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.drafters.chains import build_chain
+from draftsmith.modules.drafters.methods import Models, parse_method
 from draftsmith.modules.sampling import TorchSource, pick, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
@@ -87,7 +87,7 @@ def world(tmp_path_factory) -> World:
     for head in heads.values():
         torch.nn.init.normal_(head.out.weight, std=1.0)
         head.requires_grad_(False)
-    models = Models(target, draft, None, eagle, capacity=300)
+    models = run_models(target, draft, eagle=eagle, capacity=300)
     return World(models, prompts, heads, {"draft": draft, "eagle": target}, {})
 
 
@@ -101,12 +101,12 @@ def rule_of(name: str) -> ThresholdRule | CostRule:
 def test_a_replay_is_the_decoders_trace_and_learns_as_it_does(world, drafter, judge, rule):
     rollouts = world.recorded(drafter, GREEDY)
     if judge.startswith("online"):
-        own, recorded = OnlineJudge(judge.split()[1]), RecordedOnline(rollouts, judge.split()[1])
+        own, recorded = OnlinePredictor(judge.split()[1]), RecordedOnline(rollouts, judge.split()[1])
     else:
         head = world.heads[judge]
-        own = HeadJudge(head, world.embeds[drafter].embed)
+        own = HeadPredictor(head, world.embeds[drafter].embed)
         recorded = KnownPredictor(head_probs(rollouts.heads[judge], head, True), late=judge == "late")
-    stop = JudgedStop(own, rule_of(rule), 1, DEPTH)
+    stop = PredictorStop(own, rule_of(rule), 1, DEPTH)
     chain = build_chain(world.models, drafter, stop)
     decoded = [
         generate(world.models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace

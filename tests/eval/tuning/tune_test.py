@@ -12,12 +12,12 @@ import yaml
 from draftsmith.eval.bench.command import asked_for
 from draftsmith.eval.cost import machine
 from draftsmith.eval.cost.machine import DecodingCosts, DraftCost, Overhead
-from draftsmith.eval.methods import parse_methods
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer
 from draftsmith.eval.report.figures import Chart, Table, from_json
 from draftsmith.eval.tuning.candidates import Grid, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice
 from draftsmith.launch.cli import configure, main
+from draftsmith.modules.drafters.methods import parse_methods
 
 GIVEN = {"draft": "d", "eagle": "e", "acceptance": "a"}
 SMALL = ["--depth", "3", "--tree-depth", "1", "--topk", "2", "--grid", "coarse", "--verify", "2", "--repeats", "1",
@@ -74,7 +74,7 @@ def test_decode_and_bench_take_the_file(tuned, models, capsys, tmp_path):
     ("flags", "expected"),
     [
         ([], "--draft"),
-        (["--eagle", "eagle", "--acceptance", "acceptance"], "--acceptance-reads"),
+        (["--draft", "eagle", "--acceptance", "acceptance"], "a head for what draft drafts, which is not given"),
         (["--draft", "draft", "--topk", "4,x"], "integers"),
         (["--draft", "draft", "--topk", "0"], "1 or more"),
         (["--eagle", "eagle", "--topk", "100000"], "the vocabulary"),
@@ -132,7 +132,7 @@ def test_the_grid_holds_what_the_models_allow():
     assert all(len(settings) == (1 if family == "ar" else 2) for family, settings in families.items())
     coarse = list(Grid(16, 6, (4, 8), coarse=True).labels(GIVEN, "draft"))
     assert set(coarse) <= set(labels) and len(coarse) < len(named) / 2
-    assert not [label for label in grid.labels({"draft": "d"}, "draft") if "eagle" in label or "specdec" in label]
+    assert not [label for label in grid.labels({"draft"}, None) if "eagle" in label or "specdec" in label]
     of_head = [label for label in grid.labels(GIVEN, "eagle") if label.startswith("specdec++")]
     assert of_head and all(label.endswith("drafter=eagle") for label in of_head)
 

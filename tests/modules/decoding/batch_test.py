@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from greedy_world import GREEDY, NEW_TOKENS, World, make_world, transformers_answer
+from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.runner import learned_by
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.base import Models
 from draftsmith.modules.decoding.batch import generate_batch
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.stop import FixedLength
@@ -21,6 +20,7 @@ from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
 from draftsmith.modules.drafters.eagle.head import EagleDrafter
 from draftsmith.modules.drafters.eagle.rows import BatchEagle
+from draftsmith.modules.drafters.methods import Models, parse_method
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -37,8 +37,9 @@ def world(tmp_path_factory) -> World:
 
 
 def batch_drafter(world: World, method: str, batch: int, **other: Any) -> Any:
-    fields = {"target": world.target, "draft": world.draft, "eagle": world.eagle, "acceptance": world.acceptance}
-    return parse_method(method).build_batch(Models(**{**fields, **other}, capacity=CONTEXT), batch)
+    lms = [other.pop(name, getattr(world, name)) for name in ("target", "draft")]
+    fields = {"eagle": world.eagle, "acceptance": world.acceptance, **other}
+    return parse_method(method).build_batch(run_models(*lms, **fields, capacity=CONTEXT), batch)
 
 
 def in_groups(
@@ -79,7 +80,7 @@ def test_fixed_shapes_change_nothing(world, kind):
         drafter = BatchEagle(world.eagle, world.target, [FixedLength(4) for _ in range(5)], CONTEXT, static=True)
     else:
         policy = parse_method("self-verify:k=6" if kind == "self-verify" else "spec:k=5")
-        stops = [policy.policy(None) for _ in range(5)]
+        stops = policy.policies(None, 5)
         drafter = BatchDraftModel(world.draft, stops, CONTEXT, static=True)
     method = {"draft": "spec:k=5", "eagle": "eagle:k=4", "self-verify": "self-verify:k=6"}.get(kind, "ar")
     prompts = world.prompts[:10]
@@ -105,7 +106,7 @@ def test_drafts_end_with_the_answer_in_every_row(world, method):
     prompts = world.prompts[:9]
     ends = tuple(dict.fromkeys(answer[4 + 3 * i] for i, answer in enumerate(world.answers[:9])))
     made = in_groups(world, batch_drafter(world, method, 3, ends=ends), 3, prompts, ends=ends)
-    models = Models(world.target, world.draft, eagle=world.eagle, capacity=CONTEXT, ends=ends)
+    models = run_models(world.target, world.draft, eagle=world.eagle, capacity=CONTEXT, ends=ends)
     singles = [parse_method(method).build(models) for _ in range(3)]
     behind = 0
     for place, (prompt, one) in enumerate(zip(prompts, made, strict=True)):

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from quick_heads import specdecpp
 from table_models import H, TableLM, V, decoded_law, target_law, total_variation
 from torch import Tensor, nn
 
 from draftsmith.data.heads.directory import class_of, kind_at, kinds, load_head, save_head
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
@@ -96,7 +97,7 @@ def loss_of(head: Any, seed: int = 0) -> LossOutput:
 def drafter_of(head: Any, target: TableLM) -> Any:
     if isinstance(head, DraftHead):
         return head.double().drafter(target, [FixedLength(2)], CAPACITY)
-    return DraftModelDrafter(TableLM(9), SpecDecPP(head.float(), h=0.6, min_drafted=1, max_drafted=3), CAPACITY)
+    return DraftModelDrafter(TableLM(9), specdecpp(head.float(), h=0.6, min_drafted=1, max_drafted=3), CAPACITY)
 
 
 @pytest.fixture(params=kinds())

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from transformers import GenerationConfig
 
-from draftsmith.eval.methods import parse_method
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.interop import hf_assisted
 from draftsmith.modules.interop.hf_assisted import Tuning, choose_tuning
 from draftsmith.modules.types import InputError

@@ -12,9 +12,8 @@ import torch
 from hand_rollouts import hand_rollouts
 from quick_heads import varied_acceptance_head
 
-from draftsmith.data.heads.directory import eagle_identity, save_head
+from draftsmith.data.heads.directory import drafter_identity, save_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.methods import parse_method
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.report.figures import Table, from_json
 from draftsmith.eval.studies.overlap import known_grams, least_third, overlap
@@ -39,6 +38,7 @@ from draftsmith.eval.studies.policies.split import parted, training_texts
 from draftsmith.eval.studies.policies.study import PoliciesConfig, Shelf
 from draftsmith.launch.cli import main
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.types import InputError, SamplingParams
 
 GRID = Grid(ks=(1, 2, 4), ts=(0.3, 0.6), hs=(0.3, 0.7), maxima=(2, 4))
@@ -290,7 +290,7 @@ def test_the_command_on_tiny_models(models, tmp_path, capsys):
     before = AcceptanceHead(config)
     torch.nn.init.normal_(before.out.weight)
     for folder, identity in (
-        ("draft", draft.info.identity), ("eagle", eagle_identity(models["eagle"], target))
+        ("draft", draft.info.identity), ("eagle", drafter_identity(models["eagle"], target))
     ):  # fmt: skip
         for name, head, temperature in (("old", varied_acceptance_head(32), 0.0), ("new", before, 1.0)):
             sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}

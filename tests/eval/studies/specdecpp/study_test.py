@@ -12,8 +12,6 @@ from hand_rollouts import hand_rollouts
 
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.chains import ConfidenceStop, FixedK, SpecDecPlusPlus
 from draftsmith.eval.replay.replay import head_probs
 from draftsmith.eval.report.figures import from_json
 from draftsmith.eval.studies.forward_times import ForwardTimes
@@ -36,6 +34,8 @@ from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.trace import pool
+from draftsmith.modules.drafters.chains import ConfidenceStop, FixedK, SpecDecPlusPlus
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.types import InputError
 
 

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from draftsmith.eval.methods import METHODS, check_needs, parse_method, parse_methods
-from draftsmith.eval.methods.base import Models
-from draftsmith.eval.methods.chains import EagleChain, FixedK, HeadByCost, Online, SpecDecPlusPlus
-from draftsmith.eval.methods.trees import tree_judge
+from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.chains import FixedK, HeadByCost, Online, SpecDecPlusPlus
+from draftsmith.modules.drafters.eagle.methods import EagleChain, tree_head
+from draftsmith.modules.drafters.methods import Models, check_needs, known_methods, parse_method, parse_methods
 from draftsmith.modules.types import InputError
 
 
@@ -33,7 +33,7 @@ def test_specdecpp_defaults_are_the_papers():
     ("text", "expected"),
     [
         ("", ["methods", "ar"]),
-        ("medusa", ["'medusa'", ", ".join(METHODS)]),
+        ("medusa", ["'medusa'", ", ".join(known_methods())]),
         ("spec:depth=3", ["'depth'", "expected k."]),
         ("ar:k=3", ["'k'", "no settings"]),
         ("spec:k=three", ["spec, k", "'three'", "an integer"]),
@@ -54,7 +54,6 @@ def test_specdecpp_defaults_are_the_papers():
         ("eagle2:nodes=auto:rerank=off", ["nodes: found auto with value=off or rerank=off"]),
         ("eagle2:depth=auto", ["depth: found auto with nodes=60", "nodes=auto"]),
         ("eagle2:value=maybe", ["'maybe'", "on, off, head"]),
-        ("eagle-tree:tree=no-such-tree", ["'no-such-tree'", "eagle-1"]),
         ("hsddw:max=65", ["max: found 65", "64 or less"]),
         ("specdec++:min=5:max=4", ["max: found 4", "5 or more"]),
         ("specdec++:calibrated=maybe", ["'maybe'", "on or off"]),
@@ -67,21 +66,22 @@ def test_specdecpp_defaults_are_the_papers():
 )
 def test_a_wrong_method_is_told_with_what_is_allowed(text, expected):
     with pytest.raises(InputError) as raised:
-        parse_methods(text)
+        parse_methods(text, BASELINES)
     assert all(part in str(raised.value) for part in expected), str(raised.value)
 
 
-@pytest.mark.parametrize("label", [name for name in METHODS if parse_method(name).needs])
+@pytest.mark.parametrize("label", [name for name in known_methods() if parse_method(name).needs])
 def test_a_missing_model_is_told_with_its_flag(label):
     (named,) = parse_methods(label)
-    given = {flag: flag for flag in ("target", "draft", "mid", "eagle", "acceptance")}
+    given = {name: name for name in ("target", "draft", "mid", "eagle", "acceptance")}
     check_needs(named, given)
-    for flag in named.method.needs:
-        with pytest.raises(InputError, match=f"Pass --{flag} "):
-            check_needs(named, {**given, flag: None})
+    for need in named.method.needs:
+        expected = "--draft HEAD of kind eagle" if need == "eagle" else f"--{need} "
+        with pytest.raises(InputError, match=f"Pass {expected}"):
+            check_needs(named, {name: path for name, path in given.items() if name != need})
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", known_methods())
 def test_a_registered_method_is_a_frozen_dataclass_with_defaults(name):
     method = parse_method(name)
     assert dataclasses.is_dataclass(method) and method.__dataclass_params__.frozen
@@ -106,11 +106,11 @@ def test_a_trees_nodes_are_a_number_or_auto():
 def test_a_head_that_can_not_judge_a_trees_nodes_is_refused(settings, found):
     models = Models(None, acceptance=AcceptanceHead(AcceptanceHeadConfig(4, judges="tree", **settings)))
     with pytest.raises(InputError, match=f"acceptance, value=head: found {found}, expected .* Train"):
-        tree_judge(models)
+        tree_head(models)
 
 
 def test_chains_and_nothing_else_can_be_batched():
-    able = {name for name, method in METHODS.items() if method.batchable}
+    able = {name for name, method in known_methods().items() if method.batchable}
     assert able == {"ar", "spec", "specdec++", "cost", "online", "confidence", "self-verify", "eagle"}
     with pytest.raises(TypeError, match="one prompt at a time"):
         parse_method("eagle2").build_batch(None, 2)

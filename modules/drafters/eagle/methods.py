@@ -1,47 +1,27 @@
-"""Methods in which an EAGLE head drafts a tree a round."""
+"""Methods in which an EAGLE head drafts, a chain or a tree a round."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.resources import files
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-import yaml
-
-from draftsmith.eval.methods.base import Method, Models, at_least, at_most
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.decoding.tree import StaticTree, num_candidates
-from draftsmith.modules.types import InputError
-
-if TYPE_CHECKING:
-    from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.decoding.tree import num_candidates
+from draftsmith.modules.drafters.chains import FixedK
+from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.methods import MAX_NODES, Method, Models
+from draftsmith.modules.types import InputError, at_least, at_most
 
 MOST_LEVELS = 8  # expansions of a tree of depth=auto
-MAX_NODES = 128  # what a session of the target has room for (`modules.decoding.loop.generate`)
 
 
-def read_tree(name: str) -> StaticTree:
-    """A tree of configs/trees by name, or a YAML file that lists paths of ranks.
+@dataclass(frozen=True)
+class EagleChain(FixedK):
+    """An EAGLE head drafts a chain of k tokens a round (Li et al. 2024)."""
 
-    Raises:
-        InputError: no such tree, or one that is not a tree.
-    """
-    shipped = files("draftsmith.configs") / "trees" / f"{name}.yaml"
-    source = shipped if shipped.is_file() else Path(name)
-    if not source.is_file():
-        names = ", ".join(
-            sorted(p.name.removesuffix(".yaml") for p in (files("draftsmith.configs") / "trees").iterdir())
-        )
-        raise InputError("eagle-tree, tree", repr(name), f"a YAML file, or one of: {names}", "Correct the path.")
-    try:
-        tree = StaticTree.from_paths([[int(rank) for rank in path] for path in yaml.safe_load(source.read_text())])
-    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise InputError(
-            "eagle-tree, tree", f"{name}: {error}", "a list of paths such as [0, 1]", "Correct it."
-        ) from error
-    at_most("eagle-tree, nodes", len(tree.parents), MAX_NODES)
-    return tree
+    uses = ("eagle",)
 
 
 @dataclass(frozen=True)
@@ -51,17 +31,14 @@ class EagleStaticTree(Method):
     tree: str = "eagle-1"
     uses = ("eagle",)
 
-    def __post_init__(self) -> None:
-        read_tree(self.tree)
+    @property
+    def trees(self) -> tuple[str, ...]:
+        return (self.tree,)
 
-    def build(self, models: Models) -> Drafter | None:
-        from draftsmith.modules.drafters.eagle.head import EagleHead
-        from draftsmith.modules.drafters.eagle.trees import EagleTreeDrafter
-
-        assert isinstance(models.eagle, EagleHead)
-        shape = read_tree(self.tree)
+    def build(self, models: Models) -> Drafter:
+        shape = models.trees[self.tree]
         at_most("eagle-tree, ranks", max(shape.ranks) + 1, models.target.info.vocab_size)
-        return EagleTreeDrafter(models.eagle, models.target, shape, models.capacity)
+        return EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity)
 
 
 @dataclass(frozen=True)
@@ -81,7 +58,7 @@ class Eagle2(Method):
     value: Literal["on", "off", "head"] = "on"
     rerank: bool = True
     uses = ("eagle",)
-    judged = "tree"
+    predicts = "tree"
 
     def __post_init__(self) -> None:
         for name, value in (("depth", self.most_depth), ("topk", self.topk)):
@@ -118,37 +95,28 @@ class Eagle2(Method):
     def needs(self) -> tuple[str, ...]:
         return ("eagle", "acceptance") if self.value == "head" else self.uses
 
-    def build(self, models: Models) -> Drafter | None:
-        from draftsmith.modules.acceptance.tree_rule import TreeRule
-        from draftsmith.modules.drafters.eagle.head import EagleHead
-        from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
-
-        assert isinstance(models.eagle, EagleHead)
+    def build(self, models: Models) -> Drafter:
         at_most("topk", self.topk, models.target.info.vocab_size)
-        judge = tree_judge(models) if self.value == "head" else None
-
-        def drafter(nodes: int, depth: int, rule: TreeRule | None = None) -> Drafter:
-            assert isinstance(models.eagle, EagleHead)
-            shape = DynamicTree(nodes, depth, self.topk, self.value != "off", self.rerank)
-            return EagleTreeDrafter(models.eagle, models.target, shape, models.capacity, judge=judge, rule=rule)
-
         if self.nodes != "auto":
-            return drafter(self.most_nodes, self.most_depth)
+            return self._drafter(models, self.most_nodes, self.most_depth)
         trees = f"trees of topk {self.topk}, value {self.value}"
-        times = models.times.tree_times(models, trees, lambda levels: drafter(self.topk, levels))
-        return drafter(self.most_nodes, self.most_depth, TreeRule(times, self.depth == "auto"))
+        times = models.times.tree_times(models, trees, lambda levels: self._drafter(models, self.topk, levels))
+        return self._drafter(models, self.most_nodes, self.most_depth, TreeRule(times, self.depth == "auto"))
+
+    def _drafter(self, models: Models, nodes: int, depth: int, rule: TreeRule | None = None) -> Drafter:
+        head = tree_head(models) if self.value == "head" else None
+        shape = DynamicTree(nodes, depth, self.topk, self.value != "off", self.rerank)
+        return EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, judge=head, rule=rule)
 
 
-def tree_judge(models: Models) -> AcceptanceHead:
-    """The run's acceptance head, one that judges trees (`eval.bench.load` sees to that).
+def tree_head(models: Models) -> AcceptanceHead:
+    """The run's acceptance head, one for trees (`eval.bench.load` sees to that).
 
     Raises:
         InputError: it reads what nobody has: a node's own state, which only its expansion would give, or the text.
     """
-    from draftsmith.modules.acceptance.head import AcceptanceHead
-
     head = models.acceptance
-    assert isinstance(head, AcceptanceHead) and head.config.judges == "tree"
+    assert head is not None and head.config.judges == "tree"
     if head.config.state != "before":
         found, remedy = "a head that reads the state after the token", "Train one with --state before."
         raise InputError("acceptance, value=head", found, "a head that reads the state before it", remedy)
@@ -156,3 +124,6 @@ def tree_judge(models: Models) -> AcceptanceHead:
         found, remedy = "a head that looks for repetitions", "Train one with other --features."
         raise InputError("acceptance, value=head", found, "one that does not", remedy)
     return head
+
+
+METHODS = {"eagle": EagleChain, "eagle-tree": EagleStaticTree, "eagle2": Eagle2}

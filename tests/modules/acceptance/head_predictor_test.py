@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftsmith.modules.acceptance import head as acceptance
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadJudge
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.decoding.confidence import confidence_of, confidences_of
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.sampling import probabilities
@@ -105,14 +105,14 @@ def expected(head: AcceptanceHead, views: list[DraftView], how) -> list[float]:
     return [1.0, *(prob(how(by_definition(head, after.hidden, judged))) for judged, after in pairs)]
 
 
-def say(judge: HeadJudge, views: list[DraftView]) -> list[float]:
+def say(judge: HeadPredictor, views: list[DraftView]) -> list[float]:
     judge.start_round()
     return [judge.prob(view) for view in views]
 
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_every_token_is_judged_by_the_heads_definition(head, views, raw):
-    judge = HeadJudge(head, embed, calibrated=not raw)
+    judge = HeadPredictor(head, embed, calibrated=not raw)
     assert judge.late == (head.config.state == "after") and not judge.learns
     for _ in range(2):  # a second round is not disturbed by the first
         assert say(judge, views) == pytest.approx(
@@ -121,11 +121,11 @@ def test_every_token_is_judged_by_the_heads_definition(head, views, raw):
 
 
 def test_large_vocabularies_and_other_devices_go_another_way_to_the_same_numbers(head, views, monkeypatch):
-    usual = say(HeadJudge(head, embed), views)
+    usual = say(HeadPredictor(head, embed), views)
     monkeypatch.setattr(acceptance, "LARGEST_TABLE", 0)
-    assert say(HeadJudge(head, embed), views) == pytest.approx(usual, abs=1e-5)
+    assert say(HeadPredictor(head, embed), views) == pytest.approx(usual, abs=1e-5)
     monkeypatch.setattr(acceptance, "_OnCpu", acceptance._OnDevice)
-    assert say(HeadJudge(head, embed), views) == pytest.approx(usual, abs=1e-5)
+    assert say(HeadPredictor(head, embed), views) == pytest.approx(usual, abs=1e-5)
 
 
 def test_one_token_is_judged_as_many_are(head, views):
@@ -141,5 +141,5 @@ def test_one_token_is_judged_as_many_are(head, views):
     features = head.feature_values(confidences_of(laws, tokens, places, heats)) if head.config.features else None
     embeds = embed(tokens) if head.config.state == "before" else None
     many = torch.sigmoid(head.calibrated(head(states, embeds, features))).tolist()
-    assert say(HeadJudge(head, embed), views)[-len(many) :] == pytest.approx(many, abs=1e-5)
+    assert say(HeadPredictor(head, embed), views)[-len(many) :] == pytest.approx(many, abs=1e-5)
     assert confidence_of(judged[0]).log_q == pytest.approx(float(laws[0, tokens[0]].log()), abs=1e-5)
