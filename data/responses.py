@@ -46,7 +46,7 @@ FIELDS = (
 
 
 @dataclass(frozen=True)
-class ResponsesConfig(RemoteCode, Sampling):
+class ResponsesConfig(Sampling, RemoteCode):
     """How the target answers.
 
     Attributes:

@@ -36,7 +36,7 @@ Policy = Literal["auto", "fixed", "threshold", "cost", "online"]
 
 
 @dataclass(frozen=True)
-class DecodeConfig(TimedDecoding, Sampling, Answers, DraftSettings):
+class DecodeConfig(DraftSettings, Answers, Sampling, TimedDecoding):
     """Answers one prompt and shows which of its tokens were drafted and accepted, and which the target gave itself.
 
     Attributes:

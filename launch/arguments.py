@@ -99,6 +99,8 @@ def setting_parameters(config_class: type, positional: tuple[str, ...], printing
         kind, needed = hints[name], name not in defaults
         options: dict[str, Any] = {"help": meanings.get(name), "validator": limits(name)}
         if is_list(kind):
+            if str in members(kind):  # which a script may pass; words are always several
+                kind = next(member for member in members(kind) if is_list(member)) | None
             options |= {"n_tokens": -1, "consume_multiple": 1, "json_list": False}
             options |= {"show_default": bool(defaults.get(name)) and (lambda values: ", ".join(map(str, values)))}
         if name != "command" and bool not in members(kind) and (is_list(kind) or type(None) in members(kind)):
@@ -154,9 +156,10 @@ def described(config_class: type) -> docstring_parser.Docstring:
 
 
 def field_names(config_class: type) -> list[str]:
-    """Settings that are shared by keyword come last."""
-    fields = sorted(dataclasses.fields(config_class), key=lambda field: bool(field.kw_only))
-    return [field.name for field in fields if field.init]
+    """A command's own settings first, then those that it shares with others."""
+    declared = dict.fromkeys(name for base in config_class.__mro__ for name in inspect.get_annotations(base))
+    taken = {field.name for field in dataclasses.fields(config_class) if field.init}
+    return [name for name in declared if name in taken]
 
 
 def defaults_of(config_class: type) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from draftsmith.data.settings import RemoteCode
 from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import InputError
 
@@ -26,7 +27,7 @@ Strategy = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(RemoteCode):
     """Options shared by all heads.
 
     Attributes:
@@ -72,7 +73,6 @@ class TrainConfig:
         wandb: Weights & Biases; auto goes online when a key is found and offline without one.
         project: Weights & Biases project.
         license: The head's licence for its model card (apache-2.0, cc-by-nc-4.0, ...); not stated without it.
-        trust_remote_code: Let the frozen model's repository run its own code.
     """
 
     data: Path = volatile()

@@ -58,7 +58,7 @@ ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS]}  # of the journa
 
 
 @dataclass(frozen=True)
-class BenchConfig(TimedDecoding, Sampling, Answers, ChosenPrompts, DraftSettings):
+class BenchConfig(DraftSettings, ChosenPrompts, Answers, Sampling, TimedDecoding):
     """Measures decoding methods against this engine's own autoregressive decoding.
 
     Attributes:

@@ -44,7 +44,7 @@ LOOPS = ("single", "batched")
 
 
 @dataclass(frozen=True)
-class LosslessConfig(TimedDecoding, Sampling, Answers, ChosenPrompts, DraftSettings):
+class LosslessConfig(DraftSettings, ChosenPrompts, Answers, Sampling, TimedDecoding):
     """Certifies that decoding methods do not change what the target says. Exit code 1 when one does.
 
     Attributes:

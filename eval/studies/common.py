@@ -33,7 +33,7 @@ from draftsmith.modules.types import SamplingParams, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyConfig(TimedDecoding, Answers, ChosenPrompts, DraftSettings):
+class StudyConfig(DraftSettings, ChosenPrompts, Answers, TimedDecoding):
     """Settings of every study of decoding methods.
 
     Attributes:

@@ -50,7 +50,7 @@ KEPT = ("temperature", "top_k", "top_p", "ignore_eos", "dtype", "device", "engin
 
 
 @dataclass(frozen=True)
-class TuneConfig(TimedDecoding, Sampling, Answers, ChosenPrompts, DraftSettings):
+class TuneConfig(DraftSettings, ChosenPrompts, Answers, Sampling, TimedDecoding):
     """Finds the fastest way to decode: method and settings for this machine, these models and these prompts.
 
     Attributes:

@@ -31,7 +31,7 @@ QUICK: dict[str, Any] = {"limit": 14, "fit_limit": 10, "depth": 6, "max_new_toke
 
 
 @dataclass(frozen=True)
-class CalibrationConfig(Decoding, DraftSettings):
+class CalibrationConfig(DraftSettings, Decoding):
     """Judges an acceptance head's probabilities, raw, corrected and calibrated, beside the draft's confidence, on the
     tokens of real rounds down to and with the first rejected one.
 

@@ -46,7 +46,7 @@ QUICK: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class SpecDecPPConfig(Decoding, Sampling):
+class SpecDecPPConfig(Sampling, Decoding):
     """Trains acceptance heads of several depths and loss weights, and measures what SpecDec++ gains by them: the
     paper's sweep, Pareto fronts, KL table, cost model and throughput. Run again, it goes on from what is there.
 
