@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import json
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -148,11 +147,7 @@ def field_meanings(config_class: type) -> dict[str, str]:
 
 
 def described(config_class: type) -> docstring_parser.Docstring:
-    text = inspect.getdoc(config_class) or ""
-    if "\nAttributes:\n" not in text:  # fields right behind the first paragraph
-        about, _, fields = text.partition("\n\n")
-        text = f"{about}\n\nAttributes:\n{textwrap.indent(fields, '    ')}"
-    return docstring_parser.parse(text)
+    return docstring_parser.parse(inspect.getdoc(config_class) or "", docstring_parser.DocstringStyle.GOOGLE)
 
 
 def field_names(config_class: type) -> list[str]:
