@@ -92,7 +92,7 @@ class AcceptanceConfig(StageLoading):
         check_not_negative(self, "limit", "num_threads", "children")
         if (self.draft is None) == (self.eagle is None):
             found = "neither" if self.draft is None else "both"
-            raise InputError("draft, eagle", found, "one of them", "Pass --draft MODEL, or --eagle HEAD.")
+            raise InputError("draft, eagle", found, "one of them", "Pass --draft: a language model, or a head.")
         if self.labels == "mix":
             for spec in dataclasses.fields(self):
                 if spec.name in ROLLOUT_ONLY and getattr(self, spec.name) != spec.default:

@@ -26,7 +26,7 @@ from draftsmith.data.text.conversations import (
     listed,
     parse_columns,
     recognise,
-    up_to_last_assistant,
+    up_to_last,
 )
 from draftsmith.data.text.sources import Row, Source, first_rows, named_split, open_source
 from draftsmith.data.text.template import (
@@ -72,7 +72,7 @@ class PromptsConfig(RemoteCode):
         max_length: Longest prompt (supervised: conversation) in tokens, those of later turns with the answers before
             them included; 0 is the target's context.
         overlong: What happens to longer ones: an error, or dropped and counted.
-        invalid: What happens to rows that can not be used (no user turn, no text): an error, or dropped and counted.
+        invalid: What happens to rows that cannot be used (no user turn, no text): an error, or dropped and counted.
         rows_per_shard: Rows of the source in each shard.
     """
 
@@ -161,7 +161,7 @@ def run(config: PromptsConfig) -> Path:
                 if index in selection.repeated:
                     raise Repeated("an id that was there before")
                 read = source.row(index)
-                row = encode(index, read, layout_of(read, mapping), tokenizer, config, context, counts)
+                row = prompt_row(index, read, layout_of(read, mapping), tokenizer, config, context, counts)
             except RowError as error:
                 drop(source.where(index), error, config, counts)
             else:
@@ -277,7 +277,7 @@ def default_id(index: int) -> str:
     return f"{index:07d}"
 
 
-def encode(
+def prompt_row(
     index: int,
     row: Row,
     layout: Layout,
@@ -302,7 +302,7 @@ def encode(
     }
     length = len(encoded["prompt_ids"]) + 1  # room for one token of an answer
     if config.supervised:
-        whole = up_to_last_assistant(conversation.messages)
+        whole = up_to_last("assistant", conversation.messages)
         encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, whole)
         length = len(encoded["input_ids"])
     if context is not None and length > context:

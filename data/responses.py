@@ -3,16 +3,15 @@ not text."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from draftsmith.data.answering.batched import answer_all, row_uniforms, set_threads
-from draftsmith.data.answering.server import ServerConfig
+from draftsmith.data.answering.server import ServerConfig, ServerEngine
 from draftsmith.data.models.device import pick_device
 from draftsmith.data.models.loading import load_lm, text_identity
 from draftsmith.data.models.naming import naming
@@ -24,12 +23,18 @@ from draftsmith.data.store.datasets import Lists
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.shards import Plan, Rows, Shard, ShardContent, run_stage
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.text.answers import Supervision, answer_mask, spans
-from draftsmith.data.text.turns import Answer, Talk, has_later_turns, turns_tokenizer
+from draftsmith.data.text.answers import Supervision
+from draftsmith.data.text.template import check_context
+from draftsmith.data.text.turns import (
+    Answer,
+    AnswerSettings,
+    Talk,
+    Talks,
+    has_later_turns,
+    shard_content,
+    turns_tokenizer,
+)
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError
-
-Talks = Callable[[Mapping[str, Any]], Talk]
 
 FIELDS = (
     Field("id", "string"),
@@ -92,7 +97,11 @@ class ResponsesConfig(Sampling, RemoteCode):
     def __post_init__(self) -> None:
         check_positive(self, "max_new_tokens", "batch_size", "rows_per_shard")
         check_not_negative(self, "limit", "num_threads")
-        _ = self.sampling
+        _ = self.answering
+
+    @property
+    def answering(self) -> AnswerSettings:
+        return AnswerSettings(self.target, self.sampling, self.max_new_tokens, self.ignore_eos, self.seed)
 
 
 @sole_writer(shared=True)
@@ -103,10 +112,9 @@ def run(config: ResponsesConfig) -> Path:
     prompts = Rows(config.prompts, manifest)
     num_rows = min(len(prompts), config.limit) if config.limit else len(prompts)
     if config.engine == "openai":
-        from draftsmith.data.answering.server import ServerEngine
-
-        engine = ServerEngine(config, manifest.identity["chat_template"])
-        make, target = engine.make(prompts, talks_of(config, manifest, engine.context)), engine.identity
+        engine = ServerEngine(config.server, config.answering, manifest.identity["chat_template"])
+        talks = talks_of(config, manifest, engine.context)
+        make, target = engine.make(prompts, talks, config.output), engine.identity
     else:
         device = pick_device(config.device)
         lm = load_lm(config.target, config.dtype, device, config.lm_engine, config.trust_remote_code, packed=True)
@@ -153,7 +161,7 @@ def in_process(
         shares = {id(talk): 1 / talk.turns_left for talk in held}
         while waiting := [(offset, talk) for offset, talk in enumerate(held) if talk.prompt is not None]:
             answer_turns(lm, waiting, shard.start, config, ends, lambda talk: advance(shares[id(talk)]))
-        return content([talk.held() for talk in held])
+        return shard_content([talk.held() for talk in held])
 
     return make
 
@@ -184,36 +192,6 @@ def answer_turns(
         )
     for (_, talk), tokens in zip(waiting, answers, strict=True):
         talk.hear(Answer(tokens, ended=tokens[-1] in ends))
-
-
-def check_context(row: int, length: int, max_position: int) -> None:
-    """Raises InputError where a prompt leaves no room for an answer."""
-    if length >= max_position:
-        remedy = "Make the prompts for this target: data prompts --overlong drop."
-        raise InputError(
-            f"prompt {row}", f"{length} tokens", f"fewer than the target's context, {max_position}", remedy
-        )
-
-
-def content(held: Sequence[Mapping[str, Any]]) -> ShardContent:
-    """The shard of conversations that were held, as `Talk.held` has them."""
-    rows = [row for talk in held for row in talk["rows"]]
-    counts: Counter[str] = Counter(count(rows))
-    for talk in held:
-        counts.update(talk["counts"])
-    return ShardContent(rows, dict(counts))
-
-
-def count(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Counts of a shard of responses."""
-    masks = [answer_mask(row) for row in rows]
-    return {
-        "tokens": sum(len(row["input_ids"]) for row in rows),
-        "answers": sum(len(spans(mask)) for mask in masks),
-        "response_tokens": sum(map(sum, masks)),
-        "ended": sum(row["ended"] for row in rows),
-        "retokenised": sum(row["retokenised"] for row in rows),
-    }
 
 
 def tell_supervision(directory: Path, manifest: Manifest) -> None:

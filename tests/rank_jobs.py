@@ -56,7 +56,9 @@ def run_on_ranks(jobs: Sequence[dict[str, Any]], ranks: int, work: Path, timeout
 def run_job(job: dict[str, Any]) -> None:
     from draftsmith.modules.types import InputError
     from draftsmith.train import deepspeed
-    from draftsmith.train.run import TrainAcceptanceConfig, drafter_config, run
+    from draftsmith.train.acceptance import TrainAcceptanceConfig
+    from draftsmith.train.drafter import drafter_config
+    from draftsmith.train.run import run
 
     deepspeed.KEPT_WHOLE = 0  # stage 3 partitions even the smallest tensors
     config_class = drafter_config("eagle") if job["head"] == "eagle" else TrainAcceptanceConfig

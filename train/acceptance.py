@@ -132,7 +132,7 @@ class TrainAcceptanceConfig(TrainConfig):
         if self.eagle is None and kind_at(drafter) is None:
             return drafter
         if self.target is None:
-            raise InputError("target", "none", "the model that the head drafts for", "Pass --target.")
+            raise InputError("target", "none", f"the model that {drafter} drafts for", "Pass --target.")
         return self.target
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import load_lm, read_config
 from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
 from draftsmith.data.store.feature_codec import FeatureDtype, rounded
-from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
+from draftsmith.data.store.manifest import Manifest, open_artefact
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.finite import NonFinite, first_broken
@@ -26,7 +25,7 @@ from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
 from draftsmith.modules.types import InputError
-from draftsmith.train.config import TrainConfig
+from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_room
 from draftsmith.train.strategies import local_device, model_dtype
 
@@ -37,61 +36,6 @@ if TYPE_CHECKING:
 STD_SAMPLES = 32
 # Hashing goes at about 1 GB/s: half a minute at most.
 HASHED_BYTES = 32 * 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainDrafterConfig(TrainConfig):
-    """`data` is what `data responses` wrote, or `data prompts --supervised`: the target reads it in the training
-    process. Or it is what `data features` wrote, which is only read.
-
-    Attributes:
-        target: The target model, frozen: the one the data was made with. It gives embedding and lm_head, and features.
-        features: Where features of responses come from: the target in every epoch (online), or in the first one, which
-            writes them for the others (cache).
-        feature_cache: Directory of the cache; several runs with one target may share it. Default: output/feature-cache.
-        feature_dtype: What the cache stores: bf16, or fp8 with a scale for each token, half the bytes.
-        target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
-            tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
-        init: random, or the directory of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its
-            width and vocabulary have to be this target's.
-        tau_every: Steps between measurements of tau by real decoding; 0 measures with every validation. It is measured
-            at validations, so it counts in multiples of val_every.
-        tau_prompts: Prompts to decode for it; 0 switches it off.
-        tau_data: What `data prompts` made of prompts like those that will be served. Default: held-out samples, each up
-            to one of its answers, which says little where these are shorter than what will be served.
-        tau_k: Drafted tokens a round for it.
-        tau_max_new_tokens: Longest answer for it.
-        tau_ignore_eos: Go on behind end tokens, so that every answer is that long: of answers of a few tokens tau says
-            how well their beginning is drafted.
-    """
-
-    kind: ClassVar[str]
-
-    target: str
-    features: Literal["online", "cache"] = "online"
-    feature_cache: Path | None = volatile(None)
-    feature_dtype: FeatureDtype = "bf16"
-    target_parallel: Literal["none", "device_map", "tensor"] = volatile("none")
-    init: str = "random"
-    tau_every: int = volatile(0)
-    tau_prompts: int = volatile(16)
-    tau_data: Path | None = volatile(None)
-    tau_k: int = volatile(5)
-    tau_max_new_tokens: int = volatile(64)
-    tau_ignore_eos: bool = volatile(True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.target_parallel != "none" and self.devices > 1:
-            remedy = "Launch with torchrun --nproc-per-node N for tensor; one process has all GPUs for device_map."
-            raise InputError("devices", self.devices, f"1 with --target-parallel {self.target_parallel}", remedy)
-        for name, least in {"tau_every": 0, "tau_prompts": 0, "tau_k": 1, "tau_max_new_tokens": 1}.items():
-            if getattr(self, name) < least:
-                raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
-
-    @property
-    def drafter(self) -> type[DraftHead]:
-        return head_class(self.kind)
 
 
 @functools.cache
@@ -159,17 +103,12 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
     shared = config.target_parallel == "tensor"
     source = FeatureSource(target, layers, cache, shared)
     module = LitHead(head, DrafterObjective(drafter, config, target, std, source), config, data.total_steps)
-    prompts = probe_prompts(
-        config.tau_data, config.target, val_samples, config.tau_prompts, config.tau_max_new_tokens, context
-    )
-    probe = None
-    if prompts:
-        answer = config.tau_max_new_tokens
-        probe = TauProbe(module, target, prompts, config.tau_k, answer, config.tau_ignore_eos, shared)
+    prompts = probe_prompts(config, val_samples, context)
+    every = config.tau_every or config.val_every or data.order.steps_per_epoch
+    probe = TauProbe(module, target, prompts, config, every) if prompts else None
     inputs = digests(train, val) | ({} if config.init in drafter.starts else starting_weights(config.init))
     provenance = Provenance(config.kind, inputs, target.info.identity, train.manifest.identity)
-    probe_every = config.tau_every or config.val_every or data.order.steps_per_epoch
-    return module, data, config, provenance, probe, probe_every
+    return module, data, config, provenance, probe
 
 
 def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM) -> FeatureDataset | ResponsesDataset:

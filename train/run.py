@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from draftsmith.data.answering.batched import set_threads
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.train import acceptance, drafter
-from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.drafter import TrainDrafterConfig, drafter_config
-
-__all__ = ["TrainAcceptanceConfig", "drafter_config", "prepare", "run"]
-TrainedConfig = TrainAcceptanceConfig | TrainDrafterConfig
+from draftsmith.train.acceptance import TrainAcceptanceConfig, filled
+from draftsmith.train.prepare import TrainedConfig, prepare
 
 
 @sole_writer(shared=True)
@@ -29,14 +24,9 @@ def run(config: TrainedConfig) -> Path:
 
     set_threads(config.num_threads)
     if isinstance(config, TrainAcceptanceConfig):
-        config = acceptance.filled(config)
+        config = filled(config)
     done = finished(config)
     if done is not None:
         return done
     announce(config)
     return fit(*prepare(config))
-
-
-def prepare(config: TrainedConfig) -> tuple[Any, ...]:
-    """What `fit` is given: the models and data of a training that has not begun."""
-    return acceptance.prepare(config) if isinstance(config, TrainAcceptanceConfig) else drafter.prepare(config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,35 +19,35 @@ from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
+from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.data_module import Samples
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.metrics import num_ranks, rank, total
 
 
 class TauProbe:
-    """Greedy chain decoding of prompts, as `draftsmith decode` does it.
+    """Greedy chain decoding of prompts, as `draftsmith decode` does it: a `callbacks.Probe`."""
 
-    measured: on what, in words.
-    """
+    monitor = "tau"
 
     def __init__(
         self,
         module: LitHead,
         target: CausalLM,
         prompts: Sequence[Sequence[int]],
-        k: int,
-        max_new_tokens: int,
-        ignore_eos: bool = True,
-        shared: bool = False,
+        config: TrainDrafterConfig,
+        every: int,
     ):
         """module: its head is measured. prompts: the same on every rank; each rank decodes its share, or all where the
-        ranks are one target (shared). ignore_eos: go on behind end tokens."""
-        self.module, self.target, self.prompts, self.shared = module, target, prompts, shared
-        self.k, self.max_new_tokens, self.ignore_eos = k, max_new_tokens, ignore_eos
+        ranks are one target. every: steps between measurements."""
+        self.module, self.target, self.prompts, self.every = module, target, prompts, every
+        self.shared = config.target_parallel == "tensor"
+        self.k, self.max_new_tokens, self.ignore_eos = config.tau_k, config.tau_max_new_tokens, config.tau_ignore_eos
         lengths = sorted(map(len, prompts))
         sizes = f"{lengths[0]:,}" if lengths[0] == lengths[-1] else f"{lengths[0]:,} to {lengths[-1]:,}"
-        until = "each, end tokens ignored" if ignore_eos else "at most"
-        self.measured = f"tau on {len(prompts)} prompt(s) of {sizes} tokens, {max_new_tokens} {until}, chains of {k}"
+        until = "each, end tokens ignored" if self.ignore_eos else "at most"
+        answers = f"{self.max_new_tokens} {until}, chains of {self.k}"
+        self.measured = f"tau on {len(prompts)} prompt(s) of {sizes} tokens, {answers}"
 
     def __call__(self) -> dict[str, float]:
         """tau over all prompts of all ranks; and tau_behind_end, the share of the emitted tokens that is behind an end
@@ -83,25 +82,24 @@ def _behind_end(tokens: Sequence[int], eos_ids: Sequence[int]) -> int:
     return len(tokens) - 1 - first
 
 
-def probe_prompts(data: Path | None, target: str, val: Samples, count: int, room: int, context: int) -> list[list[int]]:
-    """`count` prompts, of those that leave room for an answer of `room` tokens where there are such.
-
-    data: prompts to take them from; None takes them from the validation samples. target: its path.
+def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> list[list[int]]:
+    """Prompts to measure tau on, of those that leave room for their answers where there are such.
 
     Raises:
-        InputError: `data` is no prompts, or of another tokenizer.
+        InputError: `tau_data` is no prompts, or of another tokenizer.
     """
+    count = config.tau_prompts
     if not count:
         return []
-    if data is None:
+    if config.tau_data is None:
         found = held_out_prompts(val)
     else:
-        manifest = open_artefact(data, "prompts", text_identity(target))
-        found = (row["prompt_ids"] for row in Rows(data, manifest, ["prompt_ids"]).iterate())
+        manifest = open_artefact(config.tau_data, "prompts", text_identity(config.target))
+        found = (row["prompt_ids"] for row in Rows(config.tau_data, manifest, ["prompt_ids"]).iterate())
     chosen: list[list[int]] = []
     tight: list[list[int]] = []
     for prompt in found:
-        if len(prompt) <= context - room:
+        if len(prompt) <= context - config.tau_max_new_tokens:
             chosen.append(prompt)
         elif len(prompt) < context and len(tight) < count:
             tight.append(prompt)

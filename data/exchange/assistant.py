@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.models.loading import load_tokenizer, load_transformers, model_directory, tokenizer_identity
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.loading import load_tokenizer, load_transformers, tokenizer_identity
 from draftsmith.data.store.files import copy_file, whole_directory, write_json
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.interop import hf_assisted

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.models.checkpoint import MOST, MOST_POSITIONS, MOST_SIZE
-from draftsmith.data.models.loading import model_directory, read_object
+from draftsmith.data.models.checkpoint import MOST, MOST_POSITIONS, MOST_SIZE, read_model_json
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.store.reading import open_tensors
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
 
@@ -42,7 +43,7 @@ def read_package(path: str) -> Package:
         InputError: a file is absent, damaged, outside the directory, or holds more than tensors; weights are ambiguous.
     """
     directory = package_directory(path)
-    config = read_object(member(directory, "config.json", "the directory"))
+    config = read_model_json(member(directory, "config.json", "the directory"))
     files, index = _chosen(directory)
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
@@ -142,7 +143,7 @@ def member(directory: Path, name: str, named_by: str) -> Path:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor -> file."""
-    found = read_object(index).get("weight_map")
+    found = read_model_json(index).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(value, str) for value in found.values()):
         raise InputError(str(index), "no weight_map", "a map of tensors to file names", FETCH)
     return found
@@ -156,14 +157,8 @@ def _check_index(index: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of one file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as opened:
-            names = list(opened.keys())
-            return {name: opened.get_tensor(name) for name in names}, opened.metadata() or {}
-    except SafetensorError as error:
-        raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", FETCH) from error
+    with open_tensors(file, FETCH) as opened:
+        return {name: opened.get_tensor(name) for name in list(opened.keys())}, opened.metadata() or {}
 
 
 def read_torch(file: Path) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.data.store.manifest import compare_identity, file_sha256, warn_not_compared
-from draftsmith.data.store.reading import check_shape, read_object
+from draftsmith.data.store.reading import check_shape, read_object, read_tensors
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.drafters.base import DraftHead
@@ -202,23 +202,24 @@ def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
     Raises:
         InputError: no head, one that does not draft, or one for another target.
     """
+    kind = head_config(directory)["kind"]
+    if kind not in drafters.learned():
+        raise InputError("head", f"{directory}, {named_kind(kind)} head", "a drafter", "Pass it with its own flag.")
     head = load_head(directory, target)
-    if not isinstance(head, DraftHead):
-        kind = head_config(directory)["kind"]
-        raise InputError("head", f"{directory}, {_a(kind)} head", "a drafter", "Pass it with its own flag.")
+    assert isinstance(head, DraftHead)
     return head
 
 
 def _config_of_kind(directory: str | Path, kind: str | None) -> dict[str, Any]:
     config = head_config(directory)
     if kind is not None and config["kind"] != kind:
-        raise InputError(
-            "head", f"{directory}, {_a(config['kind'])} head", f"{_a(kind)} head", "Pass it with its own flag."
-        )
+        found, expected = f"{directory}, {named_kind(config['kind'])} head", f"{named_kind(kind)} head"
+        raise InputError("head", found, expected, "Pass it with its own flag.")
     return config
 
 
-def _a(kind: str) -> str:
+def named_kind(kind: str) -> str:
+    """A kind with its article."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
@@ -227,7 +228,7 @@ def _settings(config: dict[str, Any]) -> Any:
     try:
         return from_json(class_of(config["kind"]).Config, config["head"])
     except (TypeError, KeyError) as error:  # a name that is absent, unknown, or of another type
-        found = f"settings that are none of {_a(config['kind'])} head ({error})"
+        found = f"settings that are none of {named_kind(config['kind'])} head ({error})"
         raise InputError("config.json", found, "what training wrote", "Copy or train the head again.") from error
 
 
@@ -262,15 +263,7 @@ def head_settings(directory: str | Path, kind: str) -> Any:
 
 def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
     """On the CPU, in the type of its file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    file = Path(directory) / "model.safetensors"
-    try:
-        state = load_file(file)
-    except (SafetensorError, OSError) as error:
-        remedy = "Copy or train the head again."
-        raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", remedy) from error
+    state = read_tensors(Path(directory) / "model.safetensors", "Copy or train the head again.")
     return build_head(config["kind"], _settings(config), state)
 
 

@@ -22,7 +22,7 @@ class DraftSettings:
     Attributes:
         draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for
             several.
-        eagle: the old name of --draft for an EAGLE head.
+        eagle: deprecated, the old name of --draft for an EAGLE head.
     """
 
     draft: tuple[str, ...] | str | None = volatile(())

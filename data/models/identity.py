@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.models.checkpoint import checkpoint_files, read_object
+from draftsmith.data.models.checkpoint import checkpoint_files, read_model_json
 from draftsmith.data.models.digests import output_hash, tensor_digests, weights_hash
 
 # What decides how text becomes ids, by kind of tokenizer; and the switches beside them that change it.
@@ -56,30 +56,30 @@ def encoding_hash(directory: Path) -> str:
     found: dict[str, Any] = {}
     fast, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
     if fast.exists():
-        content = read_object(fast)
+        content = read_model_json(fast)
         found = {
-            key: _plain(value) for key, value in content.items() if key not in ("version", "truncation", "padding")
+            key: _normalised(value) for key, value in content.items() if key not in ("version", "truncation", "padding")
         }
     else:
         files = [file for name in TOKENIZER_FILES if (file := directory / name).exists()]
         files += sorted([*directory.glob("*.tiktoken"), *directory.glob("*.bpe"), *directory.glob("tokenization*.py")])
         found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     if settings.exists():
-        switches = read_object(settings)
+        switches = read_model_json(settings)
         found |= {f"set_{name}": switches[name] for name in SWITCHES if switches.get(name) is not None}
     return _hash(found)
 
 
-def _plain(value: Any) -> Any:
+def _normalised(value: Any) -> Any:
     """What several versions of one file agree in: what is off or absent is left out, and merges are pairs or text."""
     if isinstance(value, dict):
         if "merges" in value:
             merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in value["merges"]]
             value = {**value, "merges": merges}
-        kept = {key: _plain(inner) for key, inner in value.items()}
+        kept = {key: _normalised(inner) for key, inner in value.items()}
         return {key: inner for key, inner in kept.items() if inner is not None and inner is not False}
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        return [_normalised(inner) for inner in value]
     return value
 
 

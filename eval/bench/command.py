@@ -67,9 +67,6 @@ class BenchConfig(DraftSettings, ChosenPrompts, Answers, Sampling, TimedDecoding
             tasks.
         tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may
             be FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
-        draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for
-            several. spec, specdec++, cost, online, confidence, self-verify, hf-assisted and three-model methods take
-            the model.
         mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
         acceptance: acceptance head directory, for specdec++ and cost; trained for what drafts.
         methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,

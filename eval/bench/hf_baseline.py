@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.models.loading import DTYPES, load_transformers, model_directory
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.loading import DTYPES, load_transformers
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.methods import Method

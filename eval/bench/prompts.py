@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.models.loading import EMBEDDED, resolve_model, text_identity
+from draftsmith.data.models.hub import EMBEDDED, resolve_model
+from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
-from draftsmith.data.text.conversations import Turns, label_columns, label_of, layout_of, up_to_last_user, user_turns
-from draftsmith.data.text.sources import OPENERS, kind_of, named_split, open_source, plain_stem
+from draftsmith.data.text.conversations import Turns, label_columns, label_of, layout_of, up_to_last, user_turns
+from draftsmith.data.text.sources import OPENERS, named_split, open_source, plain_stem, suffix_of
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids, template_hash
 from draftsmith.data.text.turns import has_later_turns, later_turns
 from draftsmith.modules.types import InputError
@@ -193,7 +194,7 @@ def chat_prompt(target: str, turns: Turns) -> Any:
         try:
             conversation = layout_of(row.content, {}).conversation(row.content)
             messages, later = (
-                (up_to_last_user(conversation.messages), ()) if turns == "last" else user_turns(conversation)
+                (up_to_last("user", conversation.messages), ()) if turns == "last" else user_turns(conversation)
             )
             later = later if turns == "all" else ()
             ids = list(prompt_ids(tokenizer, messages))
@@ -279,7 +280,7 @@ def _task_files(tasks: str) -> Iterator[tuple[str, str]]:
         if part.startswith(EMBEDDED):
             yield part.removeprefix(EMBEDDED), part
         elif path.is_dir():
-            files = sorted(file for file in path.iterdir() if kind_of(file) in OPENERS and file.is_file())
+            files = sorted(file for file in path.iterdir() if suffix_of(file) in OPENERS and file.is_file())
             files += sorted(path.glob(f"*/{FASTCHAT}"))
             if not files:
                 expected = f"a directory with files of {', '.join(OPENERS)}"

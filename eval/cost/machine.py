@@ -21,15 +21,13 @@ from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
-from draftsmith.modules.drafters.chains import StopRule, build_chain, chain_methods
-from draftsmith.modules.drafters.eagle.methods import Eagle2
-from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
-from draftsmith.modules.drafters.methods import Method, Models, Named
+from draftsmith.modules.drafters.chains import Chain, StopRule, build_chain
+from draftsmith.modules.drafters.methods import Autoregressive, DynamicTrees, Method, Models, Named
 from draftsmith.modules.types import SamplingParams
 
 PROBE_PROMPTS, PROBE_TOKENS, PROBE_REPEATS = 2, 40, 2
 AR = "ar"
-TARGET = "target"
+START = "start"
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class DecodingCosts:
     """Seconds, medians, on one machine.
 
     context: tokens that were kept before the rows that were read. start: an answer of one token, prefill and all.
-    target, tree: rows -> one call of the target for a chain, for a tree. drafters: `draft`, `eagle`, or `tree/TOPK`.
+    target, tree: rows -> one call of the target for a chain, for a tree. drafters: what drafts (`drafter_of`).
     families: name (`family_of`) -> what it takes beyond its forwards.
     """
 
@@ -60,17 +58,16 @@ class DecodingCosts:
         """Seconds of one call."""
         return straight(self.tree if tree else self.target, rows)
 
-    def seconds(self, trace: DecodeTrace, family: str) -> float:
+    def seconds(self, trace: DecodeTrace, named: Named) -> float:
         """Seconds of one answer with this trace, its prefill included."""
-        extra = self.families.get(family, Overhead(0.0, 0.0))
+        extra = self.families.get(family_of(named), Overhead(0.0, 0.0))
         beyond = len(trace.steps) * extra.round + trace.draft_calls * extra.step
-        return self.forward_seconds(trace, family) + beyond
+        return self.forward_seconds(trace, named.method) + beyond
 
-    def forward_seconds(self, trace: DecodeTrace, family: str) -> float:
+    def forward_seconds(self, trace: DecodeTrace, method: Method) -> float:
         """The part that the models' forwards take."""
-        drafter = drafter_of(family)
+        drafter, is_tree = drafter_of(method), isinstance(method, DynamicTrees)
         cost = self.drafters[drafter] if drafter is not None else DraftCost(0.0, 0.0, 0.0)
-        is_tree = family.startswith("eagle2/")
 
         def of_round(step: DecodeStep) -> float:
             read = self.target_s(step.num_drafted + 1, is_tree and step.num_drafted > 1)
@@ -90,22 +87,21 @@ class DecodingCosts:
 
 
 def family_of(named: Named) -> str:
-    """What methods of equal costs have in common: `spec`, `specdec++/eagle`, `eagle2/8`."""
-    name = named.label.partition(":")[0]
-    if isinstance(named.method, Eagle2):
-        return f"{name}/{named.method.topk}"
-    by = named.method.drafter if isinstance(named.method, StopRule) else "draft"
+    """What methods of equal costs have in common: the name, and the width of trees or what drafts where it is not the
+    name's own (`spec`, `eagle2/8`, `specdec++/eagle`)."""
+    name, method = named.label.partition(":")[0], named.method
+    if isinstance(method, DynamicTrees):
+        return f"{name}/{method.topk}"
+    by = method.drafter if isinstance(method, StopRule) else "draft"
     return name if by == "draft" else f"{name}/{by}"
 
 
-def drafter_of(family: str) -> str | None:
-    """The key of `DecodingCosts.drafters`; None where no model drafts."""
-    name, _, more = family.partition("/")
-    if name == "eagle2":
-        return f"tree/{more}"
-    if name in (AR, "pld"):
-        return None
-    return more or next((drafter for drafter, method in chain_methods().items() if method == name), "draft")
+def drafter_of(method: Method) -> str | None:
+    """The key of `DecodingCosts.drafters`: `draft` or the kind of the head that drafts chains, `tree/TOPK`; None where
+    no model drafts."""
+    if isinstance(method, DynamicTrees):
+        return f"tree/{method.topk}"
+    return method.needs[0] if isinstance(method, Chain) else None
 
 
 @torch.inference_mode()
@@ -127,10 +123,10 @@ def measure_costs(
     ids = [prompt.prompt_ids for prompt in typical]
     context = len(ids[0]) + PROBE_TOKENS // 2
     target, tree = target_curves(models.target, [*ids[0], *answers[0].answer.tokens], context, clock)
-    used = dict.fromkeys(sorted(name for name in map(drafter_of, probes) if name is not None))
-    drafters = {name: draft_cost(fixed_drafter(name, models), ids, answers, how, clock) for name in used}
+    used = {name: methods[0] for methods in probes.values() if (name := drafter_of(methods[0])) is not None}
+    drafters = {name: draft_cost(fixed_drafter(models, used[name]), ids, answers, how, clock) for name in sorted(used)}
     ran = run_probes(models, typical, probes, params, seed, clock)
-    start = statistics.median(probe.seconds for probe in ran if probe.family == TARGET)
+    start = statistics.median(probe.seconds for probe in ran if probe.family == START)
     bare = DecodingCosts(context, start, target, tree, drafters)
     families = {family: overhead([probe for probe in ran if probe.family == family], bare) for family in probes}
     return replace(bare, families=families)
@@ -142,12 +138,11 @@ def typical_prompts(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
     return sorted(prompts, key=lambda prompt: abs(len(prompt.prompt_ids) - mean))[:PROBE_PROMPTS]
 
 
-def fixed_drafter(name: str, models: Models) -> Drafter:
-    """The drafter of `DecodingCosts.drafters`, without a stop policy of its own."""
-    if name.startswith("tree/"):
-        topk = int(name.removeprefix("tree/"))
-        return EagleTreeDrafter(models.heads["eagle"], models.target, DynamicTree(topk, STEPS, topk), models.capacity)
-    return build_chain(models, name, FixedLength(STEPS))
+def fixed_drafter(models: Models, method: Method) -> Drafter:
+    """What drafts with this method, without a rule that ends its drafts."""
+    if isinstance(method, DynamicTrees):
+        return method.fixed(models, method.topk, STEPS)
+    return build_chain(models, method.needs[0], FixedLength(STEPS))
 
 
 @dataclass(frozen=True)
@@ -155,6 +150,7 @@ class Probe:
     """One prompt answered by one setting: the median of its seconds."""
 
     family: str
+    method: Method
     made: Generation
     seconds: float
 
@@ -167,33 +163,32 @@ def run_probes(
     seed: int,
     clock: Clock,
 ) -> list[Probe]:
-    """Every setting on every prompt, interleaved; and answers of one token, as family `target`."""
+    """Every setting on every prompt, interleaved; and answers of one token without a draft, as family START."""
     made: dict[str, Generation] = {}
     calls: dict[str, Callable[[], None]] = {}
-    families: dict[str, str] = {}
+    settings: dict[str, tuple[str, Method]] = {}
 
-    def add(family: str, method: Method | None, num_tokens: int) -> None:
-        drafter = None if method is None else method.build(models)
-        runner = EngineRunner(models.target, drafter, params, ())
+    def add(family: str, method: Method, num_tokens: int) -> None:
+        runner = EngineRunner(models.target, method.build(models), params, ())
         for prompt in prompts:
             key = str(len(calls))
 
             def call(key: str = key, prompt: BenchPrompt = prompt) -> None:
                 (made[key],) = runner([prompt.prompt_ids], num_tokens, [seed])
 
-            families[key], calls[key] = family, call
+            settings[key], calls[key] = (family, method), call
 
-    add(TARGET, None, 1)
+    add(START, Autoregressive(), 1)
     for family, methods in probes.items():
         for method in methods:
             add(family, method, PROBE_TOKENS)
     taken = medians(calls, PROBE_REPEATS, clock)
-    return [Probe(families[key], made[key], taken[key]) for key in calls]
+    return [Probe(*settings[key], made[key], taken[key]) for key in calls]
 
 
 def overhead(probes: Sequence[Probe], bare: DecodingCosts) -> Overhead:
     """What the answers of one family took beyond their forwards, by rounds and draft steps; neither is less than
     nothing."""
     counts = [(len(probe.made.trace.steps), probe.made.trace.draft_calls) for probe in probes]
-    beyond = [probe.seconds - bare.forward_seconds(probe.made.trace, probe.family) for probe in probes]
+    beyond = [probe.seconds - bare.forward_seconds(probe.made.trace, probe.method) for probe in probes]
     return Overhead(*fit_positive(counts, beyond).weights)

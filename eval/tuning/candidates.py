@@ -27,8 +27,7 @@ from draftsmith.modules.drafters.chains import (
     by_drafter,
     chain_methods,
 )
-from draftsmith.modules.drafters.eagle.methods import Eagle2
-from draftsmith.modules.drafters.methods import MAX_NODES, Named, parse_methods
+from draftsmith.modules.drafters.methods import MAX_NODES, DynamicTrees, Named, parse_methods, tree_methods
 from draftsmith.modules.drafters.prompt_lookup import PromptLookup
 
 HEAD = "acceptance"  # label of its logits in the rollouts
@@ -65,11 +64,11 @@ class Grid:
             if drafter == reader:
                 yield from self._specdecpp(step, longest, own)
                 yield from (f"cost:max={m}:min={least}{own}" for m in longest for least in (1, 2) if least <= m)
-        if "eagle" in given:
+        for name in (name for kind, name in tree_methods().items() if kind in given):
             for topk in self.topks:
                 for depth in range(1, self.tree_depth + 1, step):
                     most = min(num_candidates(topk, depth + 1), MAX_NODES)
-                    yield from (f"eagle2:nodes={n}:depth={depth}:topk={topk}" for n in NODES[::step] if n <= most)
+                    yield from (f"{name}:nodes={n}:depth={depth}:topk={topk}" for n in NODES[::step] if n <= most)
 
     def _specdecpp(self, step: int, longest: Sequence[int], own: str) -> Iterator[str]:
         for calibrated in ("off", "on"):
@@ -81,11 +80,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Rollouts by what drafted them: chains by `draft` or a head's kind, trees by their topk, lookups by their longest
-    n-gram; the acceptance head; and c of each drafter of chains on this machine (`MachineTimes`)."""
+    """Rollouts by what drafted them: chains by `draft` or a head's kind, trees by their family (`family_of`), lookups
+    by their longest n-gram; the acceptance head; and c of each drafter of chains on this machine (`MachineTimes`)."""
 
     chains: Mapping[str, ChainRollouts]
-    trees: Mapping[int, TreeRollouts]
+    trees: Mapping[str, TreeRollouts]
     head: AcceptanceHead | None
     lookups: Mapping[int, ChainRollouts] = field(default_factory=dict)
     step_costs: Mapping[str, float] = field(default_factory=dict)
@@ -101,9 +100,9 @@ class Recorded:
         method = named.method
         if named.label == AR:
             return [alone(answer) for answer in self.answers]
-        if isinstance(method, Eagle2):
-            assert method.value == "on" and method.rerank and method.nodes != "auto"
-            return replay.replay_tree(self.trees[method.topk], method.nodes, method.most_depth)
+        if isinstance(method, DynamicTrees):
+            assert method.by_values and method.nodes != "auto" and method.depth != "auto"
+            return replay.replay_tree(self.trees[family_of(named)], method.nodes, method.depth)
         if isinstance(method, PromptLookup):
             lookups = self.lookups[method.ngram]
             return replay.replay(lookups, replay.fixed_k(lookups, method.k), calls_per_token=0)
@@ -161,7 +160,7 @@ def predict(labels: Sequence[str], recorded: Recorded, costs: DecodingCosts) -> 
     for named in parse_methods(",".join(labels)):
         traces, family = recorded.traces(named), family_of(named)
         totals = pool(traces)
-        took = float(np.sum([costs.seconds(trace, family) for trace in traces]))
+        took = float(np.sum([costs.seconds(trace, named) for trace in traces]))
         found.append(Predicted(named, family, totals.tau, totals.num_tokens / took))
     return found
 

@@ -30,7 +30,7 @@ from draftsmith.eval.bench.results import RESULTS, Measured, describe
 from draftsmith.eval.bench.runner import EngineRunner, remember
 from draftsmith.eval.bench.summary import tokens_per_s
 from draftsmith.eval.cost.clock import Clock, clock_of
-from draftsmith.eval.cost.machine import AR, DecodingCosts, measure_costs
+from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of, measure_costs
 from draftsmith.eval.replay.lookup import record_lookup
 from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import joined
@@ -40,7 +40,7 @@ from draftsmith.eval.settings import Answers, ChosenPrompts, TimedDecoding
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice, figures, reasoning_table, summary
 from draftsmith.modules.drafters.chains import chain_methods
-from draftsmith.modules.drafters.methods import Models, Named, parse_method, parse_methods
+from draftsmith.modules.drafters.methods import DynamicTrees, Models, Named, parse_method, parse_methods
 from draftsmith.modules.types import InputError, at_least
 
 DECODE = "decode.yaml"
@@ -181,7 +181,7 @@ def tune(config: TuneConfig, setup: Setup) -> Choice:
 def record(config: TuneConfig, setup: Setup) -> Recorded:
     """One recording a drafter, from which all settings are replayed."""
     how = Recording(config.sampling, config.depth, config.max_new_tokens, config.seed, setup.eos_ids)
-    models, grid = setup.models, config.weighed()
+    models = setup.models
     answers = TargetAnswers(models.target, how)
     head = models.acceptance
     chains, trees = {}, {}
@@ -189,10 +189,10 @@ def record(config: TuneConfig, setup: Setup) -> Recorded:
         heads = {HEAD: head} if head is not None and config.reader == drafter else {}
         recorder = ChainRecorder(models, drafter, how, heads, answers)
         chains[drafter] = joined([recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
-    if "eagle" in models.heads:
-        for topk in grid.topks:
-            tree_recorder = TreeRecorder(models, topk, replace(how, depth=config.tree_depth), answers)
-            trees[topk] = joined([tree_recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
+    for named in parse_methods(",".join(setup.labels)):
+        if isinstance(named.method, DynamicTrees) and family_of(named) not in trees:
+            tree_recorder = TreeRecorder(models, named.method, replace(how, depth=config.tree_depth), answers)
+            trees[family_of(named)] = joined([tree_recorder(prompt, n) for n, prompt in enumerate(setup.prompts)])
     lookups = {ngram: record_lookup(answers, setup.prompts, how, ngram) for ngram in NGRAMS}
     step_costs = {name: models.times.step_cost(models, name) for name in chains}
     return Recorded(chains, trees, head, lookups, step_costs)

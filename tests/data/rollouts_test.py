@@ -287,7 +287,7 @@ def test_an_eagle_heads_chains_are_labelled_by_its_target(chain, remake, oracles
     torch.manual_seed(0)
     head = EagleHead(EagleConfig.for_target(target.config))
     saved = str(save_head(tmp_path / "head", head, {"target": target.info.identity}, "card"))
-    directory = remake("acceptance", **ROLLOUT, draft=None, eagle=saved, temperature=1.0, top_k=0, top_p=1.0)
+    directory = remake("acceptance", **ROLLOUT, draft=saved, temperature=1.0, top_k=0, top_p=1.0)
     assert Manifest.read(directory).identity["draft"] == drafter_identity(saved, target)
     for row in rows_of(directory):
         for number, start, ids in drafts_of(row):

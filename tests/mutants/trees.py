@@ -6,6 +6,7 @@ from mutants.mutant import LIMITS, TREE, Mutant, replayed
 
 TREE_PY, GROWN = "modules/decoding/tree.py", "modules/drafters/eagle/trees.py"
 EAGLE, LEAN = "modules/drafters/eagle/head.py", "modules/lean.py"
+NET, CHAIN = (f"modules/drafters/eagle/{name}.py" for name in ("net", "chain"))
 EAGLE_TREES, EAGLE_TEST = "tests/modules/drafters/eagle_tree_test.py", "tests/modules/drafters/eagle_test.py"
 CONTEXTS = f"{LIMITS}::test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is"
 CACHE_TEST = "tests/modules/kv_cache_test.py"
@@ -58,10 +59,10 @@ MUTANTS = [
            (EAGLE_TEST,)),
     Mutant("eagle-steps-lose-a-row", EAGLE, "self.position_ids >= step", "self.position_ids > step",
            ("tests/train/eagle_test.py",)),
-    Mutant("eagle-rows-see-the-newer-pass-only", EAGLE, "ahead == i - j for i in range(1, j + 1)",
+    Mutant("eagle-rows-see-the-newer-pass-only", NET, "ahead == i - j for i in range(1, j + 1)",
            "ahead == 0 for i in range(1, j + 1)", (EAGLE_TEST,)),
-    Mutant("eagle-passes-see-one-true-row-too-many", EAGLE, "[ahead <= -j, ", "[ahead <= 1 - j, ", (EAGLE_TEST,)),
-    Mutant("eagle-keeps-drafted-rows", EAGLE, "        cache.keep(committed)\n", "", (EAGLE_TEST,)),
-    Mutant("eagle-context-one-too-long", EAGLE, "self._positions - cache.length - len(self._ids) + 1)",
+    Mutant("eagle-passes-see-one-true-row-too-many", NET, "[ahead <= -j, ", "[ahead <= 1 - j, ", (EAGLE_TEST,)),
+    Mutant("eagle-keeps-drafted-rows", CHAIN, "        cache.keep(committed)\n", "", (EAGLE_TEST,)),
+    Mutant("eagle-context-one-too-long", CHAIN, "self._positions - cache.length - len(self._ids) + 1)",
            "self._positions - cache.length - len(self._ids) + 2)", (CONTEXTS,)),
 ]  # fmt: skip

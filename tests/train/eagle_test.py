@@ -28,8 +28,9 @@ from draftsmith.modules.flops import eagle_training, layers_forward
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train import fit
+from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.data_module import Key, Part, Samples, held_out
-from draftsmith.train.drafter import TrainDrafterConfig, drafter_config, feature_std, make_head, prepare
+from draftsmith.train.drafter import drafter_config, feature_std, make_head, prepare
 from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.run import run
@@ -259,10 +260,11 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
         first = generation.tokens.index(ends[0]) if ends[0] in generation.tokens else 9
         behind += 9 - first
     assert tokens == 30 and behind > 0
-    probe = TauProbe(module, module.objective.target, prompts, 2, 10)
+    probe = TauProbe(module, target, prompts, config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10), 1)
     assert probe() == {"tau": tokens / calls, "tau_behind_end": behind / tokens}
     assert probe.measured.endswith("tokens, 10 each, end tokens ignored, chains of 2")
-    short = TauProbe(module, module.objective.target, prompts[:1], 2, 10, ignore_eos=False)()
+    until_end = config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10, tau_ignore_eos=False)
+    short = TauProbe(module, target, prompts[:1], until_end, 1)()
     shorter = generate(target, EagleDrafter(module.head, target, FixedLength(2), 128), prompts[0], SamplingParams(), 10,
                        TorchSource(0))  # fmt: skip
     assert len(shorter.tokens) < 10 and short == {"tau": len(shorter.tokens) / (1 + len(shorter.trace.steps))}
@@ -284,26 +286,21 @@ class Conversations:
         return {"input_ids": torch.arange(20), "loss_mask": mask}
 
 
-def prompts_of(settings: TrainDrafterConfig, samples: Samples, context: int) -> list[list[int]]:
-    room = settings.tau_max_new_tokens
-    return probe_prompts(settings.tau_data, settings.target, samples, settings.tau_prompts, room, context)
-
-
 def test_tau_is_measured_on_prompts_as_long_as_conversations_get(artefacts, tmp_path):
     rows = Conversations([(3, 5), (8, 9)], [(2, 4), (10, 12)], [(0, 4)], [(7, 20)], [(4, 6), (9, 10), (15, 20)])
     samples = Samples(rows, range(5))
     # The first answer of the first, the second of the second, and so on; then those that are left.
     assert [len(prompt) for prompt in held_out_prompts(samples)] == [3, 10, 7, 9, 8, 2, 15, 4]
     settings = config(artefacts, tmp_path, tau_prompts=3, tau_max_new_tokens=8)
-    assert [len(prompt) for prompt in prompts_of(settings, samples, 256)] == [3, 10, 7]
+    assert [len(prompt) for prompt in probe_prompts(settings, samples, 256)] == [3, 10, 7]
     # An answer of the stated length has room behind each, where there are such.
-    assert [len(prompt) for prompt in prompts_of(settings, samples, 16)] == [3, 7, 8]
-    assert [len(prompt) for prompt in prompts_of(settings, samples, 9)] == [3, 7, 8]
+    assert [len(prompt) for prompt in probe_prompts(settings, samples, 16)] == [3, 7, 8]
+    assert [len(prompt) for prompt in probe_prompts(settings, samples, 9)] == [3, 7, 8]
     served = artefacts.responses.with_name("prompts")
     ids = [row["prompt_ids"] for row in Rows(served, Manifest.read(served)).read(0, 3)]
-    assert prompts_of(dataclasses.replace(settings, tau_data=served), samples, 256) == ids
+    assert probe_prompts(dataclasses.replace(settings, tau_data=served), samples, 256) == ids
     with pytest.raises(InputError, match="an artefact of kind features, expected kind prompts"):
-        prompts_of(dataclasses.replace(settings, tau_data=artefacts.features), samples, 256)
+        probe_prompts(dataclasses.replace(settings, tau_data=artefacts.features), samples, 256)
 
 
 def test_what_will_be_learned_is_said_and_recorded(artefacts, trained, tmp_path, capsys):

@@ -244,6 +244,9 @@ def test_heads_of_eagle_chains_and_of_trees_are_trained(artefacts, eagle, tmp_pa
     written = json.loads((best / "config.json").read_text())
     assert (written["target"], written["drafter"], written["mode"]) == (identity, "eagle", "greedy")
     assert "value=head" in (best / "README.md").read_text()
+    named = run(dataclasses.replace(settings, eagle=None, draft=str(eagle), output=tmp_path / "named"))
+    ours, theirs = (load_file(path / "model.safetensors") for path in (best, named))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)  # --draft is told what it is by the directory
     with pytest.raises(InputError, match=r"draft: found none, expected one drafter"):
         run(dataclasses.replace(settings, eagle=None, output=tmp_path / "other"))
     with pytest.raises(InputError, match="target: found none"):

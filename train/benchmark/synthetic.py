@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.models.loading import model_directory, tokenizer_identity
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.store.datasets import Item
 from draftsmith.data.store.files import copy_file, make_directory, write_json, write_tensors
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
@@ -155,8 +156,9 @@ def write_features(
 
 def write_responses(directory: Path, target: str, lengths: Sequence[int], vocab: int, seed: int = 0) -> Path:
     """A real `responses` artefact of random tokens, which any target of this tokenizer may be trained on."""
-    from draftsmith.data.responses import FIELDS, ResponsesConfig, count
+    from draftsmith.data.responses import FIELDS, ResponsesConfig
     from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
+    from draftsmith.data.text.turns import count
 
     generator = torch.Generator().manual_seed(seed)
     documents = [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]

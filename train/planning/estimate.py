@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN, check_disk
-from draftsmith.data.models.loading import DTYPES, model_directory, read_config
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.loading import DTYPES, read_config
 from draftsmith.data.ranks import place
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype

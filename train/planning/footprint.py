@@ -73,7 +73,7 @@ def eagle_matrices(config: LlamaConfig) -> int:
 
 
 def eagle_inputs(config: LlamaConfig, part: PartShape, computed: int = 0) -> int:
-    """What `LitEagle.loss` holds beside it: both sides of the pairing, features with their noise, embeddings.
+    """What `EagleHead.loss` holds beside it: both sides of the pairing, features with their noise, embeddings.
 
     computed: bytes of an element of features that the target has made for this batch; 0 where they come with it.
     """
@@ -88,7 +88,7 @@ def widest_backward(config: LlamaConfig, part: PartShape, autocast: bool = False
 
 
 def eagle_loss_bytes(config: LlamaConfig, part: PartShape, passes: int = 1, logit_bytes: int = FLOAT32) -> int:
-    """Of `losses.unrolled_eagle_loss`: rows of the mask with their gradients, and three blocks of logits at a time.
+    """Of `drafters.eagle.head.eagle_loss`: rows of the mask with their gradients, and three blocks of logits at a time.
 
     logit_bytes: of the frozen lm_head's own output, which is widened where it is not float32.
     """

@@ -16,14 +16,13 @@ import torch
 
 from draftsmith.data.store.manifest import MANIFEST
 from draftsmith.modules.types import InputError
-from draftsmith.train import acceptance, drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.benchmark.synthetic import dialogue_lengths, write_responses
-from draftsmith.train.config import TrainConfig
+from draftsmith.train.config import TrainConfig, TrainDrafterConfig
 from draftsmith.train.data_module import Part
-from draftsmith.train.drafter import TrainDrafterConfig
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.planning.estimate import Plan, frozen_model, planned_dtype
+from draftsmith.train.prepare import TrainedConfig, prepare
 from draftsmith.train.strategies import trainer_arguments
 from draftsmith.train.telemetry import peak_memory_gb
 
@@ -100,23 +99,15 @@ def measure(config: TrainConfig, plan: Plan) -> Measured:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:
         own, on_what = short_run(config, Path(folder))
-        prepare: Any = drafter.prepare if isinstance(own, TrainDrafterConfig) else acceptance.prepare
+        assert isinstance(own, TrainedConfig)
         module, data, *_ = prepare(own)
         clock = StepClock()
         trainer = pl.Trainer(
             **trainer_arguments(own),
             max_steps=own.max_steps,
-            max_epochs=1,
-            accumulate_grad_batches=own.accumulate,
             logger=False,
             callbacks=[clock],
             default_root_dir=folder,
-            limit_val_batches=0,
-            num_sanity_val_steps=0,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")

@@ -18,8 +18,8 @@ from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig, labels_of
-from draftsmith.train.config import TrainConfig
-from draftsmith.train.drafter import TrainDrafterConfig, drafter_config
+from draftsmith.train.config import TrainConfig, TrainDrafterConfig
+from draftsmith.train.drafter import drafter_config
 from draftsmith.train.planning import estimate
 from draftsmith.train.planning.documents import documents_of, has_texts
 from draftsmith.train.planning.estimate import Plan, check_room, frozen_model, planned_device, planned_dtype

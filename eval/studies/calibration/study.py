@@ -41,7 +41,6 @@ class CalibrationConfig(DraftSettings, Decoding):
         acceptance: acceptance head directory, for this drafter.
         prompts: chats with the two splits below, or a file whose prompts serve as both when neither is named.
         drafter: draft for a draft model, or the kind of a trained drafter.
-        eagle: the old name of --draft for an EAGLE head.
         split: prompts that are reported.
         fit_split: prompts that the logistic fits of entropy and of q(y) are made on.
         keep_tasks: keep prompts whose own task is one of these, separated by commas.

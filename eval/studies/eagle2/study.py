@@ -41,6 +41,7 @@ from draftsmith.eval.studies.eagle2.figures import (
 from draftsmith.eval.studies.eagle2.nodes import Node, nodes_of
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.trace import Totals, pool
+from draftsmith.modules.drafters.eagle.methods import Eagle2
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # Beside the dynamic trees: EAGLE-1's static tree, and a chain.
@@ -162,7 +163,7 @@ def replays(config: Eagle2Config, ground: Ground, params: SamplingParams) -> dic
     """Counts of every size, from one recording of the largest trees."""
     depth = max(size.depth for size in config.sizes)
     how = Recording(params, depth, config.max_new_tokens, config.seed, ground.eos_ids)
-    rollouts = record_trees(TreeRecorder(ground.models, config.topk, how), ground.prompts)
+    rollouts = record_trees(TreeRecorder(ground.models, Eagle2(nodes=1, topk=config.topk), how), ground.prompts)
     return {size: pool(replay_tree(rollouts, size.nodes, size.depth)) for size in config.sizes}
 
 

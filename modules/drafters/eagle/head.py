@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from draftsmith.modules import flops
 from draftsmith.modules.decoding.branches import BranchDrafter
 from draftsmith.modules.decoding.chains import BatchDrafter
 from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
-from draftsmith.modules.drafters.base import DraftHead, TargetWeights, TrainStep
+from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
 from draftsmith.modules.drafters.eagle.branches import EagleBranches
 from draftsmith.modules.drafters.eagle.chain import EagleDrafter
 from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, Rope
@@ -196,6 +196,19 @@ class EagleHead(EagleNet, DraftHead):
     defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
     starts = ("random", "target-last-layer")
     lookahead = LOOKAHEAD
+
+    @classmethod
+    def card(cls, head: Mapping[str, Any]) -> HeadCard:
+        what = "Drafts tokens from the target's own features (EAGLE, Li et al. 2024). "
+        what += "Embedding and lm_head are the target's and not in this directory."
+        shape: tuple[str, ...] = ()
+        if llama := head.get("llama"):
+            layers = f"{llama['num_layers']} decoder layer(s) of width {llama['hidden_size']}"
+            heads = f"{llama['num_heads']} heads of {llama['head_dim']} ({llama['num_kv_heads']} of keys and values)"
+            sizes = f"MLP of {llama['intermediate_size']}, vocabulary of {llama['vocab_size']}"
+            rope = f"rotary base {llama['rope_theta']:g}, scaling {llama['rope_scaling']['kind']}"
+            shape = (f"- {layers}: {heads}, {sizes}; {rope}",)
+        return HeadCard("EAGLE head", what, ("eagle",), "eagle:k=5", "eagle2:value=head", shape)
 
     # -- training
 

@@ -11,7 +11,7 @@ from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.tree import num_candidates
 from draftsmith.modules.drafters.chains import FixedK
 from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
-from draftsmith.modules.drafters.methods import MAX_NODES, Method, Models
+from draftsmith.modules.drafters.methods import MAX_NODES, DynamicTrees, Method, Models
 from draftsmith.modules.types import InputError, at_least, at_most
 
 MOST_LEVELS = 8  # expansions of a tree of depth=auto
@@ -42,19 +42,14 @@ class EagleStaticTree(Method):
 
 
 @dataclass(frozen=True)
-class Eagle2(Method):
+class Eagle2(DynamicTrees):
     """EAGLE-2's dynamic tree: the topk best nodes of a level are expanded depth times, the nodes best are verified.
 
-    nodes: auto takes as many in every round as are worth their time on this machine, which is measured once.
-    depth: auto, with nodes=auto, expands as often in every round as is worth its time.
     value: what nodes are ranked by. on: the product of confidences along the path; off: a node's own confidence; head:
         the product of an acceptance head's probabilities.
     rerank: off keeps the expanded nodes, level by level.
     """
 
-    nodes: int | Literal["auto"] = 60
-    depth: int | Literal["auto"] = 6
-    topk: int = 10
     value: Literal["on", "off", "head"] = "on"
     rerank: bool = True
     uses = ("eagle",)
@@ -98,10 +93,17 @@ class Eagle2(Method):
     def build(self, models: Models) -> Drafter:
         at_most("topk", self.topk, models.target.info.vocab_size)
         if self.nodes != "auto":
-            return self._drafter(models, self.most_nodes, self.most_depth)
+            return self.fixed(models, self.most_nodes, self.most_depth)
         trees = f"trees of topk {self.topk}, value {self.value}"
-        times = models.times.tree_times(models, trees, lambda levels: self._drafter(models, self.topk, levels))
+        times = models.times.tree_times(models, trees, lambda levels: self.fixed(models, self.topk, levels))
         return self._drafter(models, self.most_nodes, self.most_depth, TreeRule(times, self.depth == "auto"))
+
+    @property
+    def by_values(self) -> bool:
+        return self.value != "off" and self.rerank
+
+    def fixed(self, models: Models, nodes: int, depth: int) -> Drafter:
+        return self._drafter(models, nodes, depth)
 
     def _drafter(self, models: Models, nodes: int, depth: int, rule: TreeRule | None = None) -> Drafter:
         head = tree_head(models) if self.value == "head" else None

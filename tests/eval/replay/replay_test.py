@@ -24,6 +24,7 @@ from draftsmith.eval.tuning.candidates import HEAD, Recorded
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.loop import generate
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
+from draftsmith.modules.drafters.eagle.methods import Eagle2
 from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.drafters.methods import Models, parse_method, parse_methods
 from draftsmith.modules.sampling import TorchSource
@@ -73,7 +74,7 @@ class World:
         return [generate(target, drafter, prompt, *how).trace for prompt in prompts]
 
     def replayed(self, name: str) -> list[DecodeTrace]:
-        recorded = Recorded(self.chains, {TOPK: self.trees}, self.models.acceptance, {NGRAM: self.lookups})
+        recorded = Recorded(self.chains, {f"eagle2/{TOPK}": self.trees}, self.models.acceptance, {NGRAM: self.lookups})
         (named,) = parse_methods(name)
         return recorded.traces(named)
 
@@ -86,7 +87,7 @@ def make_world(models: Models, prompts: list[BenchPrompt], new_tokens: int, eos_
     how = (GREEDY, DEPTH, new_tokens, 0, eos_ids)
     heads = {HEAD: models.acceptance}
     chains = {name: record_chains(models, name, prompts, *how, heads) for name in ("draft", "eagle")}
-    trees = record_trees(TreeRecorder(models, TOPK, tree_recording(new_tokens, eos_ids)), prompts)
+    trees = record_trees(TreeRecorder(models, Eagle2(nodes=1, topk=TOPK), tree_recording(new_tokens, eos_ids)), prompts)
     recording = Recording(GREEDY, DEPTH, new_tokens, 0, eos_ids)
     lookups = record_lookup(TargetAnswers(models.target, recording), prompts, recording, NGRAM)
     return World(models, prompts, new_tokens, eos_ids, chains, trees, lookups)
@@ -156,8 +157,12 @@ def test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace(tiny, 
     rules = [TreeRule(times, any_depth) for _ in range(2)] if auto else [None, None]
     shape = DynamicTree(nodes, TREE_DEPTH, TOPK)
     drafter = EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, judge=judge, rule=rules[0])
+    method = Eagle2(nodes=1, topk=TOPK, value="head" if judged else "on")
     recorder = TreeRecorder(
-        models, TOPK, tree_recording(tiny.new_tokens, tiny.eos_ids), judge=judge, keep_values=30 if auto else 0
+        dataclasses.replace(models, acceptance=judge),
+        method,
+        tree_recording(tiny.new_tokens, tiny.eos_ids),
+        keep_values=30 if auto else 0,
     )
     rollouts, decoded = record_trees(recorder, tiny.prompts), tiny.decoded_by(drafter)
     assert replay.replay_tree(rollouts, nodes, TREE_DEPTH, rules[1]) == decoded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MEANING = {
+HELP = {
     "kl": "binary KL from the acceptance probability, nats a token, without w_acc and w_rej, calibrated output",
     "brier": "mean squared distance from the acceptance probability, calibrated output",
     "ece": "calibration error, 15 bins of equal mass, corrected for the loss' weights only",
@@ -21,10 +21,10 @@ MEANING = {
 STEPS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
-def meaning(name: str) -> str:
-    """Of a metric, in words; nothing for one that is not known."""
+def metric_help(name: str) -> str:
+    """What a number of a validation means, in words; nothing for one that is not known."""
     stem, _, number = name.rpartition("_")
     if stem == "agreement" and number.isdigit():
         step = STEPS[int(number) - 1] if 0 < int(number) <= len(STEPS) else f"{number}th"
         return f"share of drafts whose {step} token is the target's choice, of those that were right until then"
-    return MEANING.get(name, "")
+    return HELP.get(name, "")

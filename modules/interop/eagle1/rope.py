@@ -17,7 +17,7 @@ from torch import Tensor
 from draftsmith.modules.types import InputError
 
 BASE = 10000.0  # where nothing is said
-# What a kind of scaling can not do without (transformers' modeling_rope_utils.py).
+# What a kind of scaling cannot do without (transformers' modeling_rope_utils.py).
 REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.interop.base import Finding, Package, Reading, TargetFacts
-from draftsmith.modules.interop.rope import Rope, conflict, inverse_frequencies, missing_keys, transformers_rope
+from draftsmith.modules.interop.eagle1.rope import Rope, conflict, inverse_frequencies, missing_keys, transformers_rope
 from draftsmith.modules.types import InputError
 
 ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -102,10 +102,10 @@ def sizes(raw: Mapping[str, Any], head_dim: bool = True) -> Sizes:
     )
 
 
-def slots(size: Sizes, biases: Biases, attention_bias: float = math.nan) -> dict[str, Slot]:
+def slots(size: Sizes, biases: Biases, zero_bias: bool = False) -> dict[str, Slot]:
     """Parameters of an EAGLE-1 head by name: no norm before layer 0's attention, none at the end, no lm_head.
 
-    attention_bias: what a system puts into q, k, v and o biases before it loads. Norms start as ones everywhere.
+    zero_bias: the system puts zeros into q, k, v and o biases before it loads. Norms start as ones everywhere.
     """
     hidden, q, kv = size.hidden, size.heads * size.head_dim, size.kv_heads * size.head_dim
     linear = {
@@ -124,7 +124,7 @@ def slots(size: Sizes, biases: Biases, attention_bias: float = math.nan) -> dict
         for name, (rows, columns, bias) in linear.items():
             out[f"layers.{i}.{name}.weight"] = Slot((rows, columns))
             if bias:
-                start = attention_bias if name.startswith("self_attn") else math.nan
+                start = 0.0 if zero_bias and name.startswith("self_attn") else math.nan
                 out[f"layers.{i}.{name}.bias"] = Slot((rows,), start)
         if i > 0:
             out[f"layers.{i}.input_layernorm.weight"] = Slot((hidden,), 1.0)
@@ -211,6 +211,12 @@ class Reader:
             text += ", as the target does" if same else f"; the target with {reads}"
         self.note("rope_theta", text)
 
+    def unread(self, *keys: str) -> None:
+        """Fields that the system passes over, where they would change something."""
+        for key in keys:
+            if self.raw.get(key) not in (None, False, 1, 1.0):
+                self.note(key, f"does not read it ({self.raw[key]})")
+
     def check_llama(self) -> None:
         """What vLLM and SGLang ask of the config alike, through transformers' LlamaConfig and their own Llama."""
         raw = self.raw
@@ -285,22 +291,38 @@ class Reader:
         theirs = None if self.target is None else self.target.embed_tokens
         return None if theirs is None else not same_values(self.package.tensors[name], theirs)
 
-    def keep_embedding(self, name: str) -> None:
-        """The file's embedding, for a system that prefers it to the target's."""
-        self.used.append(name)
-        self.settings["embed"] = "file"
-        self.weights["embed_tokens.weight"] = self.package.tensors[name].to(torch.float32)
-        compared = "which differs from the target's" if self.embeds_differ(name) else "the target's is not at hand"
-        self.note(name, f"embeds with the file's table; {compared}")
+    def fill_embedding(self, name: str, rows: int | None, refusal: str, same: str) -> None:
+        """The file's embedding, for a system that prefers it to the target's.
 
-    def missing(self, random: str) -> None:
-        """Give every slot that no tensor filled what it holds then; `random` says what that is."""
+        rows: of the table that it makes; None: as many as the file has. refusal: what it says of another shape. same:
+        what it does with a copy of the target's.
+        """
+        tensor = self.package.tensors[name]
+        expected = [tensor.shape[0] if rows is None else rows, self.slots["fc.weight"].shape[0]]
+        self.used.append(name)
+        if list(tensor.shape) != expected:
+            self.error(name, f"raises: {refusal} (file {list(tensor.shape)}, model {expected})")
+        elif self.embeds_differ(name) is False:
+            self.note(name, same)
+        else:
+            self.settings["embed"] = "file"
+            self.weights["embed_tokens.weight"] = tensor.to(torch.float32)
+            compared = "which differs from the target's" if self.embeds_differ(name) else "the target's is not at hand"
+            self.note(name, f"embeds with the file's table; {compared}")
+
+    def missing(self, random: str, zero_bias: bool) -> None:
+        """Give every slot that no tensor filled what it holds then; `random` says what that is. zero_bias: a bias of
+        o_proj is meant to be zeros then."""
         for name, slot in self.slots.items():
             if name in self.weights:
                 continue
             self.weights[name] = torch.full((), slot.start).expand(slot.shape)
             holds = random if math.isnan(slot.start) else "ones" if slot.start == 1.0 else "zeros"
-            if not any(finding.where == name for finding in self.findings):
+            if any(finding.where == name for finding in self.findings):
+                continue
+            if zero_bias and name.endswith("o_proj.bias"):
+                self.note(name, "does not find it and takes zeros")
+            else:
                 self.error(name, f"does not find it and says nothing: it keeps {holds}")
 
     def surroundings(self, truncates: bool) -> None:
@@ -325,7 +347,7 @@ class Reader:
         elif vocab != theirs:
             self.note("vocab_size", f"does not go by {vocab} here: the tables are the target's, of {theirs} tokens")
         if target.raw.get("hidden_size", hidden) != hidden:
-            self.error("hidden_size", f"can not fuse features of width {target.raw['hidden_size']} at width {hidden}")
+            self.error("hidden_size", f"cannot fuse features of width {target.raw['hidden_size']} at width {hidden}")
 
     def reading(self) -> Reading:
         return Reading(self.weights, self.settings, tuple(self.findings), tuple(self.used))

@@ -12,8 +12,16 @@ from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.interop.base import Package, Parsed, TargetFacts
-from draftsmith.modules.interop.reading import ROTARY_BUFFERS, Biases, Sizes, number, positions, positive, same_values
-from draftsmith.modules.interop.rope import conflict, missing_keys, transformers_rope
+from draftsmith.modules.interop.eagle1.reader import (
+    ROTARY_BUFFERS,
+    Biases,
+    Sizes,
+    number,
+    positions,
+    positive,
+    same_values,
+)
+from draftsmith.modules.interop.eagle1.rope import conflict, missing_keys, transformers_rope
 from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_settings
 from draftsmith.modules.types import InputError
 
@@ -119,7 +127,7 @@ def parse_head(package: Package, target: TargetFacts | None, producer: Producer)
     """A directory as our head, by the rules of the system it was made for; state in float32.
 
     Raises:
-        InputError: for what our head can not be, and where that system would compute with numbers of no one's choosing.
+        InputError: for what our head cannot be, and where that system would compute with numbers of no one's choosing.
     """
     raw, size, notes = package.config, producer.sizes, list[str]()
     theta, scaling = _checked_fields(raw, size, target)
