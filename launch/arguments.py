@@ -212,19 +212,22 @@ def limits(name: str) -> Callable[[Any, Any], None]:
 
 
 def unambiguous(args: Sequence[str], hints: Mapping[str, Any], positional: tuple[str, ...]) -> list[str]:
-    """Words as cyclopts reads them as they are meant: `--flag true` as `--flag=true`, and what begins with a dash as a
-    value behind a name or, where it is a text, as the first positional setting."""
+    """Words as cyclopts reads them as they are meant: names with dashes, `--flag true` as `--flag=true`, and what
+    begins with a dash as a value behind a name or, where it is a text, as the first positional setting."""
     flags = {f"--{dashed(name)}" for name, kind in hints.items() if bool in members(kind)}
     words: list[str] = []
     for number, word in enumerate(args):
         if word == "--":
             return [*words, *args[number:]]
-        name = dashed(words[-1]) if words and words[-1].startswith("--") and "=" not in words[-1] else None
+        name = words[-1] if words and words[-1].startswith("--") and "=" not in words[-1] else None
         hyphen = word.startswith("-") and not word.startswith("--")
         if word.lower() in TRUTH if name in flags else hyphen and name is not None:
             words[-1] += f"={word}"
         elif hyphen and " " in word and positional:
             words.append(f"--{positional[0]}={word}")
+        elif word.startswith("--"):
+            option, equals, value = word.partition("=")
+            words.append(dashed(option) + equals + value)
         else:
             words.append(word)
     return words
