@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.cost.clock import clock_of, interleaved
-from draftsmith.eval.settings import ChosenPrompts
+from draftsmith.eval.settings import PromptChoice
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.types import SamplingParams, at_least
 
@@ -32,13 +32,14 @@ GENERATION = "generation.json"
 
 
 @dataclass(frozen=True)
-class GenerationConfig(ChosenPrompts):
+class GenerationConfig(PromptChoice):
     """Measures `data responses` (in process) against transformers' generate, prompt by prompt: greedy, CPU time.
 
     Attributes:
         target: model directory, hub id or embedded:target.
         prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
         output: directory that receives generation.json.
+        limit: the first so many prompts; 0 takes all.
         max_new_tokens: longest answer.
         batch_size: prompts answered together.
         engine: lean (Llama family), hf (any transformers model), or auto.
@@ -49,7 +50,7 @@ class GenerationConfig(ChosenPrompts):
     target: str
     prompts: str
     output: Path
-    limit: int = field(default=64, kw_only=True)
+    limit: int = 64
     max_new_tokens: int = 256
     batch_size: int = 32
     engine: Literal["auto", "lean", "hf"] = "auto"

@@ -46,7 +46,8 @@ from draftsmith.eval.bench.summary import summarise
 from draftsmith.eval.bench.tables import results_table, task_tables
 from draftsmith.eval.bench.trace import first_of_each_task, trace_prompts, write_texts
 from draftsmith.eval.cost.auto import times_of_run
-from draftsmith.eval.settings import Answers, ChosenPrompts, TimedDecoding
+from draftsmith.eval.cost.clock import ClockName, clock_name
+from draftsmith.eval.settings import Answers, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least
@@ -58,7 +59,7 @@ ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS]}  # of the journa
 
 
 @dataclass(frozen=True)
-class BenchConfig(DraftSettings, ChosenPrompts, Answers, Sampling, TimedDecoding):
+class BenchConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
     """Measures decoding methods against this engine's own autoregressive decoding.
 
     Attributes:
@@ -83,8 +84,7 @@ class BenchConfig(DraftSettings, ChosenPrompts, Answers, Sampling, TimedDecoding
             answers.
         limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
         temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same
-            one.
-        dtype: float32, bfloat16, float16 or auto. Equality with ar is checked in float32 only.
+            one. dtype: float32, bfloat16, float16 or auto. Equality with ar is checked in float32 only.
         batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
             over ar at the same batch size.
         costs: directory of an earlier run, of this command or of `draftsmith eval tune`, whose measured costs are
@@ -108,6 +108,7 @@ class BenchConfig(DraftSettings, ChosenPrompts, Answers, Sampling, TimedDecoding
     methods: str = "ar"
     method: str | None = None
     turns: Turns = "all"
+    limit: int = 0
     temperatures: str | None = None
     batch_size: int = 1
     costs: Path | None = None
@@ -138,6 +139,10 @@ class BenchConfig(DraftSettings, ChosenPrompts, Answers, Sampling, TimedDecoding
         if len(set(found)) < len(found):
             raise InputError("temperatures", self.temperatures, "each temperature once", "Remove one of them.")
         return found
+
+    @property
+    def clock(self) -> ClockName:
+        return clock_name(self.device, self.num_threads)
 
 
 def run(config: BenchConfig) -> int:
@@ -314,8 +319,3 @@ def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
         if not item.method.batchable:
             able = ", ".join(name for name, method in known_methods().items() if method.batchable)
             raise InputError("methods", f"{item.label} {size}", f"some of {able}", "Measure it with --batch-size 1.")
-
-
-def model_paths(config: Any) -> dict[str, str | None]:
-    """Flag -> what the user passed; None for flags that a command does not have."""
-    return {flag: getattr(config, flag, None) for flag in ("target", "draft", "mid", "eagle", "acceptance")}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.lossless.answers import BatchedLoop, Loop, SingleLoop
 from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test
 from draftsmith.eval.lossless.sampling import Asked, SamplingTest
-from draftsmith.eval.settings import Answers, ChosenPrompts, TimedDecoding
+from draftsmith.eval.settings import Answers, PromptChoice, Running
 from draftsmith.modules.drafters.chains import rows_lm
 from draftsmith.modules.drafters.methods import Method, Models, Named, parse_methods
 from draftsmith.modules.targets.base import CausalLM, RowsSession
@@ -44,7 +44,7 @@ LOOPS = ("single", "batched")
 
 
 @dataclass(frozen=True)
-class LosslessConfig(DraftSettings, ChosenPrompts, Answers, Sampling, TimedDecoding):
+class LosslessConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
     """Certifies that decoding methods do not change what the target says. Exit code 1 when one does.
 
     Attributes:
@@ -65,7 +65,8 @@ class LosslessConfig(DraftSettings, ChosenPrompts, Answers, Sampling, TimedDecod
         temperature: of the sampling test.
         batch_size: prompts that the batched loop answers together.
         max_gap: largest logit gap to the best token of a greedy token, where the dtype is not float32.
-        engine: lean (Llama family), hf (any transformers model, in the single loop only), or auto.
+        dtype: float32, bfloat16 or float16. engine: lean (Llama family), hf (any transformers model, in the single loop
+            only), or auto.
     """
 
     target: str
@@ -74,17 +75,17 @@ class LosslessConfig(DraftSettings, ChosenPrompts, Answers, Sampling, TimedDecod
     methods: str = "spec:k=5"
     mid: str | None = None
     acceptance: str | None = None
-    limit: int = dataclasses.field(default=20, kw_only=True)
-    max_new_tokens: int = dataclasses.field(default=64, kw_only=True)
+    limit: int = 20
+    max_new_tokens: int = field(default=64, kw_only=True)
     sampled_prompts: int = 4
     sampled_tokens: int = 32
     bias: float = 0.015
     power: float = 0.9
     alpha: float = 1e-3
-    temperature: float = dataclasses.field(default=1.0, kw_only=True)
+    temperature: float = field(default=1.0, kw_only=True)
     batch_size: int = 8
     max_gap: float = 0.5
-    dtype: Literal["float32", "bfloat16", "float16"] = dataclasses.field(default="float32", kw_only=True)
+    dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +113,7 @@ def run(config: LosslessConfig) -> int:
     longest = longest_sequence(prompts, max(config.max_new_tokens, config.sampled_tokens), target.info.max_position)
     models = load_models(named, config.paths, longest, config.sampling, target, **config.loading)
     models = dataclasses.replace(models, ends=ends_of(config, target))
-    reference = None if config.dtype == "float32" else load_lm(config.target, **config.loading | {"dtype": "float32"})
+    reference = None if config.dtype == "float32" else load_lm(config.target, **{**config.loading, "dtype": "float32"})
     found = certify(config, named, models, prompts, reference)
     write(config, named, found, target)
     return 0 if all(row["passed"] for row in found) else 1
