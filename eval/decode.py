@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,24 +17,26 @@ from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.models.naming import naming
+from draftsmith.data.settings import Sampling
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
-from draftsmith.eval.bench.load import LOADING, load_models, reads
+from draftsmith.eval.bench.load import load_models, reads
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.bench.trace import TracedRunner, TraceFile, place_of
+from draftsmith.eval.settings import Answers, Running
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.chains import by_drafter, chain_methods
 from draftsmith.modules.drafters.methods import Named, parse_methods
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, at_least
 
 DRAFTED, OWN = "green", "yellow"
 Policy = Literal["auto", "fixed", "threshold", "cost", "online"]
 
 
 @dataclass(frozen=True)
-class DecodeConfig(DraftSettings):
+class DecodeConfig(DraftSettings, Running, Sampling, Answers):
     """Answers one prompt and shows which of its tokens were drafted and accepted, and which the target gave itself.
 
     prompt: what to ask; `-` reads standard input.
@@ -47,18 +49,6 @@ class DecodeConfig(DraftSettings):
         draft's own confidence and the verdicts so far. auto: cost where a head is given, else online.
     system: a system message that goes before the prompt.
     raw: read the prompt as it is, without the chat template.
-    max_new_tokens: longest answer.
-    ignore_eos: go on after the end token, up to max_new_tokens.
-    temperature: 0 is greedy.
-    top_k: keep the k most probable tokens; 0 keeps all.
-    top_p: keep the most probable tokens of this mass; 1 keeps all.
-    dtype: float32, bfloat16, float16 or auto.
-    device: cpu, cuda, cuda:1, ...
-    engine: lean (Llama family), hf (any transformers model), or auto.
-    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
-    num_threads: CPU threads.
-    seed: of sampling.
-    trust_remote_code: run code that comes with a model.
     trace: JSON-lines file that receives a line for every round.
     """
 
@@ -70,35 +60,23 @@ class DecodeConfig(DraftSettings):
     policy: Policy = "auto"
     system: str | None = None
     raw: bool = False
-    max_new_tokens: int = 256
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    device: str = "cpu"
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    packed: bool = True
-    num_threads: int = 1
-    seed: int = 0
-    trust_remote_code: bool = False
+    max_new_tokens: int = field(default=256, kw_only=True)
     trace: Path | None = None
 
 
 def run(config: DecodeConfig) -> Generation:
     """Stream the answer to standard output."""
     named = choose_method(config)
-    params = SamplingParams(config.temperature, config.top_k, config.top_p)
-    for field in ("max_new_tokens", "num_threads"):
-        at_least(field, getattr(config, field), 1)
+    params = config.sampling
+    for name in ("max_new_tokens", "num_threads"):
+        at_least(name, getattr(config, name), 1)
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
     tokenizer, prompt = encode_prompt(config)
-    how = {name: getattr(config, name) for name in LOADING}
-    target = load_lm(config.target, **how)
+    target = load_lm(config.target, **config.loading)
     bench_prompt = BenchPrompt("on the command line", prompt)
     longest = longest_sequence([bench_prompt], config.max_new_tokens, target.info.max_position)
-    models = load_models([named], config.paths, longest, params, target, **how)
+    models = load_models([named], config.paths, longest, params, target, **config.loading)
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
     drafter = named.method.build(replace(models, ends=eos_ids))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,6 +19,7 @@ from draftsmith.data.heads.measured import CARD, WEIGHTS
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
+from draftsmith.data.settings import Sampling
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import sole_writer
@@ -26,7 +27,7 @@ from draftsmith.data.text.conversations import Turns
 from draftsmith.eval.bench.cards import check_cards, heads_of, write_cards
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.journal import JOURNAL, Journal, unfinished_auto
-from draftsmith.eval.bench.load import LOADING, check_methods, load_models, warn_about_sampling
+from draftsmith.eval.bench.load import check_methods, load_models, warn_about_sampling
 from draftsmith.eval.bench.prompt_runner import PromptRunner, every_prompt_failed
 from draftsmith.eval.bench.prompts import Chat, Questions, longest_conversation, read_questions, task_sources
 from draftsmith.eval.bench.results import (
@@ -46,6 +47,7 @@ from draftsmith.eval.bench.tables import results_table, task_tables
 from draftsmith.eval.bench.trace import first_of_each_task, trace_prompts, write_texts
 from draftsmith.eval.cost.auto import times_of_run
 from draftsmith.eval.cost.clock import ClockName, clock_name
+from draftsmith.eval.settings import Answers, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least
@@ -57,7 +59,7 @@ ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS]}  # of the journa
 
 
 @dataclass(frozen=True)
-class BenchConfig(DraftSettings):
+class BenchConfig(DraftSettings, Running, Sampling, PromptChoice, Answers):
     """Measures decoding methods against this engine's own autoregressive decoding.
 
     target: model directory, hub id or embedded:target.
@@ -75,30 +77,17 @@ class BenchConfig(DraftSettings):
         drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10,
         hsddw:k=10:max=20, each with drafter=eagle where the head was trained for --mid.
     method: one more method, as the decode.yaml of `draftsmith eval tune` names it.
-    split: keep prompts of this split (train, dev or test of embedded:prompts).
-    keep_tasks: keep prompts whose own task is one of these, separated by commas.
     turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later turn
         after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded answers.
     limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
-    max_new_tokens: longest answer.
-    ignore_eos: go on after the end token, up to max_new_tokens.
-    temperature: 0 is greedy.
     temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same one.
-    top_k: keep the k most probable tokens; 0 keeps all.
-    top_p: keep the most probable tokens of this mass; 1 keeps all.
     dtype: float32, bfloat16, float16 or auto. Equality with ar is checked in float32 only.
-    device: cpu, cuda, cuda:1, ...
-    engine: lean (Llama family), hf (any transformers model), or auto.
-    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
-    num_threads: CPU threads. With one, CPU time is the clock; it does not see other programs.
     batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
         over ar at the same batch size.
-    seed: of sampling and of the bootstrap.
     costs: directory of an earlier run, of this command or of `draftsmith eval tune`, whose measured costs are taken: c
         of online and cost, the times of eagle2:nodes=auto. They decide how long drafts are: with them (or with
         c=NUMBER) and the same seed, every round of two runs is the same.
     repeats: runs of every method on every prompt; the median counts.
-    trust_remote_code: run code that comes with a model.
     traces: answer the first so many prompts of each task once more with every method of this engine, off the clock, and
         write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts only.
     card: write what was measured into the directories of the heads that were used, and into their model cards.
@@ -114,26 +103,12 @@ class BenchConfig(DraftSettings):
     acceptance: str | None = None
     methods: str = "ar"
     method: str | None = None
-    split: str | None = None
-    keep_tasks: str | None = None
     turns: Turns = "all"
     limit: int = 0
-    max_new_tokens: int = 128
-    ignore_eos: bool = False
-    temperature: float = 0.0
     temperatures: str | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    device: str = "cpu"
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    packed: bool = True
-    num_threads: int = 1
     batch_size: int = 1
-    seed: int = 0
     costs: Path | None = None
     repeats: int = 3
-    trust_remote_code: bool = False
     traces: int = 0
     card: bool = False
     output: Path = dataclasses.field(kw_only=True)
@@ -194,11 +169,10 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     sources = check(config, named)
     torch.set_num_threads(config.num_threads)
     questions = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
-    how = {name: getattr(config, name) for name in LOADING}
-    target = load_lm(config.target, **how)
+    target = load_lm(config.target, **config.loading)
     chat, context = Chat(config.target), target.info.max_position
     room = longest_conversation(questions, chat, config.max_new_tokens, context)
-    models = load_models(named, config.paths, room, config.modes[0], target, **how)
+    models = load_models(named, config.paths, room, config.modes[0], target, **config.loading)
     if models.acceptance is not None:
         for params in config.modes[1:]:
             warn_about_sampling(str(config.acceptance), params)

@@ -20,9 +20,10 @@ from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
+from draftsmith.data.settings import Sampling
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import LOADING, load_models, reads
+from draftsmith.eval.bench.load import load_models, reads
 from draftsmith.eval.bench.prompt_runner import answered, measure
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import RESULTS, Measured, describe
@@ -33,12 +34,13 @@ from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of, measure_c
 from draftsmith.eval.replay.lookup import LookupRecorder
 from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.trees import TreeRecorder
-from draftsmith.eval.report.figures import to_json
+from draftsmith.eval.report.tables import on_screen, to_json
+from draftsmith.eval.settings import Answers, PromptChoice, Running
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
-from draftsmith.eval.tuning.reasoning import Choice, figures, reasoning_table, summary
+from draftsmith.eval.tuning.reasoning import Choice, summary, tables
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.drafters.methods import DynamicTrees, Models, Named, parse_method, parse_methods
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, at_least
 
 DECODE = "decode.yaml"
 # Settings that decode.yaml takes over as they were given; `draftsmith decode` and `draftsmith eval bench` know them.
@@ -47,7 +49,7 @@ KEPT = ("temperature", "top_k", "top_p", "ignore_eos", "dtype", "device", "engin
 
 
 @dataclass(frozen=True)
-class TuneConfig(DraftSettings):
+class TuneConfig(DraftSettings, Running, Sampling, PromptChoice, Answers):
     """Finds the fastest way to decode: method and settings for this machine, these models and these prompts.
 
     target: model directory, hub id or embedded:target.
@@ -55,27 +57,13 @@ class TuneConfig(DraftSettings):
         are like those to come, and not those that speed is reported on.
     acceptance: acceptance head directory.
     acceptance_reads: drafter that the acceptance head was trained for, where it does not say: draft, or a head's kind.
-    split: keep prompts of this split (train, dev or test of embedded:prompts).
-    keep_tasks: keep prompts whose own task is one of these, separated by commas.
     limit: use the first so many prompts; 0 takes all.
-    max_new_tokens: longest answer.
-    ignore_eos: go on after the end token, up to max_new_tokens.
-    temperature: 0 is greedy.
-    top_k: keep the k most probable tokens; 0 keeps all.
-    top_p: keep the most probable tokens of this mass; 1 keeps all.
     depth: longest chain of drafted tokens.
     tree_depth: most levels that a tree is expanded.
     topk: widths of trees, separated by commas; each is recorded by itself.
     grid: full, or coarse for every second setting.
     verify: best settings that are decoded for real, one a family; 0 trusts the prediction.
     repeats: runs of each of them on every prompt; the median counts.
-    dtype: float32, bfloat16, float16 or auto.
-    device: cpu, cuda, cuda:1, ...
-    engine: lean (Llama family), hf (any transformers model), or auto.
-    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
-    num_threads: CPU threads. With one, CPU time is the clock; it does not see other programs.
-    seed: of sampling.
-    trust_remote_code: run code that comes with a model.
     output: directory that receives decode.yaml and results.json.
     """
 
@@ -83,32 +71,14 @@ class TuneConfig(DraftSettings):
     prompts: str = "embedded:prompts"
     acceptance: str | None = None
     acceptance_reads: str | None = None
-    split: str | None = None
-    keep_tasks: str | None = None
     limit: int = 16
-    max_new_tokens: int = 128
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
     depth: int = 16
     tree_depth: int = 6
     topk: str = "4,8"
     grid: Literal["full", "coarse"] = "full"
     verify: int = 4
     repeats: int = 2
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    device: str = "cpu"
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    packed: bool = True
-    num_threads: int = 1
-    seed: int = 0
-    trust_remote_code: bool = False
     output: Path = dataclasses.field(kw_only=True)
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_k, self.top_p)
 
     @property
     def reader(self) -> str | None:
@@ -143,14 +113,15 @@ def run(config: TuneConfig) -> Path:
     """Print the reasoning, and write `output`/decode.yaml and results.json."""
     setup = prepare(config)
     choice = tune(config, setup)
-    Console(highlight=False).print(reasoning_table(choice))
+    found = tables(choice)
+    Console(highlight=False).print(on_screen(dataclasses.replace(found[0], title=""), bold="chosen"))
     make_directory(config.output)
     write_text(config.output / DECODE, decode_yaml(config, choice))
     models = {"draft": setup.models.draft}
     more = {"clock": config.clock, **setup.models.times.state_dict()}
     meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
-    found = {"meta": meta, "figures": to_json(figures(choice)), "summary": summary(choice)}
-    write_json(config.output / RESULTS, {**found, "costs": choice.costs.to_json()})
+    results = {"meta": meta, "tables": to_json(found), "summary": summary(choice)}
+    write_json(config.output / RESULTS, {**results, "costs": choice.costs.to_json()})
     say(f"{choice.label}: written to {config.output / DECODE}. Use it: draftsmith decode --config FILE '...'")
     return config.output
 
@@ -161,14 +132,15 @@ def prepare(config: TuneConfig) -> Setup:
     torch.set_num_threads(config.num_threads)
     grid = config.weighed()
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
-    how = {name: getattr(config, name) for name in LOADING}
-    target = load_lm(config.target, **how)
+    target = load_lm(config.target, **config.loading)
     for topk in grid.topks:
         if topk > target.info.vocab_size:
             raise InputError("topk", topk, f"{target.info.vocab_size}, the vocabulary, or less", "Lower it.")
     labels = list(grid.labels(config.paths, config.reader))
     longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
-    models = load_models(parse_methods(",".join(labels)), config.paths, longest, config.sampling, target, **how)
+    models = load_models(
+        parse_methods(",".join(labels)), config.paths, longest, config.sampling, target, **config.loading
+    )
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
     return Setup(replace(models, ends=eos_ids), prompts, eos_ids, labels)
 

@@ -233,8 +233,12 @@ def convert(name: str, text: str, kind: Any) -> Any:
 
 def check_needs(named: Named, given: Mapping[str, str]) -> None:
     """Every model that the method needs was named. given: `Models.paths`."""
-    options = {"draft": "--draft DIR", "mid": "--mid DIR", "acceptance": "--acceptance HEAD"}
+    known = {
+        "draft": ("a draft model", "--draft DIR"),
+        "mid": ("a model between draft and target", "--mid DIR"),
+        "acceptance": ("an acceptance head", "--acceptance HEAD"),
+    }
     for need in named.method.needs:
         if need not in given:
-            option = options.get(need, f"--draft HEAD of kind {need}")
-            raise InputError("methods", f"{named.label} without {option}", option, f"Pass {option}.")
+            what, option = known.get(need, (f"a head of kind {need}", "--draft HEAD"))
+            raise InputError("methods", f"{named.label} without {what}", option, f"Pass {option}: {what}.")

@@ -55,11 +55,11 @@ WRONG = [
     ("spec", {}, "--draft"),
     ("specdec++", DRAFT, "--acceptance"),
     ("specdec++:drafter=eagle", EAGLE, "--acceptance"),
-    ("specdec++:drafter=eagle", {"acceptance": "for-eagle"}, "--eagle"),
-    ("eagle2", DRAFT, "--eagle"),
+    ("specdec++:drafter=eagle", {"acceptance": "for-eagle"}, "a head of kind eagle"),
+    ("eagle2", DRAFT, "a head of kind eagle"),
     ("eagle2:value=head", EAGLE, "--acceptance"),
     ("hsddw", DRAFT, "--mid"),
-    ("pre-verify:drafter=eagle", {"mid": "draft"}, "--eagle"),
+    ("pre-verify:drafter=eagle", {"mid": "draft"}, "a head of kind eagle"),
     ("pearl", {}, "--draft"),
     # Settings out of range.
     ("spec:k=0", DRAFT, "k: found 0, expected 1 or more"),
@@ -91,7 +91,7 @@ WRONG = [
     (
         "eagle2:value=head",
         {**EAGLE, "acceptance": "for-eagle"},
-        "judges chains, expected a head that judges trees",
+        "predicts for chains, expected a head that predicts for trees",
     ),
     # The head reads the EAGLE head's states: one for a draft model, for the target itself or for another EAGLE head
     # does not fit although all have its width.

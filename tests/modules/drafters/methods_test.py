@@ -76,7 +76,7 @@ def test_a_missing_model_is_told_with_its_flag(label):
     given = {name: name for name in ("target", "draft", "mid", "eagle", "acceptance")}
     check_needs(named, given)
     for need in named.method.needs:
-        expected = "--draft HEAD of kind eagle" if need == "eagle" else f"--{need} "
+        expected = "--draft HEAD: a head of kind eagle" if need == "eagle" else f"--{need} "
         with pytest.raises(InputError, match=f"Pass {expected}"):
             check_needs(named, {name: path for name, path in given.items() if name != need})
 
