@@ -16,7 +16,7 @@ from typing import Any, Literal
 from draftsmith.data.answering.batched import set_threads
 from draftsmith.data.heads.directory import kind_at
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
-from draftsmith.data.mixed_text import MixedText
+from draftsmith.data.mixed_text import MixedTextLabels
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity
 from draftsmith.data.prompts import check_not_negative, check_positive, numbers
 from draftsmith.data.rollouts import Rollouts
@@ -153,11 +153,11 @@ def run(config: AcceptanceConfig) -> Path:
     rows = Rows(config.responses, manifest)
     sampling = config.sampling(manifest.sampling or {})
     config = dataclasses.replace(config, mode=mode_of(sampling[0]))
-    labels: MixedText | Rollouts
+    labels: MixedTextLabels | Rollouts
     if config.labels == "rollout":
-        labels = rollouts_of(config, sampling, target, drafter)
+        labels = rollout_labels(config, sampling, target, drafter)
     else:
-        labels = mixed_text_of(config, sampling, target, drafter)
+        labels = mixed_text_labels(config, sampling, target, drafter)
     plan = Plan(
         kind=labels.kind,
         stage="data acceptance",
@@ -175,9 +175,9 @@ def run(config: AcceptanceConfig) -> Path:
     return config.output
 
 
-def mixed_text_of(
+def mixed_text_labels(
     config: AcceptanceConfig, sampling: tuple[SamplingParams, ...], target: CausalLM, drafter: FrozenDrafter
-) -> MixedText:
+) -> MixedTextLabels:
     """How to label mixed text.
 
     Raises:
@@ -185,10 +185,10 @@ def mixed_text_of(
     """
     if drafter.head is not None:
         raise InputError("draft", f"{config.drafter}, a head", "a language model", "Pass --labels rollout.")
-    return MixedText(target, drafter.lm, sampling[0], config.batch_size, config.chunk, config.seed)
+    return MixedTextLabels(target, drafter.lm, sampling[0], config.batch_size, config.chunk, config.seed)
 
 
-def rollouts_of(
+def rollout_labels(
     config: AcceptanceConfig, sampling: tuple[SamplingParams, ...], target: CausalLM, drafter: FrozenDrafter
 ) -> Rollouts:
     """How to draft and label.

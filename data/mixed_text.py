@@ -43,7 +43,7 @@ FIELDS = (
 
 
 @dataclass(frozen=True)
-class MixedText:
+class MixedTextLabels:
     """How to label.
 
     batch_size: responses that are read together. chunk: positions whose distributions are in memory at once.
@@ -74,7 +74,7 @@ class MixedText:
             uniforms = torch.from_numpy(np.concatenate(drawn))
             with naming([rows[i]["id"] for i in batch]):
                 labels = label(target, draft, ids, masks, self.params, uniforms, self.chunk)
-            for i, own in zip(batch, split(labels, [len(own) for own in drawn]), strict=True):
+            for i, own in zip(batch, by_row(labels, [len(own) for own in drawn]), strict=True):
                 made[i] = {**kept_of(rows[i]), **own}
             advance(len(batch))
         drafted = sum(len(row["draft_ids"]) for row in made)
@@ -148,7 +148,7 @@ def label_positions(target_prob: Tensor, draft_prob: Tensor, uniforms: Tensor) -
     return Labels(drafted, p.log().float(), q.log().float(), accept_prob.float(), overlap.float())
 
 
-def split(labels: Labels, counts: Sequence[int]) -> list[dict[str, np.ndarray]]:
+def by_row(labels: Labels, counts: Sequence[int]) -> list[dict[str, np.ndarray]]:
     """Labels of N positions as one dictionary of columns for each row."""
     columns = {name: values.split(list(counts)) for name, values in vars(labels).items()}
     return [{name: values[i].numpy() for name, values in columns.items()} for i in range(len(counts))]

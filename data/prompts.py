@@ -273,7 +273,7 @@ def select(source: Source, mapping: Mapping[str, str], config: PromptsConfig) ->
 
 
 def default_id(index: int) -> str:
-    """Of a row that has none."""
+    """The id of a row that has none."""
     return f"{index:07d}"
 
 

@@ -149,7 +149,7 @@ def described(config_class: type) -> docstring_parser.Docstring:
     text = inspect.getdoc(config_class) or ""
     if "\nAttributes:\n" not in text:  # fields right behind the first paragraph
         about, _, fields = text.partition("\n\n")
-        text = f"{about}\n\nAttributes:\n{textwrap.indent(fields, '    ')}"
+        text = f"{about}\n\nAttributes:\n{textwrap.indent(fields, '    ')}" if fields.strip() else about
     return docstring_parser.parse(text)
 
 

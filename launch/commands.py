@@ -40,16 +40,18 @@ class Command:
         return settings if self.drafter is None else settings(self.drafter), run
 
 
-def of_drafters(verb: str, settings: str, runner: str | None = None) -> dict[str, Command]:
-    """`VERB KIND` of every learned drafter in modules/drafters; its help is the first line of the drafter's file.
+def of_drafters(verb: str, settings: str, runner: str | None = None, about: str = "{first_line}") -> dict[str, Command]:
+    """`VERB KIND` of every learned drafter in modules/drafters.
 
-    settings, runner: as of `Command`.
+    settings, runner: as of `Command`. about: its help, with the first line of the drafter's file or its kind in it.
     """
     from draftsmith.modules.drafters import learned
 
     return {
-        f"{verb} {kind}": Command(settings, about.removesuffix("."), runner=runner, drafter=kind)
-        for kind, about in learned().items()
+        f"{verb} {kind}": Command(
+            settings, about.format(kind=kind, first_line=line.removesuffix(".")), runner=runner, drafter=kind
+        )
+        for kind, line in learned().items()
     }
 
 
@@ -73,9 +75,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "train.acceptance:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="train.run"
         ),
         **of_drafters("train", "train.drafter:drafter_config", "train.run"),
-        "plan eagle": Command(
-            "train.planning.plan:PlanEagleConfig", "What `train eagle` will take: memory, disk, time"
-        ),
+        **of_drafters("plan", "train.planning.plan:plan_config", about="What `train {kind}` takes: memory, disk, time"),
         "plan acceptance": Command("train.planning.plan:PlanAcceptanceConfig", "The same for `train acceptance`"),
     },
     "Run data and train commands on many devices": {
@@ -123,10 +123,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "eval policies": Command(
             "eval.studies.policies.study:PoliciesConfig", "Acceptance heads against every stop policy"
         ),
-    },
-    "Measure Draftsmith itself": {
-        "train throughput": Command("train.throughput:ThroughputConfig", "What a training step costs, beside others"),
-        "plan check": Command("train.planning.check:PlanCheckConfig", "Plans of memory beside measured peaks"),
     },
     "The shipped models": {
         "embedded build": Command("launch.embedded:BuildConfig", "Train the shipped models again, from their corpus"),

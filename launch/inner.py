@@ -12,7 +12,7 @@ from draftsmith.launch.commands import command_name, configure, unknown_command
 from draftsmith.launch.errors import UsageError, wrong
 
 # Groups whose commands share their work out by rank, but for those that show or measure something.
-SHARED, ALONE = ("data", "train"), ("data inspect", "train throughput")
+SHARED, ALONE = ("data", "train"), ("data inspect",)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from draftsmith.launch.steps import Step, execute
 
 if TYPE_CHECKING:
-    from draftsmith.eval.studies.specdecpp.study import SpecDecPPConfig, Study
+    from draftsmith.eval.studies.specdecpp.study import LoadedStudy, SpecDecPPConfig
 
 STARTED = "settings.json"
 
@@ -103,9 +103,9 @@ def training_steps(config: SpecDecPPConfig) -> list[Step]:
     ]  # fmt: skip
 
 
-def bench_step(study: Study, split: str, limit: int, methods: Sequence[str], head: str) -> Step:
+def bench_step(study: LoadedStudy, split: str, limit: int, methods: Sequence[str], head: str) -> Step:
     """Real decoding of these methods, with one head, one thread and its CPU time."""
-    from draftsmith.eval.studies.specdecpp.results import run_name
+    from draftsmith.eval.studies.specdecpp.found import run_name
 
     config = study.config
     output = config.output / "bench" / run_name(split, head)
@@ -126,7 +126,7 @@ def measure(config: SpecDecPPConfig, console: Console) -> None:
     from draftsmith.data.progress import say
     from draftsmith.data.store.reading import read_object
     from draftsmith.eval.studies.forward_times import bench_rows, fit_forward_times
-    from draftsmith.eval.studies.specdecpp.results import Found, drafting, write_results
+    from draftsmith.eval.studies.specdecpp.found import Measurements, drafting, write_results
     from draftsmith.eval.studies.specdecpp.study import choose, dev_methods, load_study, rollouts_of
     from draftsmith.eval.studies.specdecpp.sweep import published_head, sweep
 
@@ -150,4 +150,4 @@ def measure(config: SpecDecPPConfig, console: Console) -> None:
     places = {name: config.output / "data" / name / "acceptance" for name in ("train", "eval")}
     labels = {name: place for name, place in places.items() if place.exists()}
     runs = [step.done.parent for step in tests]
-    write_results(study, Found(rollouts, reported, choice, times, dev_rows, clock, runs, labels))
+    write_results(study, Measurements(rollouts, reported, choice, times, dev_rows, clock, runs, labels))

@@ -22,7 +22,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
-    from draftsmith.train.drafted_tokens import Reader
+    from draftsmith.train.drafted_tokens import StateReader
 
 # What a head starts with where nothing is said, by the labels it learns from: SpecDec++ section 4; and for labels of
 # real rounds what pays more (docs/acceptance.md).
@@ -162,7 +162,7 @@ def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
     defaults = dict(ROLLOUTS if labels == "rollouts" else MIXED)
     if config.judges == "tree":
         defaults["features"] = tuple(name for name in defaults["features"] if name != "repeat")
-    if labels == "rollouts" and manifest is not None and isinstance(temperature_of(manifest), list):
+    if labels == "rollouts" and manifest is not None and isinstance(label_temperature(manifest), list):
         defaults["features"] = (*defaults["features"], "temperature")
     if config.init is not None:
         settings = starting_settings(config.init, "acceptance")
@@ -171,7 +171,7 @@ def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
     return dataclasses.replace(config, **new)
 
 
-def temperature_of(manifest: Manifest) -> Any:
+def label_temperature(manifest: Manifest) -> Any:
     """A number, or a list of several."""
     return (manifest.sampling or {}).get("temperature")
 
@@ -184,7 +184,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     """
     from draftsmith.train.acceptance_objective import AcceptanceObjective
     from draftsmith.train.data_module import HeadDataModule
-    from draftsmith.train.fit import Provenance, digests, split
+    from draftsmith.train.fit import Provenance, digests, train_and_val
     from draftsmith.train.lit_head import LitHead
 
     config = filled(config)
@@ -207,7 +207,7 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     context = drafter.lm.info.max_position
     if labels == "rollouts":  # not to be split: its drafts follow all of a text, and were made within the context
         context = max(train.lengths + (val.lengths if val is not None else []), default=0)
-    train_samples, val_samples = split(config, train, val, context)
+    train_samples, val_samples = train_and_val(config, train, val, context)
     collate = collate_rollouts if labels == "rollouts" else collate_acceptance
     data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
     objective = AcceptanceObjective(reader_of(head.config, labels, manifest, drafter), config.calibrate)
@@ -215,7 +215,11 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     inputs = digests(train, val)
     if config.init is not None:
         inputs |= starting_weights(config.init)
-    made = {"labels": "rollout" if labels == "rollouts" else "mix", "mode": mode_of(manifest), "drafter": drafter.name}
+    made = {
+        "labels": "rollout" if labels == "rollouts" else "mix",
+        "mode": label_mode(manifest),
+        "drafter": drafter.name,
+    }
     provenance = Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, made)
     return module, data, config, provenance
 
@@ -231,17 +235,17 @@ def open_labels(config: TrainAcceptanceConfig, path: Path | None, labels: Labels
     return AcceptanceDataset(path, config.mix, config.seed, identity)
 
 
-def mode_of(manifest: Manifest) -> str:
-    return "greedy" if temperature_of(manifest) == 0 else "sampling"
+def label_mode(manifest: Manifest) -> str:
+    return "greedy" if label_temperature(manifest) == 0 else "sampling"
 
 
-def reader_of(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest, drafter: FrozenDrafter) -> Reader:
+def reader_of(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest, drafter: FrozenDrafter) -> StateReader:
     """What makes the head's inputs of a batch."""
     from draftsmith.train.drafted_tokens import MixedText, RolloutDrafts
 
     if labels == "rollouts":
         return RolloutDrafts(drafter, head, int(manifest.config["depth"]))
-    return MixedText(drafter, mode_of(manifest) == "greedy")
+    return MixedText(drafter, label_mode(manifest) == "greedy")
 
 
 def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest) -> None:

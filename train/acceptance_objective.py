@@ -17,7 +17,7 @@ from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.metrics import acceptance_metrics, expected_calibration_error, fit_isotonic, fit_platt
 from draftsmith.modules.types import AcceptanceBatch, InputError, LossOutput
 from draftsmith.train.data_module import Part
-from draftsmith.train.drafted_tokens import DraftedTokens, Reader
+from draftsmith.train.drafted_tokens import DraftedTokens, StateReader
 from draftsmith.train.lit_head import Given, Objective
 from draftsmith.train.metrics import gather_rows
 
@@ -29,7 +29,7 @@ class AcceptanceObjective(Objective):
 
     monitor, larger_is_better = "kl", False
 
-    def __init__(self, reader: Reader, calibrate: Calibrate):
+    def __init__(self, reader: StateReader, calibrate: Calibrate):
         """calibrate: what is fitted to the validation tokens, each time they are predicted."""
         self.reader, self.calibrate, self.model = reader, calibrate, reader.model
 

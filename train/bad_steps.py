@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError, LossOutput
-from draftsmith.train.metrics import gathered, total
+from draftsmith.train.metrics import gathered, sum_over_ranks
 
 # Samples that an error names.
 NAMED = 20
@@ -81,7 +81,7 @@ class BadSteps:
             NonFinite: what a frozen model gave was not finite.
         """
         marks = torch.stack([part.mark for part in self._parts])
-        bad = total(marks.isnan().any().double())
+        bad = sum_over_ranks(marks.isnan().any().double())
         known = torch.zeros_like(bad) if norm is None else norm.double()
         number, size = torch.stack([bad, known.to(bad.device)]).tolist()  # the one wait for the device
         if not number and size - size == 0:

@@ -28,7 +28,7 @@ from draftsmith.train.telemetry import Telemetry
 SaveHead = Callable[[nn.Module, str, int, dict[str, float]], None]
 
 
-class Probe(Protocol):
+class HeadProbe(Protocol):
     """A costlier measurement of the head, such as tau, which then picks best/. All ranks call it.
 
     every: steps between measurements; they are done at validations. monitor: which of its metrics picks best/; larger
@@ -56,7 +56,7 @@ class BetweenSteps(pl.Callback):
         val_every: int,
         save_head: SaveHead,
         checkpoints: Checkpoints,
-        probe: Probe | None = None,
+        probe: HeadProbe | None = None,
     ):
         """val_every: steps between validations."""
         self.config, self.val_every = config, val_every
@@ -117,7 +117,7 @@ class BetweenSteps(pl.Callback):
         metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
         metrics["grad_norm"] = module.grad_norm
         metrics |= {f"cost/{name}": value for name, value in self.telemetry.take(module.device).items()}
-        log(trainer, metrics, step)
+        log_metrics(trainer, metrics, step)
 
     def _validate(self, trainer: pl.Trainer, module: LitHead, head: nn.Module, step: int, final: bool) -> None:
         head.eval()
@@ -128,7 +128,7 @@ class BetweenSteps(pl.Callback):
         metrics |= {} if probed is None else probed()
         head.train()
         self.latest = metrics
-        log(trainer, {f"val/{name}": value for name, value in metrics.items()}, step)
+        log_metrics(trainer, {f"val/{name}": value for name, value in metrics.items()}, step)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         measured = f" ({probed.measured})" if probed is not None and probed.monitor in metrics else ""
         say_on_rank_zero(f"step {step}/{module.total_steps}: {shown}{measured}")
@@ -172,7 +172,7 @@ class BetweenSteps(pl.Callback):
         return failure
 
 
-def log(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+def log_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
     """To every logger, without Lightning's per-step bookkeeping of `self.log`. A full disk does not end the run."""
     for logger in trainer.loggers:
         try:

@@ -35,7 +35,7 @@ class DraftedTokens:
     log_q: Tensor | None = None
 
 
-class Reader(Protocol):
+class StateReader(Protocol):
     """Gives a head its inputs. It holds frozen models, and none of them is a torch module's child.
 
     drafter: what drafts. weighted: tokens have weights. model: the name of what drafts, for errors.

@@ -26,7 +26,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainDrafterConfig
-from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_room
+from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_cache_room
 from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
     from draftsmith.train.data_module import HeadDataModule
     from draftsmith.train.drafter_objective import DrafterObjective
     from draftsmith.train.feature_source import FeatureSource
-    from draftsmith.train.fit import Provenance, digests, split
+    from draftsmith.train.fit import Provenance, digests, train_and_val
     from draftsmith.train.lit_head import LitHead
     from draftsmith.train.metrics import is_first_process
     from draftsmith.train.tau import TauProbe, probe_prompts
@@ -93,7 +93,7 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
     head = make_head(config, target)
     # A head to fine-tune may reach less far than its target.
     context = min(target.info.max_position, head.config.max_position)
-    train_samples, val_samples = split(config, train, val, context, drafter.lookahead)
+    train_samples, val_samples = train_and_val(config, train, val, context, drafter.lookahead)
     cache = open_cache(config, target, (train_samples, val_samples), say_room=is_first_process())
     collate = pack_features if config.tokens_per_batch else collate_features
     data = HeadDataModule(train_samples, val_samples, collate, drafter.num_loss_tokens, config)
@@ -143,7 +143,7 @@ def open_cache(
     layers = config.drafter.capture(target.info.num_layers)
     cache = FeatureCache(directory, captured(target.info.identity, layers), config.feature_dtype, str(target.dtype))
     if say_room:
-        check_room(cache, samples, target.info.hidden_size * max(1, len(layers)), directory)
+        check_cache_room(cache, samples, target.info.hidden_size * max(1, len(layers)), directory)
     for part in samples:
         part.dataset = CachedFeatures(part.dataset, cache)
     return cache

@@ -21,10 +21,10 @@ from draftsmith.train.language_model import (
     batches,
     distillation_loss,
     evaluate,
-    fit,
     grow,
     init_weights,
     next_token_loss,
+    train_steps,
 )
 
 MAX_POSITION = 1024
@@ -33,7 +33,7 @@ LossOf = Callable[[LlamaModel, Batch], Tensor]
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftRecipe:
     """How a draft is made.
 
     start: training on the corpus, before distillation; None takes the first layers of the target's seedling.
@@ -54,12 +54,12 @@ TARGET_STAGES = {
 # The two-layer draft stops early on purpose: trained as long as the target's seedling, two layers come to agree with
 # 99 % of its tokens, which no draft of a real model does, and leave nothing to measure.
 DRAFTS = {
-    "draft": Draft(
+    "draft": DraftRecipe(
         2,
         start=Recipe(steps=1300, decay_from=0.75, min_lr_fraction=0.1, seed=1),
         distil=Recipe(steps=100, lr=5e-4, warmup=10, decay_from=0.1, min_lr_fraction=0.03, seed=4),
     ),
-    "draft-small": Draft(
+    "draft-small": DraftRecipe(
         1, start=None, distil=Recipe(steps=400, lr=3e-3, decay_from=0.1, min_lr_fraction=0.03, seed=5)
     ),
 }
@@ -128,7 +128,7 @@ class Builder:
                 self.log(f"{name} step {step + 1}: held-out loss {held_out:.4f}, top-1 {top1:.4f}")
 
         if not self._path(name).exists():
-            fit(model, batches(rows, recipe, self.pad), recipe, loss_of, report)
+            train_steps(model, batches(rows, recipe, self.pad), recipe, loss_of, report)
             save_weights(model, self._path(name))
         load_weights(model, self._path(name))
 

@@ -216,7 +216,7 @@ class CachedFeatures(Dataset):
         return item if features is None else {**item, "features": features}
 
 
-def check_room(cache: FeatureCache, samples: Sequence[Samples], width: int, directory: Path) -> None:
+def check_cache_room(cache: FeatureCache, samples: Sequence[Samples], width: int, directory: Path) -> None:
     """Say how much the cache will hold more, and stop before the first step where the disk cannot.
 
     Raises:

@@ -38,10 +38,10 @@ from draftsmith.data.store.manifest import (
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.types import InputError
-from draftsmith.train.callbacks import BetweenSteps, Probe, SaveHead, say_on_rank_zero
+from draftsmith.train.callbacks import BetweenSteps, HeadProbe, SaveHead, say_on_rank_zero
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import HeadDataModule, Samples, fitting, held_out
+from draftsmith.train.data_module import HeadDataModule, Samples, cut_to_context, held_out
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.loggers import HeadArtifact, make_loggers
 from draftsmith.train.metrics import is_first_process
@@ -94,7 +94,9 @@ def finished(config: TrainConfig) -> Path | None:
     return None
 
 
-def split(config: TrainConfig, train: Any, val: Any | None, context: int, overlap: int = 0) -> tuple[Samples, Samples]:
+def train_and_val(
+    config: TrainConfig, train: Any, val: Any | None, context: int, overlap: int = 0
+) -> tuple[Samples, Samples]:
     """Training and validation samples; `val` is the dataset of --val, if it is given.
 
     Sequences longer than --max-length, or than the frozen model's `context`, are split and not dropped; their pieces
@@ -102,9 +104,9 @@ def split(config: TrainConfig, train: Any, val: Any | None, context: int, overla
     """
     if not len(train):
         raise InputError("data", f"{config.data} without samples", "at least one", "Check the stage that made it.")
-    train = fitting(train, config, context, overlap)
+    train = cut_to_context(train, config, context, overlap)
     if val is not None:
-        val = fitting(val, config, context, overlap)
+        val = cut_to_context(val, config, context, overlap)
         return Samples(train, range(len(train))), Samples(val, range(len(val)))
     if config.val_share == 0:
         raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
@@ -123,7 +125,7 @@ def digests(train: Any, val: Any | None) -> dict[str, str]:
 
 
 def fit(
-    module: LitHead, data: HeadDataModule, config: TrainConfig, provenance: Provenance, probe: Probe | None = None
+    module: LitHead, data: HeadDataModule, config: TrainConfig, provenance: Provenance, probe: HeadProbe | None = None
 ) -> Path:
     """Train, or go on training, and return best/.
 

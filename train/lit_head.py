@@ -20,7 +20,7 @@ from draftsmith.modules.types import LossOutput
 from draftsmith.train.bad_steps import BadSteps, finite
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import Key, Part, Samples, move
-from draftsmith.train.metrics import Means, num_ranks, rank, total
+from draftsmith.train.metrics import Means, num_ranks, rank, sum_over_ranks
 from draftsmith.train.muon import MuonAdamW
 from draftsmith.train.schedules import lr_schedule
 
@@ -183,7 +183,7 @@ class LitHead(pl.LightningModule):
             tokens, self.signal_agreed = float(own_tokens), self.signal_received
         else:
             flags = [own_tokens, *(self.signal_received == number for number in SIGNALS)]
-            tokens, *received = total(torch.tensor(flags, dtype=torch.float64, device=self.device)).tolist()
+            tokens, *received = sum_over_ranks(torch.tensor(flags, dtype=torch.float64, device=self.device)).tolist()
             self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
         self._step_tokens = tokens or 1.0  # no token counts: the loss is zero
 

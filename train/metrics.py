@@ -28,7 +28,7 @@ def is_first_process() -> bool:
     return not getattr(rank_zero_only, "rank", 0)
 
 
-def total(values: Tensor) -> Tensor:
+def sum_over_ranks(values: Tensor) -> Tensor:
     """Elementwise sum over ranks, of tensors of one shape, on the device that the ranks talk through."""
     if num_ranks() > 1:
         values = values.clone()
@@ -73,7 +73,7 @@ class Means:
         names = sorted(self.sums)
         if not names:
             return {}
-        stacked = total(torch.stack([torch.stack([self.sums[name], self.counts[name]]) for name in names]))
+        stacked = sum_over_ranks(torch.stack([torch.stack([self.sums[name], self.counts[name]]) for name in names]))
         return dict(zip(names, stacked.tolist(), strict=True))
 
     def load(self, state: Mapping[str, list[float]]) -> None:

@@ -22,11 +22,11 @@ from draftsmith.modules.types import SamplingParams
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.data_module import Samples
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.metrics import num_ranks, rank, total
+from draftsmith.train.metrics import num_ranks, rank, sum_over_ranks
 
 
 class TauProbe:
-    """Greedy chain decoding of prompts, as `draftsmith decode` does it: a `callbacks.Probe`."""
+    """Greedy chain decoding of prompts, as `draftsmith decode` does it: a `callbacks.HeadProbe`."""
 
     monitor = "tau"
 
@@ -70,7 +70,7 @@ class TauProbe:
                 counts += torch.tensor(
                     [made.trace.num_tokens, made.trace.num_target_calls, behind], dtype=torch.float64
                 )
-        tokens, calls, behind = total(counts.to(self.module.device)).tolist()
+        tokens, calls, behind = sum_over_ranks(counts.to(self.module.device)).tolist()
         if not calls:
             return {}
         return {"tau": tokens / calls} | ({"tau_behind_end": behind / tokens} if self.ignore_eos else {})

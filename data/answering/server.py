@@ -108,7 +108,7 @@ class GaveUp(BadAnswer):
 
 @dataclass
 class Outcome:
-    """Of the rows of one shard, by number: what `Talk.held` says of each conversation, and why there is none."""
+    """The rows of one shard by number: what `Talk.held` says of each conversation, and why there is none."""
 
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
@@ -307,7 +307,7 @@ def wait_s() -> Callable[[Any], float]:
 
 
 def retry_after_s(value: str | None) -> float:
-    """Of the header Retry-After: seconds, or a date. 0 where it says neither."""
+    """What the header Retry-After asks for, in seconds or by a date; 0 where it says neither."""
     try:
         seconds = float(value or 0)
     except ValueError:

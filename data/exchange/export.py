@@ -25,6 +25,7 @@ from draftsmith.data.exchange.states import StateSource, state_source
 from draftsmith.data.heads.card import draft_model_card, model_card
 from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind
 from draftsmith.data.heads.measured import measured_of
+from draftsmith.data.models.checkpoint import INDEX
 from draftsmith.data.models.hub import loadable, model_directory
 from draftsmith.data.models.loading import DTYPES, load_lm, tokenizer_identity
 from draftsmith.data.settings import Dtype, Loading
@@ -41,7 +42,7 @@ RESULTS = {
     "meta": {"methods": {"*": dict}, "models?": dict, "prompts?": (dict, None)},
     "methods": [{"method": str, "tokens_per_s": float}],
 }
-INDEX, TARGET_INDEX = "model.safetensors.index.json", "target-index.json"
+TARGET_INDEX = "target-index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ def _head_of(config: ExportConfig) -> Path:
 
 
 def _head_manifest(config: ExportConfig, format: HeadFormat) -> dict[str, Any]:
-    """Of the head that is to be exported.
+    """The manifest of the head that is to be exported.
 
     Raises:
         InputError: no head, or not one that the format holds in the type that is asked for.

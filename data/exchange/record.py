@@ -23,7 +23,7 @@ RECORD = "draftsmith.json"
 
 
 def content_hash(tensor: Tensor) -> str:
-    """Of the values in float32, whatever type they are stored in."""
+    """Hash of the values in float32, whatever type they are stored in."""
     data = tensor.detach().to("cpu", torch.float32).contiguous()
     return hashlib.sha256(str(tuple(data.shape)).encode() + data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 

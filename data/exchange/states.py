@@ -163,7 +163,7 @@ def make_probes(path: str, lm: CausalLM, longest: int) -> list[Probe]:
 
 
 def encoded(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """By the chat template where there is one: that is the text the model is served on."""
+    """Token ids, by the chat template where there is one: that is the text the model is served on."""
     if tokenizer.chat_template:
         try:
             return [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in prompts]

@@ -28,7 +28,7 @@ SCHEMA_VERSION = 1
 LABELS = ("labels", "mode", "drafter")
 
 
-def kinds() -> list[str]:
+def head_kinds() -> list[str]:
     """Kinds of heads: acceptance heads, and what modules/drafters holds."""
     return sorted([AcceptanceHead.kind, *drafters.learned()])
 
@@ -44,7 +44,7 @@ def kind_at(path: str | Path) -> str | None:
     if not (directory / "manifest.json").exists() or not (directory / "config.json").exists():
         return None
     kind = read_object(directory / "config.json", {}).get("kind")
-    return kind if kind in kinds() else None
+    return kind if kind in head_kinds() else None
 
 
 def head_fields(head: nn.Module) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def head_config(directory: str | Path) -> dict[str, Any]:
             )
     known = {"target?": (dict, None), "sampling?": (dict, None)}
     config = read_object(directory / "config.json", {"kind": object, "head": dict, **known}, again)
-    if config["kind"] not in kinds():
-        raise InputError("kind", config["kind"], " or ".join(kinds()), f"{directory} is no head of this version.")
+    if config["kind"] not in head_kinds():
+        raise InputError("kind", config["kind"], " or ".join(head_kinds()), f"{directory} is no head of this version.")
     check_shape(directory / "config.json", config["head"], shape_of(class_of(config["kind"]).Config), again, "head")
     return config
 
@@ -119,7 +119,7 @@ def shape_of(config_class: type) -> dict[str, Any]:
     return found
 
 
-def from_json(config_class: type, values: Mapping[str, Any]) -> Any:
+def config_from_json(config_class: type, values: Mapping[str, Any]) -> Any:
     """A config dataclass of JSON values, nested ones too; JSON's lists are tuples.
 
     Raises:
@@ -127,7 +127,7 @@ def from_json(config_class: type, values: Mapping[str, Any]) -> Any:
     """
     hints = get_type_hints(config_class)
     nested = {name: hints[name] for name in values if dataclasses.is_dataclass(hints[name])}
-    built = {name: from_json(kind, values[name]) for name, kind in nested.items()}
+    built = {name: config_from_json(kind, values[name]) for name, kind in nested.items()}
     return config_class(**{name: built.get(name, _frozen(value)) for name, value in values.items()})
 
 
@@ -226,7 +226,7 @@ def named_kind(kind: str) -> str:
 def _settings(config: dict[str, Any]) -> Any:
     """The head's own config dataclass."""
     try:
-        return from_json(class_of(config["kind"]).Config, config["head"])
+        return config_from_json(class_of(config["kind"]).Config, config["head"])
     except (TypeError, KeyError) as error:  # a name that is absent, unknown, or of another type
         found = f"settings that are none of {named_kind(config['kind'])} head ({error})"
         raise InputError("config.json", found, "what training wrote", "Copy or train the head again.") from error

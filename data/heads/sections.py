@@ -195,7 +195,7 @@ class ModelCard(ABC):
         return ["\n".join(lines), *self.tables()]
 
     def known(self, value: Any) -> str:
-        """As code; what is said of it where it is not known."""
+        """The value as code, or what is said where it is not known."""
         return code(value) or self.unknown
 
     def target_section(self) -> str:
@@ -318,7 +318,7 @@ def tau_cells(method: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def temperatures(measured: Mapping[str, Any]) -> list[float]:
-    """At which the methods were measured; earlier measurements have one, in their settings."""
+    """The temperatures that were measured; earlier measurements have one, in their settings."""
     single = measured["settings"]["temperature"]
     return sorted({row.get("temperature", single) for row in measured["methods"]})
 

@@ -118,6 +118,18 @@ def check_proportions(raw: Mapping[str, Any], files: list[Path]) -> None:
                 raise InputError(f"{name} of config.json", found, f"at most {most:,}", "Check the checkpoint.")
 
 
+def weight_map(index: Path, remedy: str = AGAIN) -> dict[str, str]:
+    """Tensor -> file, of an index of shards.
+
+    Raises:
+        InputError: it does not say.
+    """
+    found = read_model_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise InputError(str(index), "no weight_map of names", "a tensor's name -> its file", remedy)
+    return found
+
+
 def checkpoint_files(directory: Path) -> list[Path]:
     """The safetensors files that hold a model's weights, as transformers chooses them: one file, or an index's shards.
 
@@ -128,10 +140,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
     if whole.exists():
         return [whole]
     if index.exists():
-        shards = read_model_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards or not all(isinstance(n, str) for n in shards.values()):
-            raise InputError(str(index), "no weight_map of names", "a tensor's name -> its file", AGAIN)
-        files = [directory / name for name in sorted(set(shards.values()))]
+        files = [directory / name for name in sorted(set(weight_map(index).values()))]
         if outside := [file.name for file in files if file.parent != directory or file.name in ("", "..")]:
             raise InputError(str(index), f"a shard in another place ({outside[0]})", "files of the directory", AGAIN)
         if absent := [file.name for file in files if not file.is_file()]:

@@ -44,7 +44,7 @@ class TensorDigest:
 
 
 def tensor_digests(files: Iterable[Path]) -> dict[str, TensorDigest]:
-    """By name, of all tensors in safetensors files: remembered ones, or read and then remembered.
+    """Digests by name of all tensors in safetensors files: remembered ones, or read and then remembered.
 
     Raises:
         InputError: a damaged file.
@@ -60,8 +60,8 @@ def tensor_digests(files: Iterable[Path]) -> dict[str, TensorDigest]:
 
 
 def weights_hash(digests: dict[str, TensorDigest]) -> str:
-    """Of a whole checkpoint. An output embedding that equals another tensor is not counted: files of a model that ties
-    them may have it or not."""
+    """Hash of a whole checkpoint. An output embedding that equals another tensor is not counted: files of a model that
+    ties them may have it or not."""
     by_name = {_bare_name(name): digest for name, digest in digests.items() if not name.endswith("rotary_emb.inv_freq")}
     others = {digest for name, digest in by_name.items() if not _is_output(name)}
     kept = {name: digest for name, digest in by_name.items() if not (_is_output(name) and digest in others)}
@@ -70,7 +70,7 @@ def weights_hash(digests: dict[str, TensorDigest]) -> str:
 
 
 def output_hash(digests: dict[str, TensorDigest], names: Iterable[str]) -> str | None:
-    """Of the first of these tensors that the files have, as `tensor_hash` gives it."""
+    """Hash of the first of these tensors that the files have, as `tensor_hash` gives it."""
     by_name = {_bare_name(name): digest for name, digest in digests.items()}
     return next((by_name[_bare_name(name)].sha256[:16] for name in names if _bare_name(name) in by_name), None)
 

@@ -84,12 +84,12 @@ def _normalised(value: Any) -> Any:
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
-    """Of which id is which text, special tokens included: what two models must agree in to compare token ids."""
+    """Hash of which id is which text, special tokens included: what two models must agree in to compare token ids."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
 def template_hash(tokenizer: Any) -> str:
-    """Of the chat template."""
+    """Hash of the chat template."""
     return _hash(tokenizer.chat_template)
 
 

@@ -260,7 +260,7 @@ def _tokenizer_identity(directory: str, written: tuple[tuple[str, int, int, int]
 
 
 def text_identity(path: str) -> dict[str, str]:
-    """Of `tokenizer_identity` what text's token ids depend on."""
+    """The part of `tokenizer_identity` that text's token ids depend on."""
     found = tokenizer_identity(path)
     return {name: found[name] for name in ("tokenizer", "encoding")}
 

@@ -79,7 +79,7 @@ class AcceptanceDataset(ArtefactDataset):
         table = self._read_table(directory, open_artefact(directory, "acceptance", identity), columns)
         self.mix, self.seed = mix, seed
         self._lists = {name: Lists(table[name]) for name in columns}
-        check_labels(directory, self._names, self._lists["accept_prob"])
+        check_finite_labels(directory, self._names, self._lists["accept_prob"])
         # Shared memory, so that reader processes that live on into the next epoch see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -222,7 +222,7 @@ class Pieces(Dataset):
         return cut | ({"position_ids": torch.arange(stop - start)} if "position_ids" in cut else {})
 
     def name(self, index: int) -> str:
-        """That of the sample it is a piece of."""
+        """The name of the sample it is a piece of."""
         return name_of(self.dataset, self._places[index][0])
 
 
@@ -261,12 +261,12 @@ def name_of(dataset: Any, index: int) -> str:
 
 
 def broken_features(path: Path, row: str, position: int) -> InputError:
-    """Of features that were read from a file and are NaN or infinite at a token."""
+    """The error of features that were read from a file and are NaN or infinite at a token."""
     remedy = "Its target was broken, or it was damaged: check the target, delete the file and make it again."
     return InputError(str(path), f"NaN or infinity in {row}, position {position}", "finite features", remedy)
 
 
-def check_labels(directory: Path, names: Rows, labels: Lists) -> None:
+def check_finite_labels(directory: Path, names: Rows, labels: Lists) -> None:
     """Raises InputError where acceptance probabilities are not finite."""
     place = labels.first_broken()
     if place is not None:
@@ -296,7 +296,7 @@ class Lists:
         return int(np.searchsorted(self._offsets, broken[0], "right")) - 1 if len(broken) else None
 
     def answer_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of a column of loss masks: tokens of every answer, and which row each is of."""
+        """Tokens of every answer in a column of loss masks, and which row each is of."""
         return answer_lengths(self._values, self._offsets)
 
 
@@ -338,7 +338,7 @@ class Answers:
 
 
 def answer_columns(manifest: Manifest) -> list[str]:
-    """Of this artefact's columns, those that say where the answers are."""
+    """The columns of this artefact that say where the answers are."""
     names = {spec.name for spec in manifest.fields}
     return [*(["loss_mask"] if "loss_mask" in names else ["prompt_length"]), *(["turn"] if "turn" in names else [])]
 

@@ -200,7 +200,7 @@ def _is_drafter(key: str) -> bool:
 
 
 def without_unrecorded(differing: Iterable[tuple[str, Any, Any]]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
-    """Of `differences`: those that count, and the keys of hashes that one side lacks because an earlier version did not
+    """Those of `differences` that count, and the keys of hashes that one side lacks because an earlier version did not
     take them."""
     listed = list(differing)
     lacking = [key for key, one, other in listed if key.split(".")[-1] in LATER and None in (one, other)]
@@ -272,7 +272,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def source_version() -> str | None:
-    """Of the checkout this package runs from; None where it is not one."""
+    """The version of the checkout this package runs from; None where it is not one."""
     project = ROOT / "pyproject.toml"
     if not project.exists():
         return None

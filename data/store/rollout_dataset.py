@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
-from draftsmith.data.store.datasets import ArtefactDataset, Item, Lists, check_labels
+from draftsmith.data.store.datasets import ArtefactDataset, Item, Lists, check_finite_labels
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.modules.decoding.confidence import Confidences
 
@@ -52,12 +52,13 @@ class RolloutTokens:
 
     @property
     def confidences(self) -> Confidences:
-        """Of the drafted tokens, [N, K]."""
+        """What is known of the drafted tokens, [N, K]."""
         return replace(self._confidences(self.log_q, self.log_max_q, self.entropy), repeat=self.repeat)
 
     @property
     def child_confidences(self) -> Confidences:
-        """Of the children, [N, K, C]: their law's maximum and entropy are those of the drafted token beside them."""
+        """What is known of the children, [N, K, C]: their distribution's maximum and entropy are those of the drafted
+        token beside them."""
         shape = self.child_log_q.shape
         return self._confidences(
             self.child_log_q, self.log_max_q[..., None].expand(shape), self.entropy[..., None].expand(shape)
@@ -82,7 +83,7 @@ class RolloutDataset(ArtefactDataset):
         columns = [spec.name for spec in self._fields if self.children or spec not in CHILD_FIELDS]
         table = self._read_table(directory, manifest, columns)
         self._lists = {name: Lists(table[name]) for name in columns}
-        check_labels(directory, self._names, self._lists["accept_prob"])
+        check_finite_labels(directory, self._names, self._lists["accept_prob"])
 
     @property
     def lengths(self) -> list[int]:

@@ -238,7 +238,7 @@ def _beat(path: Path, ended: threading.Event) -> None:
 
 
 def _await_own_job(directory: Path) -> None:
-    """Of a rank above 0: go on when rank 0 of its job holds the directory, or nobody does.
+    """A rank above 0 goes on when rank 0 of its job holds the directory, or nobody does.
 
     Raises:
         InputError: another job holds it.

@@ -37,7 +37,7 @@ class Source(ABC):
 
     @cached_property
     def columns(self) -> list[str]:
-        """Of all rows that can be read, in the order in which they appear."""
+        """The columns of all rows that can be read, in the order in which they appear."""
         return list(dict.fromkeys(name for _, row in first_rows(self) for name in row))
 
     @abstractmethod

@@ -315,8 +315,3 @@ def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
         if not item.method.batchable:
             able = ", ".join(name for name, method in known_methods().items() if method.batchable)
             raise InputError("methods", f"{item.label} {size}", f"some of {able}", "Measure it with --batch-size 1.")
-
-
-def model_paths(config: Any) -> dict[str, str | None]:
-    """Flag -> what the user passed; None for flags that a command does not have."""
-    return {flag: getattr(config, flag, None) for flag in ("target", "draft", "mid", "eagle", "acceptance")}

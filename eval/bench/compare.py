@@ -15,11 +15,10 @@ from draftsmith.data.store.manifest import differences, flatten, without_unrecor
 from draftsmith.data.store.reading import check_shape, read_object
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Measured, Row, of_methods, read_rows
 from draftsmith.eval.bench.summary import MeasuredResamples, speedup, tokens_per_s
-from draftsmith.eval.bench.tables import mode, plain_table
+from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.bootstrap import Floats
 from draftsmith.eval.cost.clock import ClockName
-from draftsmith.eval.report.figures import Column, Table, formatted
-from draftsmith.eval.report.tables import markdown
+from draftsmith.eval.report.tables import Column, Table, interval, markdown, on_screen
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.types import InputError
 
@@ -255,23 +254,22 @@ def ends(name: str, drawn: MeasuredResamples, ratio: Callable[[], Floats]) -> Ro
     """The 95 % interval, as numbers and as the text of a cell."""
     found = drawn.interval(ratio)
     low, high = found or (None, None)
-    text = "" if found is None else f"{low:.2f} to {high:.2f}"
-    return {f"{name}_low": low, f"{name}_high": high, f"{name}_ci": text}
+    return {f"{name}_low": low, f"{name}_high": high, f"{name}_ci": interval(found, between=" to ")}
 
 
 def table_of(rows: Sequence[Row], temperature: float, prompts: int, comparable: bool, clock: ClockName) -> Table:
-    speed = [Column("speed", "tokens/s B/A", ".3fx"), Column("speed_ci", "95 % CI")]
+    speed = [Column("speed", "tokens/s B/A", ".3fx"), Column("speed_ci", "95 % CI", below=True)]
     columns = [
         Column("method", "method"),
         *(speed if comparable else ()),
         Column("gain_a", "speed-up A", ".2fx"),
         Column("gain_b", "speed-up B", ".2fx"),
         Column("gain", "B/A", ".3fx"),
-        Column("gain_ci", "95 % CI"),
+        Column("gain_ci", "95 % CI", below=True),
         Column("tau_a", "tau A", ".2f"),
         Column("tau_b", "tau B", ".2f"),
         Column("tau", "B-A", "+.3f"),
-        Column("tau_ci", "95 % CI"),
+        Column("tau_ci", "95 % CI", below=True),
         Column("equal", "equal answers"),
     ]
     note = (
@@ -279,16 +277,3 @@ def table_of(rows: Sequence[Row], temperature: float, prompts: int, comparable: 
         "speed-up over each run's own ar; 95 % bootstrap intervals over prompts, paired."
     )
     return Table(f"compare-t{temperature:g}", f"B against A, {mode(temperature)}", columns, rows, note)
-
-
-def on_screen(source: Table) -> Any:
-    """Intervals under the numbers that they are of."""
-    table = plain_table(title=source.title, title_justify="left", caption=source.note, caption_justify="left")
-    columns = [column for column in source.columns if not column.key.endswith("_ci")]
-    for column in columns:
-        first = column.key == "method"
-        table.add_column(column.title, justify="left" if first else "right", overflow="fold")
-    for row in source.rows:
-        shown = ((formatted(row[c.key], c.format), row.get(f"{c.key}_ci")) for c in columns)
-        table.add_row(*("\n".join(filter(None, cell)) for cell in shown))
-    return table

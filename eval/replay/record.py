@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.along import accept_along
 from draftsmith.eval.replay.chain_rows import ChainRows
 from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, ReadAnswer, TargetText
-from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, joined
+from draftsmith.eval.replay.rollouts import ChainRollouts, Rollouts, TargetAnswer, joined
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.branches import DraftModelBranches, SideBySide
 from draftsmith.modules.decoding.loop import Generation, generate, room_for
@@ -30,7 +30,7 @@ from draftsmith.modules.types import SamplingParams
 @dataclass(frozen=True)
 class Recording:
     """How answers are made. depth: drafted tokens that are kept of every round, or times that a tree is expanded.
-    TargetAnswer number i is seeded with `seed` + i, as the bench does."""
+    Answer number i is seeded with `seed` + i, as the bench does."""
 
     params: SamplingParams
     depth: int
@@ -39,23 +39,8 @@ class Recording:
     eos_ids: tuple[int, ...]
 
 
-def record_chains(
-    models: Models,
-    drafter: str,
-    prompts: Sequence[BenchPrompt],
-    params: SamplingParams,
-    depth: int,
-    max_new_tokens: int,
-    seed: int,
-    eos_ids: Sequence[int],
-    heads: Mapping[str, AcceptanceHead] | None = None,
-) -> ChainRollouts:
-    """Chains of `depth` tokens by the draft model or a trained drafter, everywhere in the target's answers.
-
-    heads: label -> acceptance head of that drafter, whose logits are recorded.
-    """
-    how = Recording(params, depth, max_new_tokens, seed, tuple(eos_ids))
-    recorder = ChainRecorder(models, drafter, how, heads or {})
+def record_all(recorder: Callable[[BenchPrompt, int], Rollouts], prompts: Sequence[BenchPrompt]) -> Rollouts:
+    """Rollouts everywhere in the target's answers to all prompts. recorder: gives those of a prompt and its number."""
     return joined([recorder(prompt, number) for number, prompt in enumerate(prompts)])
 
 

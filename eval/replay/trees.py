@@ -11,15 +11,10 @@ import torch
 from draftsmith.data.models.naming import naming
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.record import Recording, TargetAnswers, walk
-from draftsmith.eval.replay.rollouts import Floats, Ints, TreeRollouts, joined
+from draftsmith.eval.replay.rollouts import Floats, Ints, TreeRollouts
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.tree import num_candidates
 from draftsmith.modules.drafters.methods import DynamicTrees, Models
-
-
-def record_trees(recorder: TreeRecorder, prompts: Sequence[BenchPrompt]) -> TreeRollouts:
-    """All candidates of the recorder's trees, everywhere in the target's answers."""
-    return joined([recorder(prompt, number) for number, prompt in enumerate(prompts)])
 
 
 class TreeRecorder:

@@ -31,14 +31,13 @@ from draftsmith.eval.bench.runner import EngineRunner, remember
 from draftsmith.eval.bench.summary import tokens_per_s
 from draftsmith.eval.cost.clock import Clock, ClockName, clock_name, clock_of
 from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of, measure_costs
-from draftsmith.eval.replay.lookup import record_lookup
-from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
-from draftsmith.eval.replay.rollouts import joined
+from draftsmith.eval.replay.lookup import LookupRecorder
+from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.trees import TreeRecorder
-from draftsmith.eval.report.figures import to_json
+from draftsmith.eval.report.tables import on_screen, to_json
 from draftsmith.eval.settings import Answers, PromptChoice, Running
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
-from draftsmith.eval.tuning.reasoning import Choice, figures, reasoning_table, summary
+from draftsmith.eval.tuning.reasoning import Choice, summary, tables
 from draftsmith.modules.drafters.chains import chain_methods
 from draftsmith.modules.drafters.methods import DynamicTrees, Models, Named, parse_method, parse_methods
 from draftsmith.modules.types import InputError, at_least
@@ -114,14 +113,15 @@ def run(config: TuneConfig) -> Path:
     """Print the reasoning, and write `output`/decode.yaml and results.json."""
     setup = prepare(config)
     choice = tune(config, setup)
-    Console(highlight=False).print(reasoning_table(choice))
+    found = tables(choice)
+    Console(highlight=False).print(on_screen(dataclasses.replace(found[0], title=""), bold="chosen"))
     make_directory(config.output)
     write_text(config.output / DECODE, decode_yaml(config, choice))
     models = {"draft": setup.models.draft}
     more = {"clock": config.clock, **setup.models.times.state_dict()}
     meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
-    found = {"meta": meta, "figures": to_json(figures(choice)), "summary": summary(choice)}
-    write_json(config.output / RESULTS, {**found, "costs": choice.costs.to_json()})
+    results = {"meta": meta, "tables": to_json(found), "summary": summary(choice)}
+    write_json(config.output / RESULTS, {**results, "costs": choice.costs.to_json()})
     say(f"{choice.label}: written to {config.output / DECODE}. Use it: draftsmith decode --config FILE '...'")
     return config.output
 
@@ -191,12 +191,12 @@ def record(config: TuneConfig, setup: Setup) -> Recorded:
     for drafter in (name for name in chain_methods() if name in config.drafters):
         heads = {HEAD: head} if head is not None and config.reader == drafter else {}
         recorder = ChainRecorder(models, drafter, how, heads, answers)
-        chains[drafter] = joined([recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
+        chains[drafter] = record_all(recorder, setup.prompts)
     for named in parse_methods(",".join(setup.labels)):
         if isinstance(named.method, DynamicTrees) and family_of(named) not in trees:
             tree_recorder = TreeRecorder(models, named.method, replace(how, depth=config.tree_depth), answers)
-            trees[family_of(named)] = joined([tree_recorder(prompt, n) for n, prompt in enumerate(setup.prompts)])
-    lookups = {ngram: record_lookup(answers, setup.prompts, how, ngram) for ngram in NGRAMS}
+            trees[family_of(named)] = record_all(tree_recorder, setup.prompts)
+    lookups = {ngram: record_all(LookupRecorder(answers, how, ngram), setup.prompts) for ngram in NGRAMS}
     step_costs = {name: models.times.step_cost(models, name) for name in chains}
     return Recorded(chains, trees, head, lookups, step_costs)
 

@@ -88,7 +88,7 @@ class HeadCard:
 
 
 class DraftHead(nn.Module, ABC):
-    """A trained drafter: its net, how it learns and how it drafts. It is built of its config alone, with random weights.
+    """A trained drafter: its net, how it learns and how it drafts. It is built of its config, with random weights.
 
     kind: its name, that of its file or folder; config.json and the command line say it.
     Config: class of `config`, a `DraftHeadConfig`.

@@ -209,7 +209,7 @@ def _state_and_features(config: Mapping[str, Any]) -> tuple[State, tuple[Any, ..
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of every tensor that the config asks for."""
+    """Shapes of the tensors that the config asks for."""
     size, parts = config["width"], config["inputs"]
     wide = sum(part["size"] for part in parts)
     shapes: dict[str, tuple[int, ...]] = {}

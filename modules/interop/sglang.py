@@ -33,7 +33,7 @@ class SGLang(EagleFormat):
     zero_bias = True
 
     def write(self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
-        """With the zero biases that it would otherwise fill at random (fc) or has beside those of q, k and v (o)."""
+        """Zero biases are added that it would otherwise fill at random (fc) or has beside those of q, k and v (o)."""
         llama = config.llama
         fields = {"architectures": [CLASS], "bias": False, "attention_bias": llama.qkv_bias}
         package = write_head(config, state, dtype, fields)
@@ -107,8 +107,8 @@ class SGLang(EagleFormat):
 
 
 def _check_dtype(reader: Reader) -> None:
-    """With `--dtype auto` target and draft each run in the type that their own config names, and in float16 where that
-    is float32 (configs/model_config.py, _get_and_verify_dtype)."""
+    """Types of computation: with `--dtype auto` target and draft each run in the type that their own config names, and
+    in float16 where that is float32 (configs/model_config.py, _get_and_verify_dtype)."""
     if reader.target is None:
         return
     own, theirs = (_dtype(raw) for raw in (reader.raw, reader.target.raw))

@@ -56,7 +56,7 @@ class SpecDecPP(PredictorFormat):
     def write(
         self, config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
     ) -> Package:
-        """In float32 whatever `dtype`: their code runs it in float32 beside a draft of any type.
+        """The head in float32 whatever `dtype`: their code runs it in float32 beside a draft of any type.
 
         Our one logit z becomes two, (0, z): softmax([0, z])[1] = sigmoid(z). Like theirs, the output is the raw one;
         our correction for the loss weights and the fitted calibration have no place in the file.

@@ -74,7 +74,6 @@ ROWS = [
     Row("plan eagle: short samples", f"plan eagle {TARGET}--assume-length 0", ("assume_length", "0")),
     Row("plan acceptance: a head alone", "plan acceptance --draft {eagle}", ("target", "--target")),
     Row("plan check: no such shape", "plan check --shapes nosuch", ("shapes", "nosuch")),
-    Row("throughput: no such shape", "train throughput --output {out} --hidden 8", ("hidden", "8")),
     # Launchers check the command before anything starts.
     Row("torchrun: nothing to run", "launch torchrun", ("command",)),
     Row("torchrun: no such command", "launch torchrun -- nosuch", ("nosuch",)),

@@ -13,7 +13,13 @@ from trained_runs import fake_trainer
 
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import AcceptanceDataset, Lists, check_labels, collate_acceptance, collate_features
+from draftsmith.data.store.datasets import (
+    AcceptanceDataset,
+    Lists,
+    check_finite_labels,
+    collate_acceptance,
+    collate_features,
+)
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError
@@ -93,7 +99,7 @@ def test_a_target_that_reads_nan_ends_the_training_and_the_validation(artefacts,
     module.objective.source._target = Spoiled(module.objective.target)
     error = named(module, part)
     assert error.model == "target" and error.prompt == "sample 0, sample 1, sample 2"
-    with pytest.raises(NonFinite, match="hidden states of prompt row 0, row 1, row 2"):
+    with pytest.raises(NonFinite, match="hidden states of prompt 0000000, 0000001, 0000002"):
         module.validate([part])
 
 
@@ -149,8 +155,8 @@ def test_labels_that_are_none_are_named_by_their_row(tmp_path):
     labels = [[0.5, 1.0], [], [0.25], [1.0, math.nan], [math.inf]]
     column = Lists(pa.chunked_array([pa.array(labels, pa.list_(pa.float32()))]))
     with pytest.raises(InputError, match=r"labels of row row-3"):
-        check_labels(tmp_path, Ids(), column)
-    check_labels(tmp_path, Ids(), Lists(pa.chunked_array([pa.array(labels[:3], pa.list_(pa.float32()))])))
+        check_finite_labels(tmp_path, Ids(), column)
+    check_finite_labels(tmp_path, Ids(), Lists(pa.chunked_array([pa.array(labels[:3], pa.list_(pa.float32()))])))
 
 
 def test_stored_features_are_not_looked_at_twice(artefacts, tmp_path):

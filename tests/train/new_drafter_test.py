@@ -13,12 +13,14 @@ from draftsmith.data import acceptance as labels
 from draftsmith.data import features
 from draftsmith.data.heads.directory import drafter_identity, load_draft_head, load_head
 from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.modules import drafters
 from draftsmith.modules.types import InputError
 from draftsmith.train import acceptance, drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.drafter import drafter_config, make_head
+from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.fit import fit
 
 FOLDER = Path(__file__).resolve().parents[1] / "drafters"
@@ -39,9 +41,7 @@ def another_drafter():
 def trained(artefacts, tmp_path_factory) -> Path:
     settings = {"data": artefacts.responses, "target": str(artefacts.target), **QUICK}
     settings |= {"output": tmp_path_factory.mktemp("bigram") / "run"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftsmith.train.fit.model_card", lambda kind, manifest: f"# {kind}\n")
-        return fit(*drafter.prepare(drafter_config("bigram")(**settings)))
+    return fit(*drafter.prepare(drafter_config("bigram")(**settings)))
 
 
 def test_the_registry_has_it_and_its_settings_are_flags(tmp_path):
@@ -96,3 +96,36 @@ def test_features_are_those_that_it_reads(artefacts, tmp_path):
         )
     )  # fmt: skip
     assert Manifest.read(made).digest == Manifest.read(artefacts.features).digest
+
+
+class Captured:
+    """A target that gives the states of two layers as those after its final norm, once and twice."""
+
+    def __init__(self, lm):
+        self._lm = lm
+
+    def __getattr__(self, name):
+        return getattr(self._lm, name)
+
+    def features(self, input_ids, position_ids=None, capture=()):
+        states = self._lm.features(input_ids)
+        return torch.cat([states * (layer + 1) for layer in capture], -1) if capture else states
+
+
+def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artefacts, tmp_path, monkeypatch):
+    bigram = drafters.head_class("bigram")
+    monkeypatch.setattr(bigram, "capture", classmethod(lambda cls, num_layers: (0, num_layers - 1)))
+    settings = {"target": str(artefacts.target), "output": tmp_path / "run", **QUICK}
+    with pytest.raises(InputError, match=r"made with another target\.layers: final-norm here, 0,1 given"):
+        drafter.prepare(drafter_config("bigram")(data=artefacts.features, **settings))
+    monkeypatch.setattr(features, "load_lm", lambda *args, **kwargs: Captured(load_lm(*args, **kwargs)))
+    asked = {"responses": artefacts.responses, "target": str(artefacts.target), "num_threads": 1}
+    made = features.run(features.FeaturesConfig(output=tmp_path / "features", drafter="bigram", **asked))
+    assert Manifest.read(made).identity["target"]["layers"] == "0,1"
+    stored, plain = FeatureDataset(made)[3]["features"], FeatureDataset(artefacts.features)[3]["features"]
+    assert torch.equal(stored, torch.cat([plain, 2 * plain], -1))
+    target = Captured(load_lm(str(artefacts.target)))
+    objective = DrafterObjective(bigram, None, target)
+    batch = collate_features([ResponsesDataset(artefacts.responses, str(artefacts.target), target.info.identity)[3]])
+    online = objective.features_of(batch).features[0]
+    torch.testing.assert_close(online, stored.float(), rtol=2**-8, atol=1e-3)  # bf16

@@ -25,7 +25,7 @@ from draftsmith.train.acceptance_objective import AcceptanceObjective, predicted
 from draftsmith.train.data_module import Key, Part
 from draftsmith.train.drafted_tokens import RolloutDrafts
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.planning.plan import plan_of
+from draftsmith.train.planning.estimate import plan_of
 from draftsmith.train.run import run
 
 # Of the labels: conftest.py.

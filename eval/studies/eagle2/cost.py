@@ -24,7 +24,7 @@ def fit_tree_cost(rows: Sequence[Mapping[str, Any]]) -> LinearCost:
 
 
 def seconds_of(row: Mapping[str, Any]) -> float:
-    """By the bench's clock."""
+    """Seconds of a row by the bench's clock."""
     return row["tokens"] / row["tokens_per_s"]
 
 

@@ -76,7 +76,7 @@ class EagleFormat(HeadFormat):
         return Comparison(reading, package, trial).measures(head)
 
     def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """In what type to run: the target's, whatever type the weights are stored in. SGLang would otherwise run a head
+        """The type to run in: the target's, whatever type the weights are stored in. SGLang would otherwise run a head
         in another type than its target."""
         named = target.get("dtype") or target.get("torch_dtype")
         return {"torch_dtype": named, "dtype": named} if named else {}

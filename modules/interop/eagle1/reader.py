@@ -234,7 +234,8 @@ class Reader:
         self._fit(name, self.package.tensors[name], [slot], refusal)
 
     def fill_split(self, name: str, pads: tuple[str, ...] = ()) -> None:
-        """As vLLM and SGLang fill it: fused or not, cut where it is longer than its share of a split parameter.
+        """Tensor `name` into slots, as vLLM and SGLang fill them: fused or not, cut where it is longer than its share
+        of a split parameter.
 
         pads: modules whose shorter tensors are filled up with zeros; all others stop the system.
         """

@@ -39,8 +39,8 @@ class Rope:
 
 
 def transformers_rope(raw: Mapping[str, Any]) -> Rope:
-    """As transformers 5 folds both spellings into one, which vLLM 0.33.0 and SGLang 0.5.23 read: `rope_scaling` before
-    `rope_parameters`, a base inside them before the one outside (modeling_rope_utils.py)."""
+    """Rotary settings as transformers 5 folds both spellings into one, which vLLM 0.33.0 and SGLang 0.5.23 read:
+    `rope_scaling` before `rope_parameters`, a base inside them before the one outside (modeling_rope_utils.py)."""
     rope = _block(raw, "rope_scaling") or _block(raw, "rope_parameters")
     inside = rope.get("rope_theta")
     outside = raw.get("rope_theta")
@@ -57,7 +57,8 @@ def transformers_rope(raw: Mapping[str, Any]) -> Rope:
 
 
 def safeailab_rope(raw: Mapping[str, Any]) -> Rope:
-    """As SafeAILab/EAGLE reads it (cnets1.py, _init_rope): the old spelling only, and base 10000 under any scaling."""
+    """Rotary settings as SafeAILab/EAGLE reads them (cnets1.py, _init_rope): the old spelling only, and base 10000
+    under any scaling."""
     scaling = _block(raw, "rope_scaling")
     if scaling:
         return Rope(BASE, str(scaling.get("type")), float(scaling.get("factor") or 1.0))

@@ -212,7 +212,7 @@ def test_an_unfinished_directory_is_never_taken_for_a_head(saved):
 def test_a_directory_says_what_it_is(saved, tmp_path):
     model = tiny_llama_dir(tmp_path / "model")
     assert [kind_at(path) for path in (saved, model, tmp_path / "nowhere", "embedded:draft")] == ["eagle", *[None] * 3]
-    assert {kind: heads.class_of(kind).__name__ for kind in heads.kinds()} == {
+    assert {kind: heads.class_of(kind).__name__ for kind in heads.head_kinds()} == {
         "acceptance": "AcceptanceHead",
         "eagle": "EagleHead",
     }

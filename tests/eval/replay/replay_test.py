@@ -16,10 +16,10 @@ from tiny_models import CONTEXT, tiny_llama_dir
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.replay import replay
-from draftsmith.eval.replay.lookup import record_lookup
-from draftsmith.eval.replay.record import Recording, TargetAnswers, record_chains
+from draftsmith.eval.replay.lookup import LookupRecorder
+from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.rollouts import ChainRollouts, TreeRollouts, of_answer
-from draftsmith.eval.replay.trees import TreeRecorder, record_trees
+from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.tuning.candidates import HEAD, Recorded
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.loop import generate
@@ -84,12 +84,10 @@ def tree_recording(new_tokens: int, eos_ids: tuple[int, ...]) -> Recording:
 
 
 def make_world(models: Models, prompts: list[BenchPrompt], new_tokens: int, eos_ids: tuple[int, ...]) -> World:
-    how = (GREEDY, DEPTH, new_tokens, 0, eos_ids)
-    heads = {HEAD: models.acceptance}
-    chains = {name: record_chains(models, name, prompts, *how, heads) for name in ("draft", "eagle")}
-    trees = record_trees(TreeRecorder(models, Eagle2(nodes=1, topk=TOPK), tree_recording(new_tokens, eos_ids)), prompts)
-    recording = Recording(GREEDY, DEPTH, new_tokens, 0, eos_ids)
-    lookups = record_lookup(TargetAnswers(models.target, recording), prompts, recording, NGRAM)
+    how, heads = Recording(GREEDY, DEPTH, new_tokens, 0, eos_ids), {HEAD: models.acceptance}
+    chains = {name: record_all(ChainRecorder(models, name, how, heads), prompts) for name in ("draft", "eagle")}
+    trees = record_all(TreeRecorder(models, Eagle2(nodes=1, topk=TOPK), tree_recording(new_tokens, eos_ids)), prompts)
+    lookups = record_all(LookupRecorder(TargetAnswers(models.target, how), how, NGRAM), prompts)
     return World(models, prompts, new_tokens, eos_ids, chains, trees, lookups)
 
 
@@ -164,7 +162,7 @@ def test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace(tiny, 
         tree_recording(tiny.new_tokens, tiny.eos_ids),
         keep_values=30 if auto else 0,
     )
-    rollouts, decoded = record_trees(recorder, tiny.prompts), tiny.decoded_by(drafter)
+    rollouts, decoded = record_all(recorder, tiny.prompts), tiny.decoded_by(drafter)
     assert replay.replay_tree(rollouts, nodes, TREE_DEPTH, rules[1]) == decoded
     totals = pool(decoded)
     assert 0 < totals.num_accepted < totals.num_draft_tokens

@@ -19,13 +19,14 @@ from tiny_models import CONTEXT, tiny_llama_dir
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, ReadAnswer, TargetText
-from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
+from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.replay import fixed_k, head_probs, replay
-from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, joined, of_answer
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, of_answer
 from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, replay_by_prediction
 from draftsmith.eval.replay.store import read_answer, write_answer
-from draftsmith.eval.studies.policies.play import RAW, Player, Policy, judges_of
-from draftsmith.eval.studies.specdecpp.sweep import Grid, Rule, replayed
+from draftsmith.eval.studies.policies.families import RAW, Policy
+from draftsmith.eval.studies.policies.replayed import PolicyReplay, predictors_of
+from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, replayed
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, ThresholdRule
 from draftsmith.modules.decoding.loop import generate
@@ -59,7 +60,7 @@ class World:
                 self.answers[params],
                 **how,
             )
-            self.kept[key] = joined([recorder(prompt, number) for number, prompt in enumerate(self.prompts)])
+            self.kept[key] = record_all(recorder, self.prompts)
         return self.kept[key]
 
     @functools.cached_property
@@ -123,16 +124,16 @@ def test_studies_replay_heads_of_either_kind_as_the_decoder_asks_them(world, dra
     """The sweep of SpecDec++'s study and the policies' player, against methods of `eval bench`."""
     rollouts, heads = world.recorded(drafter, GREEDY), {label: world.heads[label]}
     models = dataclasses.replace(world.models, acceptance=world.heads[label])
-    played, lengths = Player(rollouts, judges_of(rollouts, rollouts, heads)), set()
+    played, lengths = PolicyReplay(rollouts, predictors_of(rollouts, rollouts, heads)), set()
     for minimum, h, calibrated in ((1, 0.4, True), (2, 0.6, False), (DEPTH, 0.4, True)):
-        rule = Rule(head=label, h=h, calibrated=calibrated)
+        rule = LengthRule(head=label, h=h, calibrated=calibrated)
         method = f"{rule.method(minimum, DEPTH)}:drafter={drafter}"
         chain = parse_method(method).build(models)
         decoded = [
             generate(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
             for prompt in world.prompts
         ]
-        assert replayed(rollouts, rule, Grid((), (), [label], minimum, DEPTH), heads) == decoded
+        assert replayed(rollouts, rule, SweepGrid((), (), [label], minimum, DEPTH), heads) == decoded
         policy = Policy("h", h, label if calibrated else label + RAW, minimum, DEPTH)
         assert played.traces(policy, 0.1) == decoded
         lengths |= {step.num_drafted for trace in decoded for step in trace.steps}
@@ -150,7 +151,7 @@ def test_drafts_end_at_end_tokens_in_replays_too(world, drafter, side_by_side):
     recorder = ChainRecorder(
         models, drafter, Recording(GREEDY, DEPTH, NEW_TOKENS, 0, ends), world.heads, side_by_side=side_by_side
     )
-    rollouts = joined([recorder(prompt, number) for number, prompt in enumerate(world.prompts)])
+    rollouts = record_all(recorder, world.prompts)
     assert (rollouts.available() < DEPTH).sum() > 2
 
     def decoded(method: str, head: str | None = None) -> list:
@@ -160,12 +161,12 @@ def test_drafts_end_at_end_tokens_in_replays_too(world, drafter, side_by_side):
             for prompt in world.prompts
         ]
 
-    grid, by = Grid((), (), [], 1, DEPTH), f":drafter={drafter}"
+    grid, by = SweepGrid((), (), [], 1, DEPTH), f":drafter={drafter}"
     fixed = replay(rollouts, fixed_k(rollouts, DEPTH))
     assert fixed == decoded(f"{'spec' if drafter == 'draft' else 'eagle'}:k={DEPTH}")
-    assert replayed(rollouts, Rule(t=0.2), grid, {}) == decoded(f"confidence:t=0.2:min=1:max={DEPTH}{by}")
+    assert replayed(rollouts, LengthRule(t=0.2), grid, {}) == decoded(f"confidence:t=0.2:min=1:max={DEPTH}{by}")
     for label in world.heads:
-        rule = Rule(head=label, h=0.4, calibrated=True)
+        rule = LengthRule(head=label, h=0.4, calibrated=True)
         assert replayed(rollouts, rule, grid, world.heads) == decoded(rule.method(1, DEPTH) + by, label)
     online = replay_by_prediction(rollouts, RecordedOnline(rollouts), CostRule(0.1), 1, DEPTH)
     assert online == decoded(f"online:c=0.1:max={DEPTH}{by}")

@@ -17,7 +17,7 @@ from draftsmith.eval.studies.forward_times import (
     gain_interval,
     theory_rows,
 )
-from draftsmith.eval.studies.pareto import pareto_front
+from draftsmith.eval.studies.specdecpp.sweep import pareto_front
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 
 

@@ -13,7 +13,7 @@ from draftsmith.eval.bench.command import asked_for
 from draftsmith.eval.cost import machine
 from draftsmith.eval.cost.machine import DecodingCosts, DraftCost, Overhead
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer
-from draftsmith.eval.report.figures import Chart, Table, from_json
+from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.tuning.candidates import Grid, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice
 from draftsmith.launch.cli import configure, main
@@ -39,8 +39,8 @@ def tuned(models, tmp_path_factory):
 def test_the_choice_is_the_best_of_its_own_table(tuned):
     results = json.loads((tuned / "results.json").read_text())
     assert results["meta"]["kind"] == "tune" and results["meta"]["settings"]["depth"] == 3
-    table, *charts = from_json(results["figures"])
-    assert isinstance(table, Table) and {type(chart) for chart in charts} == {Chart}
+    table, *charts = from_json(results)
+    assert table.columns and not any(chart.columns for chart in charts)
     (chosen,) = [row for row in table.rows if row["chosen"]]
     measured = [row["measured"] for row in table.rows if row["measured"] is not None]
     assert chosen["measured"] == max(measured) and chosen["setting"] == results["summary"]["chosen"]

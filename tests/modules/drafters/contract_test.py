@@ -18,7 +18,7 @@ from quick_heads import specdecpp
 from table_models import H, TableLM, V, decoded_law, target_law, total_variation
 from torch import Tensor, nn
 
-from draftsmith.data.heads.directory import class_of, kind_at, kinds, load_head, save_head
+from draftsmith.data.heads.directory import class_of, head_kinds, kind_at, load_head, save_head
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters import head_class, learned
@@ -100,7 +100,7 @@ def drafter_of(head: Any, target: TableLM) -> Any:
     return DraftModelDrafter(TableLM(9), specdecpp(head.float(), h=0.6, min_drafted=1, max_drafted=3), CAPACITY)
 
 
-@pytest.fixture(params=kinds())
+@pytest.fixture(params=head_kinds())
 def fresh(request) -> Callable[[], nn.Module]:
     torch.manual_seed(0)
     return lambda: make(request.param)

@@ -22,9 +22,10 @@ from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.data_module import held_out
 from draftsmith.train.drafter import drafter_config
-from draftsmith.train.planning.estimate import frozen_model, own_memory
+from draftsmith.train.planning.estimate import own_memory, plan_of
+from draftsmith.train.planning.frozen import frozen_model
 from draftsmith.train.planning.measure import TIMED, measure
-from draftsmith.train.planning.plan import PlanEagleConfig, plan_of
+from draftsmith.train.planning.plan import plan_config
 from draftsmith.train.run import run
 
 
@@ -161,7 +162,7 @@ def test_without_data_a_plan_says_what_it_assumes(artefacts, tmp_path, capsys):
 
 
 def test_measuring_runs_real_steps_and_leaves_nothing(artefacts, tmp_path):
-    config = PlanEagleConfig(
+    config = plan_config("eagle")(
         target=str(artefacts.target), data=artefacts.responses, output=tmp_path / "run", batch_size=4, epochs=50
     )
     plan = plan_of(config)
@@ -169,7 +170,7 @@ def test_measuring_runs_real_steps_and_leaves_nothing(artefacts, tmp_path):
     assert found.steps == TIMED and found.on_what == str(artefacts.responses)
     assert found.hours(plan) == pytest.approx(plan.step_flops * plan.steps / found.flops_per_s / 3600)
     assert not config.output.exists()
-    made_up = PlanEagleConfig(
+    made_up = plan_config("eagle")(
         target=str(artefacts.target), data=tmp_path / "none", output=tmp_path / "run", batch_size=2
     )
     assert measure(made_up, plan_of(made_up)).on_what == "16 made-up dialogues"
