@@ -103,8 +103,9 @@ def test_a_killed_process_is_continued(config, models, tmp_path):
         "".join(json.dumps({"id": str(i), "prompt": f"Rename a{i} to b"}) + "\n" for i in range(NUM_PROMPTS))
     )
     broken = dataclasses.replace(config, prompts=str(many), temperatures=None, output=tmp_path / "broken")
-    names = ("target", "prompts", "methods", "repeats", "max_new_tokens", "output")
-    words = [f"--draft={models['draft']}", *(f"--{name}={getattr(broken, name)}" for name in names)]
+    words = [f"--{name}={getattr(broken, name)}" for name in ("target", "prompts", "methods", "repeats",
+                                                             "max_new_tokens", "output")]  # fmt: skip
+    words += [f"--draft={path}" for path in broken.draft]
     command = [sys.executable, "-m", "draftsmith", "eval", "bench", *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     journal = broken.output / "journal.jsonl"
