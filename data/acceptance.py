@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -141,7 +142,7 @@ def run(config: AcceptanceConfig) -> Path:
     """Write the artefact `acceptance`, or `rollouts`; returns its directory."""
     set_threads(config.num_threads)
     # Branches are read in the way of decoding, for which weights are packed.
-    load = functools.partial(load_lm, **config.loading, packed=config.labels == "rollout")
+    load: Callable[[str], CausalLM] = functools.partial(load_lm, **config.loading, packed=config.labels == "rollout")
     if kind_at(config.drafter) is None:
         check_same_tokenizer(config.target, config.drafter)
     target = load(config.target)
