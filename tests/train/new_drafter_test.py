@@ -17,11 +17,13 @@ from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, col
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.modules import drafters
 from draftsmith.modules.types import InputError
-from draftsmith.train import acceptance, drafter
+from draftsmith.train import drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.drafter import drafter_config, make_head
 from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.fit import fit
+from draftsmith.train.prepare import prepare
+from draftsmith.train.run import run
 
 FOLDER = Path(__file__).resolve().parents[1] / "drafters"
 QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "wandb": "off", "tau_prompts": 0}
@@ -41,7 +43,7 @@ def another_drafter():
 def trained(artefacts, tmp_path_factory) -> Path:
     settings = {"data": artefacts.responses, "target": str(artefacts.target), **QUICK}
     settings |= {"output": tmp_path_factory.mktemp("bigram") / "run"}
-    return fit(*drafter.prepare(drafter_config("bigram")(**settings)))
+    return run(drafter_config("bigram")(**settings))
 
 
 def test_the_registry_has_it_and_its_settings_are_flags(tmp_path):
@@ -83,7 +85,7 @@ def test_its_drafts_are_labelled_and_an_acceptance_head_learns_from_its_states(a
     assert set(identity) > {"bigram"} and Manifest.read(made).identity["draft"] == identity
     quick = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "wandb": "off"}
     settings = TrainAcceptanceConfig(data=made, output=tmp_path / "run", **models, **quick)
-    best = fit(*acceptance.prepare(settings))
+    best = fit(*prepare(settings))
     written = json.loads((best / "config.json").read_text())
     assert (written["drafter"], written["target"]) == ("bigram", identity)
 

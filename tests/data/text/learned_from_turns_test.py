@@ -18,7 +18,7 @@ from draftsmith.data.text.answers import Supervision, answer_lengths, answer_mas
 from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.fit import split
+from draftsmith.train.fit import train_and_val
 from draftsmith.train.planning.documents import documents_of
 
 
@@ -85,7 +85,7 @@ def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritt
     pieces = in_pieces(data, 40, LOOKAHEAD)
     for dataset, owner in ((data, names), (pieces, [names[row] for row in pieces.rows])):
         config = TrainConfig(data=directory, output=tmp_path, val_share=0.4, max_length=0 if dataset is data else 40)
-        train, val = split(config, data, None, 4096, LOOKAHEAD)
+        train, val = train_and_val(config, data, None, 4096, LOOKAHEAD)
         sides = [{owner[i] for i in side.indices} for side in (train, val)]
         assert sides[0] | sides[1] == set(names) and not sides[0] & sides[1]
         # What `plan` expects is what is trained on.
