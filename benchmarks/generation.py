@@ -24,6 +24,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.cost.clock import clock_of, interleaved
+from draftsmith.eval.settings import PromptChoice
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.types import SamplingParams, at_least
 
@@ -31,27 +32,24 @@ GENERATION = "generation.json"
 
 
 @dataclass(frozen=True)
-class GenerationConfig:
+class GenerationConfig(PromptChoice):
     """Measures `data responses` (in process) against transformers' generate, prompt by prompt: greedy, CPU time.
 
-    target: model directory, hub id or embedded:target.
-    prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
-    output: directory that receives generation.json.
-    split: keep prompts of this split.
-    keep_tasks: keep prompts of these tasks, separated by commas.
-    limit: the first so many prompts; 0 takes all.
-    max_new_tokens: longest answer.
-    batch_size: prompts answered together.
-    engine: lean (Llama family), hf (any transformers model), or auto.
-    num_threads: CPU threads.
-    repeats: runs of both; the median of the paired ratios counts.
+    Attributes:
+        target: model directory, hub id or embedded:target.
+        prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
+        output: directory that receives generation.json.
+        limit: the first so many prompts; 0 takes all.
+        max_new_tokens: longest answer.
+        batch_size: prompts answered together.
+        engine: lean (Llama family), hf (any transformers model), or auto.
+        num_threads: CPU threads.
+        repeats: runs of both; the median of the paired ratios counts.
     """
 
     target: str
     prompts: str
     output: Path
-    split: str | None = None
-    keep_tasks: str | None = None
     limit: int = 64
     max_new_tokens: int = 256
     batch_size: int = 32

@@ -50,15 +50,16 @@ HEADINGS = ("what", "models", "value", "aim")
 class LatencyConfig:
     """Measures the decoder's own cost against transformers and against the sum of its forwards.
 
-    output: directory that receives latency.json and latency.md.
-    device: cpu, cuda, cuda:1, ...
-    shape: of the random pair: 88m, llama-3-8b (16 GB in bfloat16; for a GPU), or tiny (computes next to nothing).
-    dtypes: float32, bfloat16 or both, separated by a comma.
-    embedded: measure the embedded pair too (float32, CPU).
-    what: all, or only what predictors of acceptance take (embedded pair).
-    long_context: tokens of the long prompt; 0 leaves it out.
-    new_tokens: answers' length.
-    repeats: paired runs of which the median counts.
+    Attributes:
+        output: directory that receives latency.json and latency.md.
+        device: cpu, cuda, cuda:1, ...
+        shape: of the random pair: 88m, llama-3-8b (16 GB in bfloat16; for a GPU), or tiny (computes next to nothing).
+        dtypes: float32, bfloat16 or both, separated by a comma.
+        embedded: measure the embedded pair too (float32, CPU).
+        what: all, or only what predictors of acceptance take (embedded pair).
+        long_context: tokens of the long prompt; 0 leaves it out.
+        new_tokens: answers' length.
+        repeats: paired runs of which the median counts.
     """
 
     output: Path = field(kw_only=True)

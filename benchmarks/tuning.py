@@ -28,9 +28,10 @@ class TuneCheckConfig(TuneConfig):
     """Compares the tuner's choice with the best of all its settings, each decoded for real. Settings as in
     `draftsmith eval tune`.
 
-    sweep_repeats: runs of every setting on every prompt in the sweep; the median counts.
-    finalists: best settings of the sweep that are measured once more with the tuner's choice.
-    final_repeats: runs of each of these.
+    Attributes:
+        sweep_repeats: runs of every setting on every prompt in the sweep; the median counts.
+        finalists: best settings of the sweep that are measured once more with the tuner's choice.
+        final_repeats: runs of each of these.
     """
 
     sweep_repeats: int = 3

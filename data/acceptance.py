@@ -8,7 +8,6 @@ in the manifest.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -140,8 +139,11 @@ class AcceptanceConfig(StageLoading):
 def run(config: AcceptanceConfig) -> Path:
     """Write the artefact `acceptance`, or `rollouts`; returns its directory."""
     set_threads(config.num_threads)
+
     # Branches are read in the way of decoding, for which weights are packed.
-    load = functools.partial(load_lm, **config.loading, packed=config.labels == "rollout")
+    def load(path: str) -> CausalLM:
+        return load_lm(path, **config.loading, packed=config.labels == "rollout")
+
     if kind_at(config.drafter) is None:
         check_same_tokenizer(config.target, config.drafter)
     target = load(config.target)

@@ -51,7 +51,7 @@ FIELDS = (
 
 
 @dataclass(frozen=True)
-class ResponsesConfig(RemoteCode, Sampling):
+class ResponsesConfig(Sampling, RemoteCode):
     """How the target answers.
 
     Attributes:

@@ -36,20 +36,21 @@ Policy = Literal["auto", "fixed", "threshold", "cost", "online"]
 
 
 @dataclass(frozen=True)
-class DecodeConfig(DraftSettings, Running, Sampling, Answers):
+class DecodeConfig(DraftSettings, Answers, Sampling, Running):
     """Answers one prompt and shows which of its tokens were drafted and accepted, and which the target gave itself.
 
-    prompt: what to ask; `-` reads standard input.
-    target: model directory, hub id or embedded:target.
-    mid: model between draft and target, for pre-verify, pre+self-verify and hsddw.
-    acceptance: acceptance head directory, for cost and specdec++; trained for what drafts.
-    method: name:setting=value, as in `draftsmith eval bench`; auto drafts chains with what is given, by the policy.
-    policy: when a chain ends. fixed: after five tokens. threshold: by the acceptance head and h, as SpecDec++ does.
-        cost: by the head, when one more token is worth less than its time. online: the same without a head, from the
-        draft's own confidence and the verdicts so far. auto: cost where a head is given, else online.
-    system: a system message that goes before the prompt.
-    raw: read the prompt as it is, without the chat template.
-    trace: JSON-lines file that receives a line for every round.
+    Attributes:
+        prompt: what to ask; `-` reads standard input.
+        target: model directory, hub id or embedded:target.
+        mid: model between draft and target, for pre-verify, pre+self-verify and hsddw.
+        acceptance: acceptance head directory, for cost and specdec++; trained for what drafts.
+        method: name:setting=value, as in `draftsmith eval bench`; auto drafts chains with what is given, by the policy.
+        policy: when a chain ends. fixed: after five tokens. threshold: by the acceptance head and h, as SpecDec++ does.
+            cost: by the head, when one more token is worth less than its time. online: the same without a head, from
+            the draft's own confidence and the verdicts so far. auto: cost where a head is given, else online.
+        system: a system message that goes before the prompt.
+        raw: read the prompt as it is, without the chat template.
+        trace: JSON-lines file that receives a line for every round.
     """
 
     prompt: str

@@ -9,23 +9,32 @@ from draftsmith.data.settings import Loading
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running(Loading):
-    """How models run while they decode.
+class Decoding(Loading):
+    """How models that decode are loaded.
 
     Attributes:
         packed: On a CPU, hold large weights in the layout of its kernels (lean engine).
+    """
+
+    packed: bool = True
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        return super().loading | {"packed": self.packed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running(Decoding):
+    """How models run while they decode.
+
+    Attributes:
         num_threads: CPU threads. With one, CPU time is the clock where speed is measured; it does not see other
             programs.
         seed: Of sampling, and of the bootstrap.
     """
 
-    packed: bool = True
     num_threads: int = 1
     seed: int = 0
-
-    @property
-    def loading(self) -> dict[str, Any]:
-        return super().loading | {"packed": self.packed}
 
 
 @dataclass(frozen=True, kw_only=True)

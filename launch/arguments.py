@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import json
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -99,6 +98,8 @@ def setting_parameters(config_class: type, positional: tuple[str, ...], printing
         kind, needed = hints[name], name not in defaults
         options: dict[str, Any] = {"help": meanings.get(name), "validator": limits(name)}
         if is_list(kind):
+            if str in members(kind):  # which a script may pass; words are always several
+                kind = next(member for member in members(kind) if is_list(member)) | None
             options |= {"n_tokens": -1, "consume_multiple": 1, "json_list": False}
             options |= {"show_default": bool(defaults.get(name)) and (lambda values: ", ".join(map(str, values)))}
         if name != "command" and bool not in members(kind) and (is_list(kind) or type(None) in members(kind)):
@@ -133,7 +134,7 @@ def keyword(name: str, kind: Any, default: Any, group: Group, **options: Any) ->
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def help_columns(*_: Any) -> tuple[ColumnSpec, ...]:
+def help_columns(console: Any, options: Any, entries: Any) -> tuple[ColumnSpec, ...]:
     """Of a table of settings: names of moderate width, and all the rest of the line for what they mean."""
     names = ColumnSpec(renderer=NameRenderer(NAME_WIDTH), max_width=NAME_WIDTH, style="cyclopts.name")
     return names, ColumnSpec(renderer=DescriptionRenderer(), overflow="fold")
@@ -146,17 +147,14 @@ def field_meanings(config_class: type) -> dict[str, str]:
 
 
 def described(config_class: type) -> docstring_parser.Docstring:
-    text = inspect.getdoc(config_class) or ""
-    if "\nAttributes:\n" not in text:  # fields right behind the first paragraph
-        about, _, fields = text.partition("\n\n")
-        text = f"{about}\n\nAttributes:\n{textwrap.indent(fields, '    ')}" if fields.strip() else about
-    return docstring_parser.parse(text)
+    return docstring_parser.parse(inspect.getdoc(config_class) or "", docstring_parser.DocstringStyle.GOOGLE)
 
 
 def field_names(config_class: type) -> list[str]:
-    """Settings that are shared by keyword come last."""
-    fields = sorted(dataclasses.fields(config_class), key=lambda field: field.kw_only)
-    return [field.name for field in fields if field.init]
+    """A command's own settings first, then those that it shares with others."""
+    declared = dict.fromkeys(name for base in config_class.__mro__ for name in inspect.get_annotations(base))
+    taken = {field.name for field in dataclasses.fields(config_class) if field.init}
+    return [name for name in declared if name in taken]
 
 
 def defaults_of(config_class: type) -> dict[str, Any]:
@@ -214,19 +212,22 @@ def limits(name: str) -> Callable[[Any, Any], None]:
 
 
 def unambiguous(args: Sequence[str], hints: Mapping[str, Any], positional: tuple[str, ...]) -> list[str]:
-    """Words as cyclopts reads them as they are meant: `--flag true` as `--flag=true`, and what begins with a dash as a
-    value behind a name or, where it is a text, as the first positional setting."""
+    """Words as cyclopts reads them as they are meant: names with dashes, `--flag true` as `--flag=true`, and what
+    begins with a dash as a value behind a name or, where it is a text, as the first positional setting."""
     flags = {f"--{dashed(name)}" for name, kind in hints.items() if bool in members(kind)}
     words: list[str] = []
     for number, word in enumerate(args):
         if word == "--":
             return [*words, *args[number:]]
-        name = dashed(words[-1]) if words and words[-1].startswith("--") and "=" not in words[-1] else None
+        name = words[-1] if words and words[-1].startswith("--") and "=" not in words[-1] else None
         hyphen = word.startswith("-") and not word.startswith("--")
         if word.lower() in TRUTH if name in flags else hyphen and name is not None:
             words[-1] += f"={word}"
         elif hyphen and " " in word and positional:
             words.append(f"--{positional[0]}={word}")
+        elif word.startswith("--"):
+            option, equals, value = word.partition("=")
+            words.append(dashed(option) + equals + value)
         else:
             words.append(word)
     return words

@@ -109,9 +109,8 @@ def bench_step(study: LoadedStudy, split: str, limit: int, methods: Sequence[str
 
     config = study.config
     output = config.output / "bench" / run_name(split, head)
-    names = ("target", "draft", "prompts", "keep_tasks", "max_new_tokens", "repeats")
-    names += ("seed", "dtype", "device", "engine")
-    settings = {name: getattr(config, name) for name in names} | sampling(config)
+    names = "target draft prompts keep_tasks max_new_tokens repeats seed dtype device engine"
+    settings = {name: getattr(config, name) for name in names.split()} | sampling(config)
     settings |= {"acceptance": study.places[head], "methods": methods, "split": split, "limit": limit, "output": output}
     return Step.of(f"Bench on the {split} prompts, head {head}", "eval bench", output / "results.json", **settings)
 

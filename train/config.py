@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from draftsmith.data.settings import RemoteCode
 from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.drafters import head_class
@@ -30,7 +31,7 @@ Strategy = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(RemoteCode):
     """Options shared by all heads.
 
     Attributes:
@@ -76,7 +77,6 @@ class TrainConfig:
         wandb: Weights & Biases; auto goes online when a key is found and offline without one.
         project: Weights & Biases project.
         license: The head's licence for its model card (apache-2.0, cc-by-nc-4.0, ...); not stated without it.
-        trust_remote_code: Let the frozen model's repository run its own code.
     """
 
     data: Path = volatile()

@@ -19,8 +19,10 @@ ROLES = ("target", "mid", "acceptance")  # models that are named by what they ar
 class DraftSettings:
     """Settings of a command that uses drafters.
 
-    draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for several.
-    eagle: deprecated, the old name of --draft for an EAGLE head.
+    Attributes:
+        draft: what drafts: a draft model, or the directory of a trained head, which says what it is; repeated for
+            several.
+        eagle: deprecated, the old name of --draft for an EAGLE head.
     """
 
     draft: tuple[str, ...] | str | None = volatile(())

@@ -324,7 +324,7 @@ def command_line(stage: str, config: Any) -> str:
 
 
 def _arguments(config: Any, prefix: str) -> Iterable[str]:
-    for spec in sorted(dataclasses.fields(config), key=lambda field: field.kw_only):  # shared settings last
+    for spec in sorted(dataclasses.fields(config), key=lambda field: bool(field.kw_only)):  # shared settings last
         value = getattr(config, spec.name)
         if dataclasses.is_dataclass(value):
             yield from _arguments(value, f"{prefix}{spec.name}.")

@@ -59,41 +59,45 @@ ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS]}  # of the journa
 
 
 @dataclass(frozen=True)
-class BenchConfig(DraftSettings, Running, Sampling, PromptChoice, Answers):
+class BenchConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
     """Measures decoding methods against this engine's own autoregressive decoding.
 
-    target: model directory, hub id or embedded:target.
-    prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts. This or tasks.
-    tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may be
-        FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
-    mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
-    acceptance: acceptance head directory, for specdec++ and cost; trained for what drafts.
-    methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,
-        lookahead:w=15:n=5:g=15, hf. With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
-        cost:c=auto:min=1:max=16, online:c=auto:by=q:max=16, confidence:t=0.4:min=1:max=20, self-verify:k=10,
-        pearl:k=5, hf-assisted:k=5:t=0. With an EAGLE head: eagle:k=5, eagle-tree:tree=eagle-1,
-        eagle2:nodes=60:depth=6:topk=10:value=on:rerank=on (nodes=auto, nodes=auto:depth=auto: as is worth the time;
-        value=head: by a head that judges trees), and specdec++, cost, online, confidence or self-verify with
-        drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10,
-        hsddw:k=10:max=20, each with drafter=eagle where the head was trained for --mid.
-    method: one more method, as the decode.yaml of `draftsmith eval tune` names it.
-    turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later turn
-        after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded answers.
-    limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
-    temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same one.
-    dtype: float32, bfloat16, float16 or auto. Equality with ar is checked in float32 only.
-    batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
-        over ar at the same batch size.
-    costs: directory of an earlier run, of this command or of `draftsmith eval tune`, whose measured costs are taken: c
-        of online and cost, the times of eagle2:nodes=auto. They decide how long drafts are: with them (or with
-        c=NUMBER) and the same seed, every round of two runs is the same.
-    repeats: runs of every method on every prompt; the median counts.
-    traces: answer the first so many prompts of each task once more with every method of this engine, off the clock, and
-        write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts only.
-    card: write what was measured into the directories of the heads that were used, and into their model cards.
-    output: directory that receives results.json and prompts.parquet (a row for every method, prompt and turn). A run
-        that was interrupted goes on there when the same command is given again. A finished one is measured again, and
-        replaced once the new one is complete.
+    Attributes:
+        target: model directory, hub id or embedded:target.
+        prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts. This or
+            tasks.
+        tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may
+            be FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
+        mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
+        acceptance: acceptance head directory, for specdec++ and cost; trained for what drafts.
+        methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,
+            lookahead:w=15:n=5:g=15, hf. With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
+            cost:c=auto:min=1:max=16, online:c=auto:by=q:max=16, confidence:t=0.4:min=1:max=20, self-verify:k=10,
+            pearl:k=5, hf-assisted:k=5:t=0. With an EAGLE head: eagle:k=5, eagle-tree:tree=eagle-1,
+            eagle2:nodes=60:depth=6:topk=10:value=on:rerank=on (nodes=auto, nodes=auto:depth=auto: as is worth the time;
+            value=head: by a head that judges trees), and specdec++, cost, online, confidence or self-verify with
+            drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10, hsddw:k=10:max=20, each with
+            drafter=eagle where the head was trained for --mid.
+        method: one more method, as the decode.yaml of `draftsmith eval tune` names it.
+        turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
+            turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded
+            answers.
+        limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
+        temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same
+            one. dtype: float32, bfloat16, float16 or auto. Equality with ar is checked in float32 only.
+        batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
+            over ar at the same batch size.
+        costs: directory of an earlier run, of this command or of `draftsmith eval tune`, whose measured costs are
+            taken: c of online and cost, the times of eagle2:nodes=auto. They decide how long drafts are: with them (or
+            with c=NUMBER) and the same seed, every round of two runs is the same.
+        repeats: runs of every method on every prompt; the median counts.
+        traces: answer the first so many prompts of each task once more with every method of this engine, off the clock,
+            and write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts
+            only.
+        card: write what was measured into the directories of the heads that were used, and into their model cards.
+        output: directory that receives results.json and prompts.parquet (a row for every method, prompt and turn). A
+            run that was interrupted goes on there when the same command is given again. A finished one is measured
+            again, and replaced once the new one is complete.
     """
 
     target: str

@@ -17,8 +17,6 @@ from draftsmith.modules.drafters.methods import Models, Named, check_needs
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
-# Settings of a command that say how its models are loaded, as `load_lm` takes them.
-LOADING = ("dtype", "device", "engine", "trust_remote_code", "packed")
 # Tokens beyond prompt and answer that a drafter's cache may hold: no draft of a round is longer.
 DRAFT_ROOM = 130
 
@@ -45,7 +43,8 @@ def load_models(
 
     Drafts end where the target's answers do; who ignores end tokens takes `Models.ends` away.
 
-    paths: as of `check_methods`. sequence_length: longest prompt and answer together, in tokens. how: LOADING.
+    paths: as of `check_methods`. sequence_length: longest prompt and answer together, in tokens. how: as of
+        `load_lm`.
 
     Raises:
         InputError: a missing or unfitting model, or a draft whose context is too short.

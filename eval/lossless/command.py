@@ -44,28 +44,29 @@ LOOPS = ("single", "batched")
 
 
 @dataclass(frozen=True)
-class LosslessConfig(DraftSettings, Running, Sampling, PromptChoice, Answers):
+class LosslessConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
     """Certifies that decoding methods do not change what the target says. Exit code 1 when one does.
 
-    target: model directory, hub id or embedded:target.
-    prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
-    output: directory that receives lossless.json.
-    methods: name:setting=value, separated by commas, as in `draftsmith eval bench`.
-    mid: model between draft and target.
-    acceptance: acceptance head directory.
-    limit: prompts of the greedy test.
-    max_new_tokens: longest answer of the greedy test.
-    sampled_prompts: prompts of the sampling test, the first of them; 0 leaves it out.
-    sampled_tokens: longest answer of the sampling test.
-    bias: size of a bias that is to be found: mean over emitted tokens of the total variation between the
-        distribution that a token was drawn from and the target's.
-    power: probability to find it; with bias and alpha it says how many answers are sampled.
-    alpha: chance that all sampling tests together fail lossless methods, at most.
-    temperature: of the sampling test.
-    batch_size: prompts that the batched loop answers together.
-    max_gap: largest logit gap to the best token of a greedy token, where the dtype is not float32.
-    dtype: float32, bfloat16 or float16.
-    engine: lean (Llama family), hf (any transformers model, in the single loop only), or auto.
+    Attributes:
+        target: model directory, hub id or embedded:target.
+        prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
+        output: directory that receives lossless.json.
+        methods: name:setting=value, separated by commas, as in `draftsmith eval bench`.
+        mid: model between draft and target.
+        acceptance: acceptance head directory.
+        limit: prompts of the greedy test.
+        max_new_tokens: longest answer of the greedy test.
+        sampled_prompts: prompts of the sampling test, the first of them; 0 leaves it out.
+        sampled_tokens: longest answer of the sampling test.
+        bias: size of a bias that is to be found: mean over emitted tokens of the total variation between the
+            distribution that a token was drawn from and the target's.
+        power: probability to find it; with bias and alpha it says how many answers are sampled.
+        alpha: chance that all sampling tests together fail lossless methods, at most.
+        temperature: of the sampling test.
+        batch_size: prompts that the batched loop answers together.
+        max_gap: largest logit gap to the best token of a greedy token, where the dtype is not float32.
+        dtype: float32, bfloat16 or float16. engine: lean (Llama family), hf (any transformers model, in the single loop
+            only), or auto.
     """
 
     target: str

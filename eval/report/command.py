@@ -25,16 +25,17 @@ TRACE_BYTES = 2_600_000  # of all traces together: the page stays under 5 MB
 class ReportConfig:
     """Shows finished runs as one HTML file that needs no network: tables, charts, and traces round by round.
 
-    runs: directories of `eval bench`, of studies and of `eval tune`; each holds results.json. Benchmarks of the same
-        target, prompts, sampling and machine share their tables, others are sections of their own.
-    output: the HTML file.
-    title: its title.
-    figures: directory that receives the charts and tables as files of their own.
-    formats: of these files: charts as png and svg, tables as md (Markdown), csv and tex (LaTeX, booktabs).
-    track: wandb logs tables, charts and the page to Weights & Biases.
-    wandb: auto goes online when a key is found and offline without one.
-    project: Weights & Biases project.
-    run_name: of the Weights & Biases run; without it the output's name.
+    Attributes:
+        runs: directories of `eval bench`, of studies and of `eval tune`; each holds results.json. Benchmarks of the
+            same target, prompts, sampling and machine share their tables, others are sections of their own.
+        output: the HTML file.
+        title: its title.
+        figures: directory that receives the charts and tables as files of their own.
+        formats: of these files: charts as png and svg, tables as md (Markdown), csv and tex (LaTeX, booktabs).
+        track: wandb logs tables, charts and the page to Weights & Biases.
+        wandb: auto goes online when a key is found and offline without one.
+        project: Weights & Biases project.
+        run_name: of the Weights & Biases run; without it the output's name.
     """
 
     runs: tuple[Path, ...]

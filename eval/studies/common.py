@@ -27,7 +27,7 @@ from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.command import BenchConfig, bench
-from draftsmith.eval.bench.load import LOADING, check_methods, load_models
+from draftsmith.eval.bench.load import check_methods, load_models
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import RESULTS, describe
 from draftsmith.eval.bench.runner import EngineRunner
@@ -35,6 +35,7 @@ from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswer
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.replay.store import recorded
 from draftsmith.eval.report.tables import Table, on_screen, plain, to_json
+from draftsmith.eval.settings import Answers, PromptChoice, Running
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter
@@ -44,47 +45,27 @@ from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyConfig(DraftSettings):
+class StudyConfig(DraftSettings, PromptChoice, Answers, Running):
     """Settings of every study of decoding methods.
 
-    target: model directory, hub id or embedded:target.
-    prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
-    mid: model between draft and target.
-    split: keep prompts of this split (train, dev or test of embedded:prompts).
-    keep_tasks: keep prompts whose own task is one of these, separated by commas.
-    limit: study the first so many prompts; 0 takes all.
-    max_new_tokens: longest answer.
-    ignore_eos: go on after the end token, up to max_new_tokens.
-    temperatures: separated by commas; 0 is greedy.
-    dtype: float32, bfloat16, float16 or auto.
-    device: cpu, cuda, cuda:1, ...
-    engine: lean (Llama family), hf (any transformers model), or auto.
-    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
-    num_threads: CPU threads. With one, CPU time is the clock; it does not see other programs.
-    seed: of sampling and of the bootstrap.
-    repeats: runs of every measured method on every prompt; the median counts.
-    trust_remote_code: run code that comes with a model.
-    quick: fewer prompts, repeats and settings than the others say: a first look in under two minutes.
-    output: directory that receives results.json, and the runs of `eval bench` that it rests on.
+    Attributes:
+        target: model directory, hub id or embedded:target.
+        prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
+        mid: model between draft and target.
+        limit: study the first so many prompts; 0 takes all.
+        temperatures: separated by commas; 0 is greedy.
+        repeats: runs of every measured method on every prompt; the median counts.
+        quick: fewer prompts, repeats and settings than the others say: a first look in under two minutes.
+        output: directory that receives results.json, and the runs of `eval bench` that it rests on.
     """
 
     target: str
     prompts: str
     mid: str | None = None
-    split: str | None = None
-    keep_tasks: str | None = None
     limit: int = 16
     max_new_tokens: int = 256
-    ignore_eos: bool = False
     temperatures: str = "0,1"
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    device: str = "cpu"
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    packed: bool = True
-    num_threads: int = 1
-    seed: int = 0
     repeats: int = 2
-    trust_remote_code: bool = False
     quick: bool = False
     output: Path
 
@@ -149,10 +130,9 @@ def load(
     Raises:
         InputError: a missing or unfitting model or head, or a prompt that does not fit.
     """
-    how = {name: getattr(config, name) for name in LOADING}
-    target = load_lm(config.target, **how)
+    target = load_lm(config.target, **config.loading)
     longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
-    return load_models(parse_methods(",".join(methods)), paths, longest, params, target, **how)
+    return load_models(parse_methods(",".join(methods)), paths, longest, params, target, **config.loading)
 
 
 def head_directories(root: Path) -> dict[str, Path]:

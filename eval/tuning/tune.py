@@ -49,22 +49,24 @@ KEPT = ("temperature", "top_k", "top_p", "ignore_eos", "dtype", "device", "engin
 
 
 @dataclass(frozen=True)
-class TuneConfig(DraftSettings, Running, Sampling, PromptChoice, Answers):
+class TuneConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
     """Finds the fastest way to decode: method and settings for this machine, these models and these prompts.
 
-    target: model directory, hub id or embedded:target.
-    prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts; take some that
-        are like those to come, and not those that speed is reported on.
-    acceptance: acceptance head directory.
-    acceptance_reads: drafter that the acceptance head was trained for, where it does not say: draft, or a head's kind.
-    limit: use the first so many prompts; 0 takes all.
-    depth: longest chain of drafted tokens.
-    tree_depth: most levels that a tree is expanded.
-    topk: widths of trees, separated by commas; each is recorded by itself.
-    grid: full, or coarse for every second setting.
-    verify: best settings that are decoded for real, one a family; 0 trusts the prediction.
-    repeats: runs of each of them on every prompt; the median counts.
-    output: directory that receives decode.yaml and results.json.
+    Attributes:
+        target: model directory, hub id or embedded:target.
+        prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts; take some
+            that are like those to come, and not those that speed is reported on.
+        acceptance: acceptance head directory.
+        acceptance_reads: drafter that the acceptance head was trained for, where it does not say: draft, or a head's
+            kind.
+        limit: use the first so many prompts; 0 takes all.
+        depth: longest chain of drafted tokens.
+        tree_depth: most levels that a tree is expanded.
+        topk: widths of trees, separated by commas; each is recorded by itself.
+        grid: full, or coarse for every second setting.
+        verify: best settings that are decoded for real, one a family; 0 trusts the prediction.
+        repeats: runs of each of them on every prompt; the median counts.
+        output: directory that receives decode.yaml and results.json.
     """
 
     target: str = "embedded:target"

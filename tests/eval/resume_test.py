@@ -96,7 +96,7 @@ def test_another_setting_in_an_unfinished_directory_is_one_error_that_names_it(c
     assert "another --output, or delete" in message and "\n" not in message
 
 
-def test_a_killed_process_is_continued(config, tmp_path):
+def test_a_killed_process_is_continued(config, models, tmp_path):
     """SIGKILL in the middle: no handler runs, nothing is written behind it."""
     many = tmp_path / "many.jsonl"
     many.write_text(

@@ -16,6 +16,7 @@ from draftsmith.eval.bench.load import warn_about_sampling
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.report.tables import Column, Table, drawn_data
+from draftsmith.eval.settings import Decoding
 from draftsmith.eval.studies.common import StudyContext, load, recorded_chains, write_results
 from draftsmith.eval.studies.predictors import (
     ENTROPY,
@@ -63,33 +64,29 @@ QUICK: dict[str, Any] = {"limit": 14, "fit_limit": 10, "depth": 6, "max_new_toke
 
 
 @dataclass(frozen=True)
-class CalibrationConfig(DraftSettings):
+class CalibrationConfig(DraftSettings, Decoding):
     """Holds an acceptance head's probabilities, raw, corrected and calibrated, against the draft's confidence, on the
     tokens of real rounds down to and with the first rejected one.
 
-    target: model directory, hub id or embedded:target.
-    draft: the draft model, or with another drafter its head.
-    acceptance: acceptance head directory, for this drafter.
-    prompts: chats with the two splits below, or a file whose prompts serve as both when neither is named.
-    drafter: draft for a draft model, or the kind of a trained drafter.
-    split: prompts that are reported.
-    fit_split: prompts that the logistic fits of entropy and of q(y) are made on.
-    keep_tasks: keep prompts whose own task is one of these, separated by commas.
-    limit: report on the first so many prompts; 0 takes all.
-    fit_limit: fit on the first so many prompts; 0 takes all.
-    temperatures: of target and draft; 0 is greedy. A head warns at temperatures other than that of its labels.
-    top_k: keep the k most probable tokens; 0 keeps all.
-    top_p: keep the most probable tokens of this mass; 1 keeps all.
-    depth: drafted tokens of a round.
-    max_new_tokens: longest answer.
-    quick: fewer prompts, shorter answers and drafts, instead of what is set here.
-    dtype: float32, bfloat16, float16 or auto.
-    device: cpu, cuda, cuda:1, ...
-    engine: lean (Llama family), hf (any transformers model), or auto.
-    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
-    trust_remote_code: run code that comes with a model.
-    seed: of sampling.
-    output: directory of the rollouts and of results.json.
+    Attributes:
+        target: model directory, hub id or embedded:target.
+        draft: the draft model, or with another drafter its head.
+        acceptance: acceptance head directory, for this drafter.
+        prompts: chats with the two splits below, or a file whose prompts serve as both when neither is named.
+        drafter: draft for a draft model, or the kind of a trained drafter.
+        split: prompts that are reported.
+        fit_split: prompts that the logistic fits of entropy and of q(y) are made on.
+        keep_tasks: keep prompts whose own task is one of these, separated by commas.
+        limit: report on the first so many prompts; 0 takes all.
+        fit_limit: fit on the first so many prompts; 0 takes all.
+        temperatures: of target and draft; 0 is greedy. A head warns at temperatures other than that of its labels.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the most probable tokens of this mass; 1 keeps all.
+        depth: drafted tokens of a round.
+        max_new_tokens: longest answer.
+        quick: fewer prompts, shorter answers and drafts, instead of what is set here.
+        seed: of sampling.
+        output: directory of the rollouts and of results.json.
     """
 
     target: str
@@ -107,11 +104,6 @@ class CalibrationConfig(DraftSettings):
     depth: int = 10
     max_new_tokens: int = 256
     quick: bool = False
-    dtype: str = "float32"
-    device: str = "cpu"
-    engine: str = "auto"
-    packed: bool = True
-    trust_remote_code: bool = False
     seed: int = 0
     output: Path = field(kw_only=True)
 

@@ -39,14 +39,15 @@ class Eagle2Config(StudyConfig):
     """Repeats the experiments of EAGLE-2 with an EAGLE head: which drafted tokens are accepted, what ranking them by
     value and reranking them adds, and how many to draft.
 
-    draft: the directory of an EAGLE head that was trained for the target.
-    tree: static tree whose positions are looked at: a shipped name, or a YAML list of paths of ranks.
-    ablations: sizes nodes:depth:topk of the ablations, separated by commas; confidence is looked at in the first.
-    topk: children of a node, and nodes that are expanded at once, of all trees whose nodes and depth vary.
-    nodes: numbers of nodes, separated by commas.
-    depths: times that trees are expanded, separated by commas.
-    measured_nodes: those of `nodes` that are also measured, each with every one of `measured_depths`.
-    measured_depths: those of `depths` that are also measured.
+    Attributes:
+        draft: the directory of an EAGLE head that was trained for the target.
+        tree: static tree whose positions are looked at: a shipped name, or a YAML list of paths of ranks.
+        ablations: sizes nodes:depth:topk of the ablations, separated by commas; confidence is looked at in the first.
+        topk: children of a node, and nodes that are expanded at once, of all trees whose nodes and depth vary.
+        nodes: numbers of nodes, separated by commas.
+        depths: times that trees are expanded, separated by commas.
+        measured_nodes: those of `nodes` that are also measured, each with every one of `measured_depths`.
+        measured_depths: those of `depths` that are also measured.
     """
 
     tree: str = "eagle-1"

@@ -43,12 +43,12 @@ M2_METHODS = {"SD, M2 drafts": METHODS["SD"], "self-verify, M2 drafts": METHODS[
 class HsddwConfig(StudyConfig):
     """Repeats the experiments of HSDDW: three models, windows that entropy ends.
 
-    draft: M1, the fast draft model.
-    mid: M2, the model between M1 and the target.
-    k: tokens that M1 drafts at most, in the tables and wherever else one window is looked at.
-    windows: values of k for the sensitivity, separated by commas.
-    max: most tokens that hsddw hands to the target at once.
-    examples: answers whose windows are shown one by one.
+    Attributes:
+        draft: M1, the fast draft model. mid: M2, the model between M1 and the target.
+        k: tokens that M1 drafts at most, in the tables and wherever else one window is looked at.
+        windows: values of k for the sensitivity, separated by commas.
+        max: most tokens that hsddw hands to the target at once.
+        examples: answers whose windows are shown one by one.
     """
 
     k: int = 10

@@ -47,25 +47,27 @@ class PoliciesConfig(StudyConfig):
     learning while decoding, acceptance heads, and what a policy that knew more would gain. Settings are chosen on dev
     prompts. Run again, it goes on from the rounds that are recorded.
 
-    draft: what drafts chains: a draft model, a trained head, or several of them.
-    heads: folders of acceptance heads by name, head directories or trainings' outputs. Each is used with the drafter
-        that it was trained for, at the temperatures of its labels' mode: greedy, or sampling.
-    draft_heads: deprecated, the old name of --heads for the draft model's.
-    eagle_heads: deprecated, the old name of --heads for an EAGLE head's.
-    split: prompts that are reported; none takes all.
-    dev_prompts: a source of prompts that settings are chosen on, where they are in another than `prompts`.
-    dev_split: split of the prompts that settings are chosen on. Where it is the reported one, or the rows name no
-        split, the last quarter of the prompts is for choosing and the others are reported.
-    train_split: prompts whose text heads were trained on, where train_text names none.
-    train_text: directories of artefacts that heads were trained on, for the overlap of answers with them.
-    ngram: tokens of the n-grams that the overlap counts.
-    limit: report on the first so many prompts; 0 takes all.
-    dev_limit: choose on the first so many prompts of dev_split; 0 takes all.
-    max_drafted: longest draft.
-    cs: costs of a drafted token by that of a round without a draft, separated by commas; this machine's own is added.
-    hs: thresholds on the probability that some drafted token is rejected.
-    ts: thresholds on q of each drafted token.
-    bench_limit: decode so many prompts with the chosen settings for real, on the clock; 0 leaves it out.
+    Attributes:
+        draft: what drafts chains: a draft model, a trained head, or several of them.
+        heads: folders of acceptance heads by name, head directories or trainings' outputs. Each is used with the
+            drafter that it was trained for, at the temperatures of its labels' mode: greedy, or sampling.
+        draft_heads: deprecated, the old name of --heads for the draft model's.
+        eagle_heads: deprecated, the old name of --heads for an EAGLE head's.
+        split: prompts that are reported; none takes all.
+        dev_prompts: a source of prompts that settings are chosen on, where they are in another than `prompts`.
+        dev_split: split of the prompts that settings are chosen on. Where it is the reported one, or the rows name no
+            split, the last quarter of the prompts is for choosing and the others are reported.
+        train_split: prompts whose text heads were trained on, where train_text names none.
+        train_text: directories of artefacts that heads were trained on, for the overlap of answers with them.
+        ngram: tokens of the n-grams that the overlap counts.
+        limit: report on the first so many prompts; 0 takes all.
+        dev_limit: choose on the first so many prompts of dev_split; 0 takes all.
+        max_drafted: longest draft.
+        cs: costs of a drafted token by that of a round without a draft, separated by commas; this machine's own is
+            added.
+        hs: thresholds on the probability that some drafted token is rejected.
+        ts: thresholds on q of each drafted token.
+        bench_limit: decode so many prompts with the chosen settings for real, on the clock; 0 leaves it out.
     """
 
     split: str | None = "test"

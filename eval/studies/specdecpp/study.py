@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.settings import Sampling
 from draftsmith.data.store.manifest import volatile
 from draftsmith.data.text.sources import named_split
 from draftsmith.eval.bench.load import warn_about_sampling
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.replay.rollouts import ChainRollouts
+from draftsmith.eval.settings import Decoding
 from draftsmith.eval.studies.common import head_directories, load, load_heads, recorded_chains
 from draftsmith.eval.studies.forward_times import ForwardTimes
 from draftsmith.eval.studies.specdecpp.sweep import (
@@ -30,7 +32,7 @@ from draftsmith.eval.studies.specdecpp.sweep import (
 )
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.drafters.methods import Models
-from draftsmith.modules.types import InputError, SamplingParams, at_least, between
+from draftsmith.modules.types import InputError, at_least, between
 
 # What --quick makes of the settings: fewer heads, prompts and tokens.
 QUICK: dict[str, Any] = {
@@ -49,46 +51,40 @@ QUICK: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class SpecDecPPConfig:
+class SpecDecPPConfig(Sampling, Decoding):
     """Trains acceptance heads of several depths and loss weights, and measures what SpecDec++ gains by them: the
     paper's sweep, Pareto fronts, KL table, cost model and throughput. Run again, it goes on from what is there.
 
-    target: model directory, hub id or embedded:target.
-    draft: the draft model.
-    prompts: chats with splits for training, choosing and reporting: a JSONL, JSON or Parquet file, a data set, or
-        embedded:prompts.
-    heads: folder of acceptance heads to use instead of training some; their labels' temperature should be this one.
-    keep_tasks: keep prompts whose own task is one of these, separated by commas.
-    train_split: prompts that heads are trained on.
-    dev_split: prompts that settings are chosen on, and whose labels the eval KL is of.
-    split: prompts that are reported.
-    temperature: of target and draft; 0 is greedy. The paper samples at 1.
-    top_k: keep the k most probable tokens; 0 keeps all.
-    top_p: keep the most probable tokens of this mass; 1 keeps all.
-    depths: residual blocks of the heads, D in the paper.
-    weights: loss weights of rejected tokens, w_rej in the paper.
-    ks: fixed draft lengths.
-    thresholds: values of h.
-    min_drafted: shortest draft under a threshold.
-    max_drafted: longest draft under a threshold.
-    train_prompts: prompts to train on; 0 takes all.
-    label_prompts: dev prompts whose labels the heads are compared on.
-    dev_prompts: dev prompts to choose settings on.
-    test_prompts: prompts to report.
-    epochs: passes over the training labels.
-    batch_size: answers in one step of training.
-    lr: peak learning rate; for a draft of 4096 units the paper's is 5e-5.
-    max_new_tokens: longest answer.
-    repeats: timed runs of every method on every prompt; the median counts.
-    quick: under two minutes: two depths, two weights, fewer and shorter answers, instead of what is set here.
-    dtype: float32, bfloat16, float16 or auto.
-    device: cpu, cuda, cuda:1, ...
-    engine: lean (Llama family), hf (any transformers model), or auto.
-    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
-    trust_remote_code: run code that comes with a model.
-    num_threads: CPU threads of making data and training; what is timed takes one.
-    seed: of sampling, training and the bootstrap.
-    output: directory of everything: data, heads, rollouts, bench runs and results.json.
+    Attributes:
+        target: model directory, hub id or embedded:target.
+        draft: the draft model.
+        prompts: chats with splits for training, choosing and reporting: a JSONL, JSON or Parquet file, a data set, or
+            embedded:prompts.
+        heads: folder of acceptance heads to use instead of training some; their labels' temperature should be this one.
+        keep_tasks: keep prompts whose own task is one of these, separated by commas.
+        train_split: prompts that heads are trained on.
+        dev_split: prompts that settings are chosen on, and whose labels the eval KL is of.
+        split: prompts that are reported.
+        temperature: of target and draft; 0 is greedy. The paper samples at 1.
+        depths: residual blocks of the heads, D in the paper.
+        weights: loss weights of rejected tokens, w_rej in the paper.
+        ks: fixed draft lengths.
+        thresholds: values of h.
+        min_drafted: shortest draft under a threshold.
+        max_drafted: longest draft under a threshold.
+        train_prompts: prompts to train on; 0 takes all.
+        label_prompts: dev prompts whose labels the heads are compared on.
+        dev_prompts: dev prompts to choose settings on.
+        test_prompts: prompts to report.
+        epochs: passes over the training labels.
+        batch_size: answers in one step of training.
+        lr: peak learning rate; for a draft of 4096 units the paper's is 5e-5.
+        max_new_tokens: longest answer.
+        repeats: timed runs of every method on every prompt; the median counts.
+        quick: under two minutes: two depths, two weights, fewer and shorter answers, instead of what is set here.
+        num_threads: CPU threads of making data and training; what is timed takes one.
+        seed: of sampling, training and the bootstrap.
+        output: directory of everything: data, heads, rollouts, bench runs and results.json.
     """
 
     target: str
@@ -99,9 +95,7 @@ class SpecDecPPConfig:
     train_split: str = "train"
     dev_split: str = "dev"
     split: str = "test"
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float = dataclasses.field(default=1.0, kw_only=True)
     depths: tuple[int, ...] = (0, 1, 2, 3, 4)
     weights: tuple[float, ...] = (1.0, 3.0, 6.0, 12.0)
     ks: tuple[int, ...] = tuple(range(2, 15))
@@ -118,11 +112,6 @@ class SpecDecPPConfig:
     max_new_tokens: int = 256
     repeats: int = 1
     quick: bool = False
-    dtype: str = "float32"
-    device: str = "cpu"
-    engine: str = "auto"
-    packed: bool = True
-    trust_remote_code: bool = False
     num_threads: int = volatile(2)
     seed: int = 0
     output: Path = volatile(kw_only=True)
@@ -145,10 +134,6 @@ class SpecDecPPConfig:
             found = f"{self.split}, with dev_split {self.dev_split} and train_split {self.train_split}"
             raise InputError("split", found, "three splits that share no prompts", "Name three.")
         _ = self.sampling
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_k, self.top_p)
 
     def sized(self) -> SpecDecPPConfig:
         """The settings, with what --quick changes."""

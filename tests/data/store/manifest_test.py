@@ -183,8 +183,8 @@ def test_the_digest_follows_the_content_and_not_the_place(chain):
 def test_a_command_line_names_what_is_not_default(tmp_path):
     config = ResponsesConfig(tmp_path / "a b", "t", tmp_path / "o", top_k=5, trust_remote_code=True)
     assert command_line("data responses", config) == (
-        f"draftsmith data responses --prompts '{tmp_path}/a b' --target t --output {tmp_path}/o --top-k 5 "
-        "--trust-remote-code true"
+        f"draftsmith data responses --prompts '{tmp_path}/a b' --target t --output {tmp_path}/o "
+        "--trust-remote-code true --top-k 5"
     )
     assert "server.dialect" in decisive(config) and "prompts" not in decisive(config)
 
