@@ -10,6 +10,7 @@ from typing import Any
 from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.progress import say
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.load import reads
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
@@ -48,9 +49,10 @@ class PoliciesConfig(StudyConfig):
 
     Attributes:
         draft: what drafts chains: a draft model, a trained head, or several of them.
-        draft_heads: folder of acceptance heads for the draft model, by name: head directories or trainings' outputs.
-            Each is used at the temperatures of its labels' mode: greedy, or sampling.
-        eagle_heads: folder of acceptance heads for the EAGLE head's chains.
+        heads: folders of acceptance heads by name, head directories or trainings' outputs. Each is used with the
+            drafter that it was trained for, at the temperatures of its labels' mode: greedy, or sampling.
+        draft_heads: deprecated, the old name of --heads for the draft model's.
+        eagle_heads: deprecated, the old name of --heads for an EAGLE head's.
         split: prompts that are reported; none takes all.
         dev_prompts: a source of prompts that settings are chosen on, where they are in another than `prompts`.
         dev_split: split of the prompts that settings are chosen on. Where it is the reported one, or the rows name no
@@ -71,6 +73,7 @@ class PoliciesConfig(StudyConfig):
     split: str | None = "test"
     limit: int = 120
     max_new_tokens: int = 128
+    heads: tuple[Path, ...] = ()
     draft_heads: Path | None = None
     eagle_heads: Path | None = None
     dev_prompts: str | None = None
@@ -117,6 +120,10 @@ class PoliciesConfig(StudyConfig):
             if getattr(self, f"{name}_heads") is not None and name not in self.drafters:
                 found, expected = f"heads of what {name} drafts without it", "--draft with it"
                 raise InputError(f"{name}_heads", found, expected, "Pass --draft DIR too.")
+        for place in (place for folder in self.heads for place in head_directories(folder).values()):
+            if reads(str(place)) not in self.chain_drafters:
+                found = f"{place}, for what {reads(str(place))} drafts, which is not given"
+                raise InputError("heads", found, "--draft with it", "Pass --draft DIR too.")
 
 
 @dataclass(frozen=True)
@@ -178,10 +185,15 @@ def heads_of(config: PoliciesConfig, models: Models, drafter: str) -> DrafterHea
     """Raises:
     InputError: a folder without heads, or a head that was trained for another drafter.
     """
-    folder: Path | None = getattr(config, f"{drafter}_heads")
-    if folder is None:
+    old = {"draft": config.draft_heads, "eagle": config.eagle_heads}.get(drafter)
+    places = head_directories(old) if old is not None else {}
+    for folder in config.heads:
+        own = {name: place for name, place in head_directories(folder).items() if reads(str(place)) == drafter}
+        for name in own.keys() & places.keys():
+            raise InputError("heads", f"{own[name]} and {places[name]}", "one head of a name", "Rename one of them.")
+        places |= own
+    if not places:
         return DrafterHeads({}, {}, {})
-    places = head_directories(folder)
     if drafter != "draft":
         heads = load_heads(places, models.target, drafter_identity(config.drafters[drafter], models.target))
     else:

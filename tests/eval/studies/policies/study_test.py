@@ -284,7 +284,7 @@ def test_the_command_on_tiny_models(models, tmp_path, capsys):
             sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
             save_head(tmp_path / folder / name, head, {"target": identity, "sampling": sampling}, "card")
     argv = ["eval", "policies", "--target", models["target"], "--draft", models["draft"], "--eagle", models["eagle"]]
-    argv += ["--draft_heads", str(tmp_path / "draft"), "--eagle_heads", str(tmp_path / "eagle")]
+    argv += ["--heads", str(tmp_path / "draft"), "--heads", str(tmp_path / "eagle")]
     argv += ["--prompts", models["prompts"], "--dev_split", "test", "--limit", "3", "--dev_limit", "2"]
     argv += ["--max_drafted", "4", "--max_new_tokens", "10", "--cs", "0.2", "--hs", "0.3,0.7", "--ts", "0.5"]
     argv += ["--bench_limit", "0", "--ngram", "3", "--output", str(tmp_path / "out")]
@@ -297,13 +297,15 @@ def test_the_command_on_tiny_models(models, tmp_path, capsys):
     assert scenes == {"draft model, greedy", "draft model, T=1", "EAGLE chain, greedy", "EAGLE chain, T=1"}
     policies = [row["policy"] for row in figures["policies-gains-eagle-t1"].rows]
     assert "new: calibrated, cost rule" in policies and not any(name.startswith("old") for name in policies)
-    argv[argv.index("--eagle_heads") + 1] = str(tmp_path / "draft")
     capsys.readouterr()
-    assert main(argv) == 2
+    second = argv.index(str(tmp_path / "eagle")) - 1
+    assert main([*argv[:second], "--eagle_heads", str(tmp_path / "draft"), *argv[second + 2 :]]) == 2
     assert "trained for another model" in capsys.readouterr().err
     # One drafter alone, from what was recorded with both.
-    for flag in ("--eagle", "--eagle_heads"):
-        del argv[argv.index(flag) : argv.index(flag) + 2]
+    del argv[argv.index("--eagle") : argv.index("--eagle") + 2]
+    assert main(argv) == 2
+    assert "for what eagle drafts, which is not given" in capsys.readouterr().err
+    del argv[argv.index(str(tmp_path / "eagle")) - 1 : argv.index(str(tmp_path / "eagle")) + 1]
     assert main(argv) == 0
     again = {figure.name: figure for figure in from_json(json.loads(kept.read_text()))}
     assert again["policies-gains-draft-t1"] == figures["policies-gains-draft-t1"]
