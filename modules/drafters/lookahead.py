@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
+from draftsmith.modules.decoding.protocols import DraftTree, Outcome
 from draftsmith.modules.finite import checked
-from draftsmith.modules.sampling import best_tokens
+from draftsmith.modules.sampling import Source, best_tokens
 from draftsmith.modules.types import SamplingParams
 
 
@@ -21,8 +21,6 @@ class LookaheadDrafter:
     by the same call and mask as the drafts, its positions are its depths, and a guess that the target happens to choose
     may be accepted like any node. Nodes are chosen, never drawn.
     """
-
-    draft_calls = 0
 
     def __init__(self, window: int, ngram: int, max_ngrams: int):
         """max_ngrams: most n-grams drafted a round, and most remembered for one token (G in the paper)."""

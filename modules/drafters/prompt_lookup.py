@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import DraftTree, Outcome, Source
+from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, chain_parents
+from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
 
 
 class PromptLookupDrafter:
     """Drafts the `k` tokens that followed the most recent earlier occurrence of the last n tokens, n from `ngram` down
     to 1. Nothing is drawn, so any draft is verified as a path of chosen nodes."""
-
-    draft_calls = 0
 
     def __init__(self, k: int, ngram: int):
         self.k, self.ngram = k, ngram
@@ -39,8 +38,8 @@ class PromptLookupDrafter:
             place = self._places.get(tuple(self._tokens[end - n :]))
             if place is not None:
                 drafted = tuple(self._tokens[place : place + min(self.k, max_drafted)])
-                return DraftTree(drafted, tuple(range(-1, len(drafted) - 1)))
-        return DraftTree((), ())
+                return DraftTree(drafted, chain_parents(len(drafted)))
+        return NO_DRAFT
 
     def advance(self, outcome: Outcome) -> None:
         self._append(outcome.emitted)
