@@ -1,0 +1,159 @@
+"""What every stage asks of a trained drafter, and so all that a new one has to answer.
+
+A learned drafter is one file of this folder, NAME.py, or a folder NAME/ with a head.py. It holds a `DraftHead` whose
+`kind` is NAME. Commands find it by that name (modules/drafters/__init__.py): `train NAME` and `plan NAME` take the
+settings of its `Settings`, `data features` stores what `capture` names, `data acceptance` and `train acceptance` draft
+with `branches`, decoding drafts with `drafter`, and a head's directory holds its `Config` and weights.
+
+Training calls `loss` with whole sequences, unshifted. Which token stands beside which feature is the drafter's own
+business (its alignment): nothing outside pairs them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from draftsmith.modules.decoding.branches import BranchDrafter
+from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import FeatureBatch, LossOutput
+
+
+class DraftHeadConfig(Protocol):
+    """The shape of a drafter's net, a frozen dataclass of JSON values and of such dataclasses: `head` of config.json.
+
+    The sizes are those of the target it drafts for. max_position: the longest text that it and its target can read.
+    """
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_position(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """Where a training stands when it asks for a loss.
+
+    number: optimizer steps that are done, of `total`.
+    lengths: tokens of each sequence of the batch, padding aside.
+    seeds: a number for each sequence, by (seed, epoch, sample): what is random is drawn by it, and so does not depend
+        on what shares the sequence's batch.
+    feature_std: standard deviation of the features' elements, the unit of noise.
+    """
+
+    number: int
+    total: int
+    lengths: Sequence[int]
+    seeds: Sequence[int]
+    feature_std: float
+
+
+class TargetWeights(Protocol):
+    """Weights of the target that a new head may start from, on the CPU."""
+
+    def last_layer(self) -> dict[str, Tensor]:
+        """State dict of its last decoder layer, by the names of `modules.layers.DecoderLayer`."""
+
+    def lm_head(self) -> Tensor:
+        """[V, H]."""
+
+
+class DraftHead(nn.Module, ABC):
+    """A trained drafter: its net, how it learns and how it drafts.
+
+    kind: its name, that of its file or folder; config.json and the command line say it.
+    Config: class of `config`, a `DraftHeadConfig`.
+    Settings: class of what `train KIND` asks beside what all trainings ask (train/config.py, train/drafter.py): a
+        frozen dataclass with keyword fields that all have defaults. Its docstring's `Attributes` become help,
+        `__post_init__` checks; a field with metadata {"volatile": True} decides nothing of the weights.
+    defaults: of settings that all trainings ask, what this drafter has in their place.
+    starts: what --init may name beside a head's directory; `random` is what `new` gives.
+    lookahead: rows fewer than tokens that its alignment leaves of a sequence. Pieces of a long one share so many.
+    needs_features: it reads hidden states of the target.
+    monitor, larger_is_better: the validation metric that picks best/.
+    """
+
+    kind: ClassVar[str]
+    Config: ClassVar[type]
+    Settings: ClassVar[type]
+    defaults: ClassVar[dict[str, Any]] = {}
+    starts: ClassVar[tuple[str, ...]] = ("random",)
+    lookahead: ClassVar[int] = 1
+    needs_features: ClassVar[bool] = True
+    monitor: ClassVar[str] = "top1"
+    larger_is_better: ClassVar[bool] = True
+
+    config: Any
+
+    @classmethod
+    def capture(cls, num_layers: int) -> tuple[int, ...]:
+        """What it reads of a target of so many layers: () is the state after the final norm, [.., H]; else the residual
+        states after these layers (from 0), side by side [.., L*H]."""
+        return ()
+
+    # -- training
+
+    @classmethod
+    @abstractmethod
+    def shape(cls, settings: Any, target: LlamaConfig) -> Any:
+        """The `Config` of a new head for this target."""
+
+    @classmethod
+    def check_start(cls, settings: Any, config: Any) -> None:
+        """Raises InputError where the settings contradict the shape of the head that is to be trained on."""
+
+    def start(self, name: str, weights: TargetWeights) -> None:
+        """Begin as `starts` names it, in the place of the random weights that it has; not called for `random`."""
+        raise NotImplementedError(f"{self.kind} has no start {name}")
+
+    @classmethod
+    @abstractmethod
+    def num_loss_tokens(cls, batch: FeatureBatch) -> int:
+        """Tokens that count in the loss of a batch, whose features need not be there yet."""
+
+    @abstractmethod
+    def loss(self, batch: FeatureBatch, target: CausalLM, settings: Any, step: TrainStep | None) -> LossOutput:
+        """Mean over the tokens that count, with sums and counts of what is reported.
+
+        batch: with features where the drafter needs them. target: frozen; its `embed` and `lm_head` pass gradients on.
+        step: None in validation, which is the same whenever it is asked: no noise, no schedule.
+        """
+
+    def validation(self, batch: FeatureBatch, target: CausalLM, settings: Any) -> LossOutput:
+        """`loss` without a step, and what else validation reports."""
+        return self.loss(batch, target, settings, None)
+
+    @classmethod
+    @abstractmethod
+    def flops(cls, config: Any, settings: Any, lengths: Sequence[int], loss_tokens: int, progress: float) -> float:
+        """Model FLOPs (modules/flops.py) of the loss and its gradient, from features that are there.
+
+        lengths: tokens of the sequences. loss_tokens: of them those that count. progress: share of the steps done.
+        """
+
+    # -- decoding
+
+    @abstractmethod
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> Drafter:
+        """What drafts chains with it, a stop policy a row. capacity: most tokens of a text, drafts included."""
+
+    @abstractmethod
+    def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
+        """What drafts from many places of one text, at most `depth` tokens each: labels, and training on them."""
+
+    @classmethod
+    @abstractmethod
+    def branches_flops(cls, config: Any, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
+        """Forward FLOPs of `branches` over texts of so many tokens and drafts of `levels` tokens from `starts`, the
+        target's features aside."""
