@@ -32,7 +32,7 @@ from draftsmith.data.store.shards import Plan, Rows, Shard, ShardContent, run_st
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import answer_mask
 from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
-from draftsmith.modules.drafters.eagle.branches import EagleBranches
+from draftsmith.modules.drafters.eagle.drafting import EagleBranches
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import draw_rows, probabilities

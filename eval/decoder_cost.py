@@ -19,9 +19,9 @@ from draftsmith.eval.pairs import GREEDY, SAMPLING, TREE, K, Pair
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep
-from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
-from draftsmith.modules.drafters.eagle.trees import EagleTreeDrafter
-from draftsmith.modules.targets.base import RowsSession
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
+from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 
 TREE_ROUNDS = 16
@@ -78,7 +78,7 @@ def watched(pair: Pair, drafter: Any) -> list[tuple[Any, str]]:
     methods: list[tuple[Any, str]] = [(lm, name) for lm in (target, draft) for name in ("embed", "norm", "lm_head")]
     methods += [(lm.stack, "run") for lm in (target, draft)]
     if isinstance(drafter, EagleTreeDrafter):
-        methods += [(drafter.stack, "run")]
+        methods += [(drafter.lean.stack, "run")]
     return methods
 
 
@@ -123,18 +123,19 @@ class Costs:
         return self._known[model, size]
 
     def _reading(self, lm: LlamaLM, size: int) -> Callable[[], None]:
-        session = lm.session(self._pair.capacity)
-        session.extend([1] * self._context)
+        session = lm.session(1, self._pair.capacity)
+        session.extend([[1] * self._context])
 
         def read() -> None:
-            session.extend([1] * size, num_logits=size)
-            session.keep(self._context)
+            session.extend([[1] * size], num_logits=size)
+            session.keep([self._context])
 
         return read
 
     @torch.inference_mode()
     def _level(self, drafter: EagleTreeDrafter, size: int) -> Callable[[], None]:
-        target, stack = self._pair.packed[0], drafter.stack
+        target, lean = self._pair.packed[0], drafter.lean
+        stack = lean.stack
         cache = stack.new_cache(1, self._pair.capacity)
         cache.length = self._context
         tokens = torch.ones(size, dtype=torch.int64, device=target.device)
@@ -144,8 +145,7 @@ class Costs:
 
         @torch.inference_mode()
         def read() -> None:
-            x = drafter.fc(torch.cat([target.embed(tokens), features], -1))
-            target.lm_head(stack.run(x, cos, sin, cache, visible, False))
+            target.lm_head(stack.run(lean.fuse(tokens, features), cos, sin, cache, visible, False))
 
         return read
 
@@ -184,8 +184,8 @@ def ideal_s(costs: Costs, done: RoundTime, tree: bool) -> float:
 def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Row]:
     """The path of a GPU, which runs anywhere: shapes that recur, graphs where there is CUDA, one transfer a round."""
     (target, draft), prompt = pair.packed, pair.prompts[0]
-    session = target.rows_session(1, pair.capacity, static=True)
-    drafter = BatchDraftModel(draft, [FixedLength(K)], pair.capacity, static=True)
+    session = target.session(1, pair.capacity, static=True)
+    drafter = DraftModelDrafter(draft, [FixedLength(K)], pair.capacity, static=True)
     ar, spec = (BatchRunner(target, session, one, GREEDY, ()) for one in (None, drafter))
     calls = {
         "ar": lambda: ar([prompt], pair.new_tokens, [0]),
@@ -198,12 +198,16 @@ def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Row]:
     what = f"fixed shapes, one sequence: spec:k={K} / ar, {accepted:.2f} of the drafted tokens accepted"
     yield Row(what, pair.name, paired_ratio(seconds["ar"], seconds["spec"]), "x")
     start = len(prompt) + pair.new_tokens // 2
-    own = target.rows_session(1, pair.capacity, static=True), draft.rows_session(1, pair.capacity, static=True)
+    own = [lm.session(1, pair.capacity, static=True) for lm in (target, draft)]
 
-    def forward(rows: RowsSession, size: int) -> float:
-        tokens = torch.ones(1, size, dtype=torch.int64, device=target.device)
-        starts = torch.full((1,), start, device=target.device)
-        return median_s(lambda: rows.extend(tokens, starts, start + size, num_logits=size), 9, pair.clock)
+    def forward(session: Session, size: int) -> float:
+        def read() -> None:
+            session.extend([[1] * size], num_logits=size)
+            session.keep([start])
+
+        if not session.lengths[0]:
+            session.extend([[1] * start])
+        return median_s(read, 9, pair.clock)
 
     verify = {size: forward(own[0], size) for size in {step.num_drafted + 1 for step in steps}}
     first, later = forward(own[1], 2), forward(own[1], 1)
@@ -219,8 +223,8 @@ def dispatch(repeats: int, device: str, clock: Clock) -> Iterator[Row]:
     weights, _ = random_pair("tiny", torch.float32, device)
     lm, hf = weights.lean(False), weights.transformers()
     calls = 40
-    session = lm.session(256)
-    session.extend([1] * 64)
+    session = lm.session(1, 256)
+    session.extend([[1] * 64])
     prompt = torch.ones(1, 64, dtype=torch.int64, device=device)
     one = prompt[:, :1]
     with torch.inference_mode():
@@ -228,8 +232,8 @@ def dispatch(repeats: int, device: str, clock: Clock) -> Iterator[Row]:
 
     def ours() -> None:
         for _ in range(calls):
-            session.extend([1])
-            session.keep(64)
+            session.extend([[1]])
+            session.keep([64])
 
     @torch.inference_mode()
     def theirs() -> None:

@@ -15,9 +15,10 @@ from draftsmith.eval.bench.measure import EngineRunner, Runner
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.cost.clocks import Clock
 from draftsmith.eval.cost.synthetic import random_eagle_head, random_pair
+from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
@@ -56,10 +57,10 @@ class Pair:
     def session(self) -> Session | None:
         """On a GPU one session serves all runs, for the graphs that it holds."""
         target = self.packed[0]
-        return target.session(self.capacity) if target.device.type == "cuda" else None
+        return target.session(1, self.capacity) if target.device.type == "cuda" else None
 
     def chain(self, models: tuple[LlamaLM, LlamaLM], params: SamplingParams) -> EngineRunner:
-        drafter = DraftModelDrafter(models[1], FixedLength(K), self.capacity)
+        drafter = DraftModelDrafter(models[1], [FixedLength(K)], self.capacity)
         return EngineRunner(models[0], drafter, params, (), session=self.session)
 
     @cached_property

@@ -140,9 +140,9 @@ class RowsCache(KVCache):
         with torch.inference_mode():
             self.data[:, :, rows, :, new] = self.data[:, :, rows, :, old]
 
-    def take_rows(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Move these rows (ascending) to the front, in place."""
         with torch.inference_mode():
-            for new, old in enumerate(rows):
+            for new, old in enumerate(rows.tolist()):
                 if new != old:
                     self.data[:, :, new].copy_(self.data[:, :, old])

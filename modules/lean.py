@@ -18,6 +18,7 @@ from draftsmith.modules.packed import LeanLinear
 
 Taps = dict[int, Tensor]  # numbers of layers -> states, of which the caller gives the numbers
 
+
 def _fuse(linears: Sequence[torch.nn.Linear], share: bool, pack: bool) -> LeanLinear:
     """Linears that read the same input as one, stacked by rows.
 
@@ -174,8 +175,8 @@ class LeanStack:
             positions = torch.arange(end, device=self.device)
             mask = self._windowed(positions[start:, None] >= positions, positions)
             return self.run(x, cos, sin, cache, mask, False, taps)
-        mask = None if length == 1 or start == 0 else self._chain_bias(start, length)
-        return self.run(x, cos, sin, cache, mask, start == 0 and length > 1, taps)
+        bias = None if length == 1 or start == 0 else self._chain_bias(start, length)
+        return self.run(x, cos, sin, cache, bias, start == 0 and length > 1, taps)
 
     def tree(self, x: Tensor, parents: Sequence[int], cache: KVCache, taps: Taps | None = None) -> Tensor:
         """A tree of T inputs [T, H]; parents[i] < i, -1 = the last kept token; position = cache.length + depth."""
@@ -183,9 +184,7 @@ class LeanStack:
         kept = torch.arange(cache.length, device=self.device)
         return self.graft(x, torch.cat([kept, depths + cache.length]), visible, cache, taps)
 
-    def graft(
-        self, x: Tensor, positions: Tensor, visible: Tensor, cache: KVCache, taps: Taps | None = None
-    ) -> Tensor:
+    def graft(self, x: Tensor, positions: Tensor, visible: Tensor, cache: KVCache, taps: Taps | None = None) -> Tensor:
         """Any T inputs [T, H]. positions: [cache.length + T] of all slots, the new ones last; visible: [T, the same],
         bool."""
         if self.config.sliding_window is not None:

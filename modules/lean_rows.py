@@ -179,8 +179,8 @@ class ManyRows:
         whole = num_logits >= wide
         # Of every row the last outputs, and whatever follows where it has fewer.
         first = [max(count - num_logits, 0) for count in counts]
-        picked = [] if whole else [[min(i + own, width - 1) for i in range(num_logits)] for own in first]
-        starts, picked = self._upload(lengths), self._upload(picked)
+        places = [] if whole else [[min(i + own, width - 1) for i in range(num_logits)] for own in first]
+        starts, picked = self._upload(lengths), self._upload(places)
         fed = [self._batched(own, width) for own in inputs]
         span = self._span(max(lengths) + width)
         if parents is None:
@@ -212,7 +212,7 @@ class ManyRows:
             self._cache.move(*self._upload(moved).unbind(1))
 
     def select(self, rows: Sequence[int]) -> None:
-        self._cache.take_rows(rows)
+        self._cache.select_rows(torch.tensor(rows))
         self.lengths = [self.lengths[row] for row in rows]
 
     def _one_by_one(
@@ -263,9 +263,7 @@ class ManyRows:
 
         return self._forward(run, None if whole else picked, *inputs)
 
-    def _run(
-        self, x: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, span: int, taps: Taps | None
-    ) -> Tensor:
+    def _run(self, x: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, span: int, taps: Taps | None) -> Tensor:
         """x [B, n, H] at positions [B, n], written to slots [B, n]; mask [B, n, span]."""
         stack = self._stack
         self._cache.place(slots, span)

@@ -17,8 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-CASES = ["spec:k=5, greedy", "spec:k=5, T=1", "eagle:k=5, greedy", "eagle:k=5, T=1", "spec:k=5, greedy, 4 rows",
-         "spec:k=5, T=1, 4 rows"]  # fmt: skip
+CASES = ["spec:k=5, greedy", "spec:k=5, T=1", "eagle:k=5, greedy", "eagle:k=5, T=1", "eagle2, greedy", "eagle2, T=1",
+         "spec:k=5, greedy, 4 rows", "spec:k=5, T=1, 4 rows", "eagle2, greedy, 4 rows"]  # fmt: skip
 PROMPTS, NEW_TOKENS = 4, 32
 
 
@@ -40,13 +40,13 @@ def serve() -> None:
     eagle = EagleHead(EagleConfig.for_target(target.config)).requires_grad_(False)
     models = Models(target, draft, eagle=eagle, capacity=1024)
     prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "dev", None, PROMPTS)]
-    session = target.rows_session(PROMPTS, 1024)
+    session = target.session(PROMPTS, 1024)
 
     def work(case: str) -> None:
         method, mode, *rows = case.split(", ")
         params = SamplingParams(0.0 if mode == "greedy" else 1.0)
         if rows:
-            drafter = parse_method(method).build_batch(models, PROMPTS)
+            drafter = parse_method(method).build(models, PROMPTS)
             BatchRunner(target, session, drafter, params, ())(prompts, NEW_TOKENS, range(PROMPTS))
             return
         EngineRunner(target, parse_method(method).build(models), params, ())(prompts[0], NEW_TOKENS, 0)

@@ -16,7 +16,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.methods import parse_method
 from draftsmith.eval.methods.base import Models
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleHead
@@ -68,7 +68,7 @@ class World:
     ) -> Any:
         target = self.hf_target if method == "hf-target" else self.target
         drafter = drafter or self.drafter(method)
-        return generate(target, drafter, prompt, GREEDY, count, TorchSource(0), eos_ids)
+        return generate_one(target, drafter, prompt, GREEDY, count, TorchSource(0), eos_ids)
 
 
 def transformers_answer(oracle: Any, prompt: list[int], count: int, eos: int | None = None) -> list[int]:

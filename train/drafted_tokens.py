@@ -17,7 +17,7 @@ from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig, feature_value
 from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
 from draftsmith.modules.decoding.confidence import Confidences
-from draftsmith.modules.drafters.eagle.branches import EagleBranches
+from draftsmith.modules.drafters.eagle.drafting import EagleBranches
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import AcceptanceBatch

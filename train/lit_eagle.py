@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle.head import LOOKAHEAD, EagleDrafter, EagleHead, shift
+from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
+from draftsmith.modules.drafters.eagle.head import LOOKAHEAD, EagleHead, shift
 from draftsmith.modules.flops import eagle_training
 from draftsmith.modules.losses import unrolled_eagle_loss
 from draftsmith.modules.packing import documents_of
@@ -241,10 +242,10 @@ class TauProbe:
         with torch.autocast(target.device.type, enabled=False):
             for prompt in own:
                 capacity = len(prompt) + self.max_new_tokens + self.k + 2
-                drafter = EagleDrafter(head, target, FixedLength(self.k), capacity)
+                drafter = EagleDrafter(head, target, [FixedLength(self.k)], capacity)
                 params, source = SamplingParams(), TorchSource(0)
                 ends = () if self.ignore_eos else None
-                made = generate(target, drafter, prompt, params, self.max_new_tokens, source, ends)
+                made = generate_one(target, drafter, prompt, params, self.max_new_tokens, source, ends)
                 behind = _behind_end(made.tokens, target.info.eos_ids)
                 counts += torch.tensor(
                     [made.trace.num_tokens, made.trace.num_target_calls, behind], dtype=torch.float64

@@ -12,13 +12,11 @@ import torch
 
 from draftsmith.data.models.naming import naming
 from draftsmith.eval.bench.learned import remember
-from draftsmith.modules.decoding.batch import generate_batch
-from draftsmith.modules.decoding.chains import BatchDrafter
-from draftsmith.modules.decoding.loop import Generation, Round, generate
+from draftsmith.modules.decoding.loop import Generation, Round, generate, generate_one
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.trace import DecodeTrace
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.targets.base import CausalLM, RowsLM, RowsSession, Session
+from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
 
 
@@ -47,7 +45,7 @@ class EngineRunner:
 
     def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
         with naming(paths=self.paths):
-            return generate(
+            return generate_one(
                 self.target,
                 self.drafter,
                 prompt,
@@ -79,20 +77,27 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class BatchRunner:
-    """This project's batched loop: a group is decoded together. The session may be shared by methods in turn. paths: as
-    of `EngineRunner`."""
+    """The same for a group of prompts, which is decoded together. The session may be shared by methods in turn."""
 
-    target: RowsLM
-    session: RowsSession
-    drafter: BatchDrafter | None
+    target: CausalLM
+    session: Session
+    drafter: Drafter | None
     params: SamplingParams
     eos_ids: tuple[int, ...]
     paths: Mapping[str, str | None] = field(default_factory=dict)
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
         with naming(paths=self.paths):
-            return generate_batch(
-                self.target, self.drafter, prompts, self.params, max_new_tokens, seeds, self.eos_ids, self.session
+            sources = [TorchSource(seed) for seed in seeds]
+            return generate(
+                self.target,
+                self.drafter,
+                prompts,
+                self.params,
+                max_new_tokens,
+                sources,
+                self.eos_ids,
+                session=self.session,
             )
 
 

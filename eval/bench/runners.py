@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.reading import read_lines
@@ -16,10 +14,10 @@ from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.learned import built_for_each
 from draftsmith.eval.bench.measure import BatchRunner, BenchPrompt, EngineRunner, GroupRunner, OneByOne
 from draftsmith.eval.bench.trace import TEXTS, TRACE, TracedRunner, TraceFile, about
-from draftsmith.eval.methods.base import Method, Models, Named, rows_lm
+from draftsmith.eval.methods.base import Method, Models, Named
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
-from draftsmith.modules.targets.base import RowsSession, Session
-from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.targets.base import Session
 from draftsmith.modules.types import SamplingParams
 
 
@@ -28,8 +26,7 @@ def make_runners(
 ) -> dict[float, dict[str, GroupRunner]]:
     """Temperature -> label -> method. Sessions serve every temperature, and drafters that learn nothing; transformers'
     models are loaded only for the methods that use them."""
-    session: RowsSession | None = None
-    fixed: Session | None = None
+    sessions: dict[tuple[int, ...], Session] = {}  # by what is captured
     loaded: dict[str, Any] = {}
 
     def hf_model(flag: str) -> Any:
@@ -37,6 +34,12 @@ def make_runners(
             path = str(models.paths[flag])
             loaded[flag] = load_hf_model(path, config.dtype, config.device, config.trust_remote_code)
         return loaded[flag]
+
+    def session_for(drafter: Drafter | None) -> Session:
+        capture = () if drafter is None else drafter.capture
+        if capture not in sessions:
+            sessions[capture] = models.target.session(config.batch_size, models.capacity, capture)
+        return sessions[capture]
 
     runners: dict[float, dict[str, GroupRunner]] = {params.temperature: {} for params in modes}
     for label, method in ((item.label, item.method) for item in named):
@@ -46,19 +49,13 @@ def make_runners(
             made = [OneByOne(HFRunner(hf_model("target"), params, eos_ids, *extra)) for params in modes]
         elif isinstance(method, HFGenerate):
             made = [OneByOne(HFRunner(hf_model("target"), params, eos_ids)) for params in modes]
-        elif in_batches(config, method, models):
-            target = rows_lm("target", models.target)
-            session = session or target.rows_session(config.batch_size, models.capacity)
-            drafters = built_for_each(partial(method.build_batch, models, config.batch_size), len(modes))
+        else:
+            drafters = built_for_each(partial(method.build, models, config.batch_size), len(modes))
+            session = session_for(drafters[0])
             made = [
-                BatchRunner(target, session, drafter, params, eos_ids, models.paths)
+                BatchRunner(models.target, session, drafter, params, eos_ids, models.paths)
                 for drafter, params in zip(drafters, modes, strict=True)
             ]
-        else:
-            # On a GPU the graphs of a session are worth keeping.
-            if fixed is None and models.target.device.type == "cuda":
-                fixed = models.target.session(models.capacity)
-            made = [OneByOne(runner) for runner in one_by_one(method, models, modes, eos_ids, fixed)]
         for params, each in zip(modes, made, strict=True):
             runners[params.temperature][label] = each
     return runners
@@ -77,14 +74,6 @@ def one_by_one(
         EngineRunner(models.target, drafter, params, eos_ids, session=session, paths=models.paths)
         for drafter, params in zip(drafters, modes, strict=True)
     ]
-
-
-def in_batches(config: Any, method: Method, models: Models) -> bool:
-    """Whether the batched loop runs it: several prompts at a time, or one on a GPU, which it keeps busier."""
-    if config.batch_size > 1:
-        return True
-    lean = all(isinstance(lm, LlamaLM) for lm in (models.target, models.draft) if lm is not None)
-    return torch.device(config.device).type == "cuda" and method.batchable and lean
 
 
 def engine_runners(

@@ -21,7 +21,7 @@ from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner
 from draftsmith.eval.cost.clocks import synchronised
 from draftsmith.modules.acceptance.policies import JudgedStop
 from draftsmith.modules.decoding.confidence import draft_law
-from draftsmith.modules.decoding.loop import Generation, Round, generate
+from draftsmith.modules.decoding.loop import Generation, Round, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView, Verdict
 from draftsmith.modules.decoding.stop import entropy
 from draftsmith.modules.sampling import TorchSource, probabilities
@@ -77,7 +77,7 @@ class TracedRunner:
         try:
             source = TorchSource(seed)
             with naming(paths=runner.paths):
-                return generate(
+                return generate_one(
                     target, drafter, prompt, runner.params, max_new_tokens, source, runner.eos_ids, on_round=on_round
                 )
         finally:
@@ -202,23 +202,19 @@ class _TimedTarget(_Clock):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
 
-    def session(self, capacity: int) -> Any:
-        return _TimedSession(self, self._lm.session(capacity))
+    def session(self, *args: Any, **kwargs: Any) -> Any:
+        return _TimedSession(self, self._lm.session(*args, **kwargs))
 
 
 class _TimedSession:
     def __init__(self, clock: _Clock, session: Any):
         self._clock, self._session = clock, session
 
-    @property
-    def length(self) -> int:
-        return self._session.length
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
 
     def extend(self, *args: Any, **kwargs: Any) -> Any:
         return self._clock.timed(self._session.extend, *args, **kwargs)
-
-    def keep(self, *args: Any) -> None:
-        self._session.keep(*args)
 
 
 class _TimedDrafter(_Clock):
@@ -239,8 +235,8 @@ class _WatchedStop:
     """A stop policy that remembers what it was shown in this round."""
 
     def __init__(self, drafter: Any):
-        self._drafter, self.policy = drafter, drafter.stop
-        drafter.stop = self
+        self._drafter, self.policy = drafter, drafter.stops[0]
+        drafter.stops[0] = self
         self._views: list[DraftView] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -251,7 +247,7 @@ class _WatchedStop:
         return self.policy.should_stop(view)
 
     def restore(self) -> None:
-        self._drafter.stop = self.policy
+        self._drafter.stops[0] = self.policy
 
     def take(self) -> tuple[list[DraftView], list[float]]:
         """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a judge's
@@ -264,4 +260,4 @@ class _WatchedStop:
 
 def _watch_stop(drafter: Any) -> _WatchedStop | None:
     """Put a watcher in place of the drafter's stop policy, where it drafts a chain by one."""
-    return _WatchedStop(drafter) if hasattr(drafter, "stop") else None
+    return _WatchedStop(drafter) if hasattr(drafter, "stops") else None

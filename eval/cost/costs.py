@@ -15,15 +15,17 @@ import torch
 from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner
 from draftsmith.eval.cost.clocks import Clock, interleaved
 from draftsmith.eval.methods.base import Method, Models, Named
-from draftsmith.eval.methods.chains import StopRule, build_chain
+from draftsmith.eval.methods.chains import StopRule, build_chains
 from draftsmith.eval.methods.trees import Eagle2
 from draftsmith.eval.replay.record import Answers, Reading, Recording, walk
+from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.loop import Generation
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
 from draftsmith.modules.drafters.eagle.head import EagleHead
-from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -179,13 +181,13 @@ def target_curves(
     ids = [*prompt.prompt_ids, *reading.answer.tokens]
     limit = models.target.info.max_position
     kept = max(1, min(context, len(ids), limit - min(max(rows_read), limit // 2)))
-    session = models.target.session(kept + max(rows_read) + 1)
-    session.extend(ids[:kept])
+    session = models.target.session(1, kept + max(rows_read) + 1)
+    session.extend([ids[:kept]])
 
     def call(rows: int, tree: bool) -> None:
         fed = [ids[i % len(ids)] for i in range(rows)]
-        session.extend(fed, tree_parents(rows) if tree else None, num_logits=rows)
-        session.keep(kept)
+        session.extend([fed], [tree_parents(rows)] if tree else None, num_logits=rows)
+        session.keep([kept])
 
     calls = {
         (rows, tree): lambda rows=rows, tree=tree: call(rows, tree)
@@ -219,7 +221,7 @@ def fixed_drafter(name: str, models: Models) -> Drafter:
         assert isinstance(models.eagle, EagleHead)
         topk = int(name.removeprefix("tree/"))
         return EagleTreeDrafter(models.eagle, models.target, DynamicTree(topk, STEPS, topk), models.capacity)
-    return build_chain(models, name, FixedLength(STEPS))
+    return build_chains(models, name, [FixedLength(STEPS)])
 
 
 class _Timed:
@@ -230,30 +232,32 @@ class _Timed:
 
     def __init__(self, drafter: Drafter, clock: Clock):
         self._drafter, self._clock, self._number = drafter, clock, 0
+        self.capture = drafter.capture
         self.prefill: list[float] = []
         self.seconds: dict[int, list[float]] = {}
 
-    @property
-    def draft_calls(self) -> int:
-        return self._drafter.draft_calls
-
-    def start(self, prompt: Sequence[int], features: torch.Tensor, first_token: int) -> None:
+    def start(
+        self, prompts: Sequence[Sequence[int]], features: Sequence[torch.Tensor], first_tokens: Sequence[int]
+    ) -> None:
         self._number = 0
-        self._drafter.start(prompt, features, first_token)
+        self._drafter.start(prompts, features, first_tokens)
 
-    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+    def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         count = STEPS if self._number % 2 else 1
         started = self._clock()
-        tree = self._drafter.propose(min(count, max_drafted), params, source)
+        trees = self._drafter.propose([min(count, limit) for limit in limits], params, sources)
         taken = self._clock() - started
-        calls = self._drafter.draft_calls
-        if tree.tokens and calls:
+        calls = trees[0].draft_calls
+        if calls:
             (self.seconds.setdefault(calls, []) if self._number else self.prefill).append(taken)
         self._number += 1
-        return tree
+        return trees
 
-    def advance(self, outcome: Outcome) -> None:
-        self._drafter.advance(outcome)
+    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
+        self._drafter.advance(outcomes)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._drafter.select(rows)
 
 
 def draft_cost(

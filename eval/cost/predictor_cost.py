@@ -18,7 +18,7 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.acceptance.policies import Judge, JudgedStop, OnlineJudge, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.head import EagleDrafter
+from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
 from draftsmith.modules.types import SamplingParams
 
 DRAFTED = 8  # tokens of every round, whatever the judge says
@@ -37,10 +37,10 @@ def judges(pair: Pair, repeats: int) -> Iterator[Row]:
     eagle = random_eagle_head(target)
 
     def by_draft(stop: JudgedStop) -> Any:
-        return DraftModelDrafter(draft, stop, pair.capacity)
+        return DraftModelDrafter(draft, [stop], pair.capacity)
 
     def by_eagle(stop: JudgedStop) -> Any:
-        return EagleDrafter(eagle, target, stop, pair.capacity)
+        return EagleDrafter(eagle, target, [stop], pair.capacity)
 
     for name, make, reader in (("draft model", by_draft, draft), ("EAGLE head", by_eagle, target)):
         size = reader.info.hidden_size
@@ -80,11 +80,11 @@ def share_of_a_step(
         asked.append(time.perf_counter() - started)
         return found
 
-    def timed_propose(*args: Any) -> DraftTree:
+    def timed_propose(*args: Any) -> list[DraftTree]:
         before, started = len(asked), time.perf_counter()
-        tree = propose(*args)
+        (tree,) = propose(*args)
         drafted.append((time.perf_counter() - started - sum(asked[before:])) / max(len(tree.tokens), 1))
-        return tree
+        return [tree]
 
     vars(judge)["prob"], vars(drafter)["propose"] = timed_ask, timed_propose
     runner(pair.prompts[0], pair.new_tokens, 0)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from draftsmith.eval.bench.measure import BatchRunner, EngineRunner, GroupRunner, OneByOne
+from draftsmith.eval.bench.measure import BatchRunner, GroupRunner
 from draftsmith.eval.cost.clocks import Clock, interleaved, synchronised
-from draftsmith.eval.methods.base import Models, rows_lm
-from draftsmith.eval.methods.chains import build_chain, build_chains
+from draftsmith.eval.methods.base import Models
+from draftsmith.eval.methods.chains import build_chains
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.types import SamplingParams
@@ -29,14 +29,14 @@ SLOW_S = 0.3  # where a prompt takes longer, rounds do, and fewer of them say as
 SMALLEST = 1e-3
 
 
-def step_cost(models: Models, drafter: str, batch: int | None = None) -> float:
+def step_cost(models: Models, drafter: str, rows: int = 1) -> float:
     """c of this drafter (`draft` or `eagle`): measured when it is first asked for in a run, and said.
 
-    batch: rows that are decoded together, by the batched loop; None of the loop for one sequence.
+    rows: that are decoded together.
     """
-    key = drafter if batch is None else f"{drafter}, batches of {batch}"
+    key = drafter if rows == 1 else f"{drafter}, batches of {rows}"
     if key not in models.step_costs:
-        models.step_costs[key] = measure_step_cost(models, drafter, batch, own_clock(models))
+        models.step_costs[key] = measure_step_cost(models, drafter, rows, own_clock(models))
         about = f"a drafted token's time in rounds without a draft, measured here ({key})"
         print(f"draftsmith: c = {models.step_costs[key]:.3f}: {about}", file=sys.stderr)
     return models.step_costs[key]
@@ -48,7 +48,7 @@ def own_clock(models: Models) -> Clock:
     return time.process_time if alone else synchronised
 
 
-def measure_step_cost(models: Models, drafter: str, batch: int | None, clock: Clock) -> float:
+def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> float:
     """From short answers with drafts of two lengths, interleaved, less the time of their prompts. 1 where the context
     has no room for drafts of two lengths."""
     made: dict[str, Generation] = {}
@@ -57,12 +57,11 @@ def measure_step_cost(models: Models, drafter: str, batch: int | None, clock: Cl
 
     def answer(name: str, runner: GroupRunner, count: int) -> Callable[[], Any]:
         def call() -> None:
-            rows = batch or 1
             made[name] = runner([prompt] * rows, count, [0] * rows)[0]
 
         return call
 
-    short, long = (fixed_runner(models, drafter, batch, k) for k in (SHORT, LONG))
+    short, long = (fixed_runner(models, drafter, rows, k) for k in (SHORT, LONG))
     started = clock()
     answer("prompt", short, 1)()
     slow = clock() - started > SLOW_S
@@ -81,16 +80,12 @@ def measure_step_cost(models: Models, drafter: str, batch: int | None, clock: Cl
     return statistics.median(found)
 
 
-def fixed_runner(models: Models, drafter: str, batch: int | None, k: int) -> GroupRunner:
+def fixed_runner(models: Models, drafter: str, rows: int, k: int) -> GroupRunner:
     """Greedy answers, never ended, with k drafted tokens a round."""
     models = replace(models, ends=())
-    greedy = SamplingParams()
-    if batch is None:
-        return OneByOne(EngineRunner(models.target, build_chain(models, drafter, FixedLength(k)), greedy, ()))
-    target = rows_lm("target", models.target)
-    session = target.rows_session(batch, models.capacity)
-    chains = build_chains(models, drafter, [FixedLength(k) for _ in range(batch)])
-    return BatchRunner(target, session, chains, greedy, ())
+    chains = build_chains(models, drafter, [FixedLength(k) for _ in range(rows)])
+    session = models.target.session(rows, models.capacity, chains.capture)
+    return BatchRunner(models.target, session, chains, SamplingParams(), ())
 
 
 def point(made: Generation, seconds: float) -> tuple[float, float]:

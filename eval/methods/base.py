@@ -9,10 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from draftsmith.modules.decoding.chains import BatchDrafter
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.targets.base import CausalLM, RowsLM
-from draftsmith.modules.targets.llama import LlamaLM
+from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
 
@@ -48,10 +46,10 @@ class Method:
     uses: flags of the models that it needs whatever its settings.
     eagle_for: flag of the model whose features its EAGLE head reads, where it uses one.
     judged: what its acceptance head has to judge, where it uses one.
-    batchable: several prompts can be decoded together (`build_batch`).
+    batchable: several prompts can be decoded together.
     """
 
-    batchable: ClassVar[bool] = False
+    batchable: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...]] = ()
     eagle_for: ClassVar[str] = "target"
     judged: ClassVar[Literal["chain", "tree"]] = "chain"
@@ -61,13 +59,9 @@ class Method:
         """Flags of the models it cannot do without."""
         return self.uses
 
-    def build(self, models: Models) -> Drafter | None:
-        """The drafter for this engine's own loop; None decodes without one."""
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        """The drafter for this engine's own loop, for at most so many rows; None decodes without one."""
         raise TypeError(f"{type(self).__name__} is run by transformers and has no drafter")
-
-    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
-        """The drafter of the batched loop, for at most `batch` rows; None decodes without one."""
-        raise TypeError(f"{type(self).__name__} is decoded one prompt at a time")
 
 
 @dataclass(frozen=True)
@@ -76,18 +70,6 @@ class Named:
 
     label: str
     method: Method
-
-
-def rows_lm(flag: str, lm: CausalLM | None) -> RowsLM:
-    """The model as one that reads rows side by side.
-
-    Raises:
-        InputError: it is run by transformers.
-    """
-    if not isinstance(lm, LlamaLM):
-        found = "a model that only transformers can run"
-        raise InputError(flag, found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
-    return lm
 
 
 def at_least(name: str, value: int, smallest: int) -> None:

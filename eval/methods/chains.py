@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from draftsmith.eval.methods.base import Method, Models, at_least, between, rows_lm
+from draftsmith.eval.methods.base import Method, Models, at_least, between
 from draftsmith.modules.acceptance.policies import ConfidenceName, Judge, JudgedStop, Rule
-from draftsmith.modules.decoding.chains import BatchDrafter
 from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
 from draftsmith.modules.types import InputError
 
@@ -18,70 +17,43 @@ from draftsmith.modules.types import InputError
 class Autoregressive(Method):
     """One token a target call, by this engine: what every speed-up is measured against."""
 
-    batchable = True
-
-    def build(self, models: Models) -> Drafter | None:
-        return None
-
-    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
         return None
 
 
-def build_chain(models: Models, drafter: str, stop: StopPolicy) -> Drafter:
-    """A chain drafter (`draft` or `eagle`) that stops when the policy says so, and at an end token."""
-    from draftsmith.modules.decoding.stop import UntilEnd
-
-    stop = UntilEnd(stop, models.ends) if models.ends else stop
-    if drafter == "eagle":
-        from draftsmith.modules.drafters.eagle.head import EagleDrafter, EagleHead
-
-        assert isinstance(models.eagle, EagleHead)
-        return EagleDrafter(models.eagle, models.target, stop, models.capacity)
-    from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-
-    assert models.draft is not None
-    return DraftModelDrafter(models.draft, stop, models.capacity)
-
-
-def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> BatchDrafter:
-    """The same for as many rows as there are policies.
+def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> Drafter:
+    """A chain drafter (`draft` or `eagle`) for as many rows as there are policies, each of which ends its row's drafts,
+    as does an end token.
 
     On a GPU chains of a fixed length go on behind an end token: there the host would have to wait for each token to see
     it, and rows draft beside each other in any case.
-
-    Raises:
-        InputError: a draft model that only transformers can run.
     """
     from draftsmith.modules.decoding.stop import FixedLength, UntilEnd
 
     if models.ends and (models.target.device.type == "cpu" or not all(isinstance(s, FixedLength) for s in stops)):
         stops = [UntilEnd(stop, models.ends) for stop in stops]
     if drafter == "eagle":
+        from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
         from draftsmith.modules.drafters.eagle.head import EagleHead
-        from draftsmith.modules.drafters.eagle.rows import BatchEagle
 
         assert isinstance(models.eagle, EagleHead)
-        return BatchEagle(models.eagle, models.target, stops, models.capacity)
-    from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
+        return EagleDrafter(models.eagle, models.target, stops, models.capacity)
+    from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 
-    return BatchDraftModel(rows_lm("draft", models.draft), stops, models.capacity)
+    assert models.draft is not None
+    return DraftModelDrafter(models.draft, stops, models.capacity)
 
 
 @dataclass(frozen=True)
 class Chain(Method, ABC):
     """One chain a round, drafted by the first of the models that the method needs."""
 
-    batchable = True
-
     @abstractmethod
     def policy(self, models: Models) -> StopPolicy:
         """A fresh stop policy."""
 
-    def build(self, models: Models) -> Drafter | None:
-        return build_chain(models, self.needs[0], self.policy(models))
-
-    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
-        return build_chains(models, self.needs[0], [self.policy(models) for _ in range(batch)])
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        return build_chains(models, self.needs[0], [self.policy(models) for _ in range(rows)])
 
 
 @dataclass(frozen=True)
@@ -139,18 +111,18 @@ class Judged(StopRule, ABC):
         """One for each row."""
 
     @abstractmethod
-    def rule(self, models: Models, batch: int | None) -> Rule:
-        """batch: rows that are decoded together; None of the loop for one."""
+    def rule(self, models: Models, rows: int) -> Rule:
+        """rows: that are decoded together."""
 
-    def policies(self, models: Models, batch: int | None) -> list[JudgedStop]:
-        """One for each row, or one."""
-        return [JudgedStop(judge, self.rule(models, batch), *self.limits) for judge in self.judges(models, batch or 1)]
+    def policies(self, models: Models, rows: int) -> list[JudgedStop]:
+        """One for each row."""
+        return [JudgedStop(judge, self.rule(models, rows), *self.limits) for judge in self.judges(models, rows)]
 
     def policy(self, models: Models) -> StopPolicy:
-        return self.policies(models, None)[0]
+        return self.policies(models, 1)[0]
 
-    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
-        return build_chains(models, self.drafter, self.policies(models, batch))
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        return build_chains(models, self.drafter, self.policies(models, rows))
 
 
 def head_judges(models: Models, drafter: str, calibrated: bool, count: int) -> list[Judge]:
@@ -192,7 +164,7 @@ class SpecDecPlusPlus(Judged):
     def judges(self, models: Models, count: int) -> Sequence[Judge]:
         return head_judges(models, self.drafter, self.calibrated, count)
 
-    def rule(self, models: Models, batch: int | None) -> Rule:
+    def rule(self, models: Models, rows: int) -> Rule:
         from draftsmith.modules.acceptance.policies import ThresholdRule
 
         return ThresholdRule(self.h)
@@ -220,11 +192,11 @@ class CostAware(Judged, ABC):
     def limits(self) -> tuple[int, int]:
         return self.min, self.max
 
-    def rule(self, models: Models, batch: int | None) -> Rule:
+    def rule(self, models: Models, rows: int) -> Rule:
         from draftsmith.eval.cost.step_cost import step_cost
         from draftsmith.modules.acceptance.policies import CostRule
 
-        return CostRule(step_cost(models, self.drafter, batch) if isinstance(self.c, str) else self.c)
+        return CostRule(step_cost(models, self.drafter, rows) if isinstance(self.c, str) else self.c)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from draftsmith.modules.types import InputError
 class HFGenerate(Method):
     """transformers' own `generate`: a baseline that shares no code with this engine."""
 
+    batchable = False
+
 
 @dataclass(frozen=True)
 class HFAssisted(Method):
@@ -24,6 +26,7 @@ class HFAssisted(Method):
     k: int = 5
     t: float = 0.0
     uses = ("draft",)
+    batchable = False
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from draftsmith.eval.methods.base import Method, Models, at_least, at_most
-from draftsmith.modules.decoding.protocols import Drafter, NestedDrafter, StopPolicy
+from draftsmith.modules.decoding.protocols import Drafter, EachRow, NestedDrafter, StopPolicy
+
+if TYPE_CHECKING:
+    from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 
 MAX_HANDED_OVER = 64
 
@@ -35,22 +38,24 @@ class PreVerification(Method):
 
         return FixedLength(self.k)
 
-    def build(self, models: Models) -> Drafter | None:
-        return self.hierarchy(models, self.k + 1, dynamic=False)
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        return EachRow([self.hierarchy(models, self.k + 1, dynamic=False) for _ in range(rows)])
 
-    def hierarchy(self, models: Models, max_drafted: int, dynamic: bool) -> Drafter:
+    def hierarchy(self, models: Models, max_drafted: int, dynamic: bool) -> HierarchicalDrafter:
+        """Of one row."""
         from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-        from draftsmith.modules.drafters.eagle.head import EagleDrafter, EagleHead
+        from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
+        from draftsmith.modules.drafters.eagle.head import EagleHead
         from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 
         assert models.mid is not None
         inner: NestedDrafter
         if self.drafter == "eagle":
             assert isinstance(models.eagle, EagleHead)
-            inner = EagleDrafter(models.eagle, models.mid, self.policy(), models.capacity)
+            inner = EagleDrafter(models.eagle, models.mid, [self.policy()], models.capacity)
         else:
             assert models.draft is not None
-            inner = DraftModelDrafter(models.draft, self.policy(), models.capacity)
+            inner = DraftModelDrafter(models.draft, [self.policy()], models.capacity)
         return HierarchicalDrafter(models.mid, inner, max_drafted, dynamic, models.capacity)
 
 
@@ -81,5 +86,5 @@ class Hsddw(PreAndSelfVerification):
         at_least("max", self.max, 1)
         at_most("max", self.max, MAX_HANDED_OVER)
 
-    def build(self, models: Models) -> Drafter | None:
-        return self.hierarchy(models, self.max, dynamic=True)
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        return EachRow([self.hierarchy(models, self.max, dynamic=True) for _ in range(rows)])

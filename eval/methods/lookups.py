@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from draftsmith.eval.methods.base import Method, Models, at_least, at_most
 from draftsmith.eval.methods.trees import MAX_NODES
-from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.decoding.protocols import Drafter, EachRow
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class PromptLookup(Method):
         at_most("k", self.k, MAX_NODES)
         at_least("ngram", self.ngram, 1)
 
-    def build(self, models: Models) -> Drafter | None:
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
         from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
 
-        return PromptLookupDrafter(self.k, self.ngram)
+        return EachRow([PromptLookupDrafter(self.k, self.ngram) for _ in range(rows)])
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Lookahead(Method):
         at_least("g", self.g, 1)
         at_most("(w + g) * (n - 1), nodes a round", (self.w + self.g) * (self.n - 1), MAX_NODES)
 
-    def build(self, models: Models) -> Drafter | None:
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
         from draftsmith.modules.drafters.lookahead import LookaheadDrafter
 
-        return LookaheadDrafter(self.w, self.n, self.g)
+        return EachRow([LookaheadDrafter(self.w, self.n, self.g) for _ in range(rows)])
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Pearl(Method):
         at_least("k", self.k, 1)
         at_most("k", self.k, MAX_NODES // 2)
 
-    def build(self, models: Models) -> Drafter | None:
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
         from draftsmith.modules.drafters.pearl import PearlDrafter
 
         assert models.draft is not None
-        return PearlDrafter(models.draft, self.k, models.capacity)
+        return EachRow([PearlDrafter(models.draft, self.k, models.capacity) for _ in range(rows)])

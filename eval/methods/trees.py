@@ -11,14 +11,13 @@ import yaml
 
 from draftsmith.eval.methods.base import Method, Models, at_least, at_most
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.decoding.tree import StaticTree, num_candidates
+from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree, num_candidates
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     from draftsmith.modules.acceptance.head import AcceptanceHead
 
 MOST_LEVELS = 8  # expansions of a tree of depth=auto
-MAX_NODES = 128  # what a session of the target has room for (`modules.decoding.loop.generate`)
 
 
 def read_tree(name: str) -> StaticTree:
@@ -54,14 +53,14 @@ class EagleStaticTree(Method):
     def __post_init__(self) -> None:
         read_tree(self.tree)
 
-    def build(self, models: Models) -> Drafter | None:
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
         from draftsmith.modules.drafters.eagle.head import EagleHead
-        from draftsmith.modules.drafters.eagle.trees import EagleTreeDrafter
 
         assert isinstance(models.eagle, EagleHead)
         shape = read_tree(self.tree)
         at_most("eagle-tree, ranks", max(shape.ranks) + 1, models.target.info.vocab_size)
-        return EagleTreeDrafter(models.eagle, models.target, shape, models.capacity)
+        return EagleTreeDrafter(models.eagle, models.target, shape, models.capacity, rows)
 
 
 @dataclass(frozen=True)
@@ -118,18 +117,21 @@ class Eagle2(Method):
     def needs(self) -> tuple[str, ...]:
         return ("eagle", "acceptance") if self.value == "head" else self.uses
 
-    def build(self, models: Models) -> Drafter | None:
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
         from draftsmith.eval.cost.tree_times import tree_times
         from draftsmith.modules.acceptance.tree_rule import TreeRule
+        from draftsmith.modules.decoding.growth import DynamicTree
+        from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
         from draftsmith.modules.drafters.eagle.head import EagleHead
-        from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 
         assert isinstance(models.eagle, EagleHead)
         at_most("topk", self.topk, models.target.info.vocab_size)
         judge = tree_judge(models) if self.value == "head" else None
-        rule = TreeRule(tree_times(models, self), self.depth == "auto") if self.nodes == "auto" else None
+        rules = None
+        if self.nodes == "auto":
+            rules = [TreeRule(tree_times(models, self), self.depth == "auto") for _ in range(rows)]
         shape = DynamicTree(self.most_nodes, self.most_depth, self.topk, self.value != "off", self.rerank)
-        return EagleTreeDrafter(models.eagle, models.target, shape, models.capacity, judge=judge, rule=rule)
+        return EagleTreeDrafter(models.eagle, models.target, shape, models.capacity, rows, judge=judge, rules=rules)
 
 
 def tree_judge(models: Models) -> AcceptanceHead:

@@ -10,6 +10,7 @@ from draftsmith.eval.bench.measure import BenchPrompt
 from draftsmith.eval.replay.coupling import num_equal
 from draftsmith.eval.replay.record import Answers, Recording, walk
 from draftsmith.eval.replay.rollouts import ChainRollouts, joined
+from draftsmith.modules.decoding.protocols import EachRow
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
 
 
@@ -25,7 +26,7 @@ def _of_prompt(answers: Answers, prompt: BenchPrompt, number: int, how: Recordin
     shape = (length - 1, how.depth)
     token, accept = np.full(shape, -1, np.int64), np.full(shape, np.nan)
     accepted, past_end = np.zeros(length - 1, np.int64), np.zeros(length - 1, np.int64)
-    drafter = PromptLookupDrafter(how.depth, ngram)
+    drafter = EachRow([PromptLookupDrafter(how.depth, ngram)])
     for start, tree in walk(drafter, reading, prompt.prompt_ids, how, how.depth, number):
         row, drafted = start - 1, tree.tokens
         token[row, : len(drafted)] = drafted

@@ -14,10 +14,11 @@ from draftsmith.eval.methods.base import Models
 from draftsmith.eval.replay.record import Answers, Recording, walk
 from draftsmith.eval.replay.rollouts import Floats, Ints, TreeRollouts, joined
 from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.tree import num_candidates
+from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
 from draftsmith.modules.drafters.eagle.head import EagleHead
-from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 
 
 def record_trees(recorder: TreeRecorder, prompts: Sequence[BenchPrompt]) -> TreeRollouts:

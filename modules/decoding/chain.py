@@ -52,9 +52,9 @@ def draft_chains(
     for stop, end in zip(stops, ends, strict=True):
         if end > 0:
             stop.start_round()
-    if logits.is_cuda and all(isinstance(stop, FixedLength) for stop in stops):
-        if params.greedy or all(isinstance(source, TorchSource) for source in sources):
-            return _draft_unseen(logits, step, ends, params, sources)
+    fixed = logits.is_cuda and all(isinstance(stop, FixedLength) for stop in stops)
+    if fixed and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
+        return _draft_unseen(logits, step, ends, params, sources)
     tokens: list[list[int]] = [[] for _ in ends]
     laws: list[list[Tensor]] = [[] for _ in ends]
     rows = [row for row, end in enumerate(ends) if end > 0]

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import NO_DRAFT, Drafter, DraftTree, Outcome, Verdict
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM, ModelInfo, Scores, Session, check_ids
 from draftsmith.modules.types import InputError, SamplingParams
-
-MAX_NODES = 128  # most drafted tokens that the target scores in one call
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,9 @@ def generate_one(
     session: Session | None = None,
 ) -> Generation:
     """`generate` for a single prompt."""
-    return generate(
-        target, drafter, [prompt], params, max_new_tokens, [source], eos_ids, on_round, max_nodes, session
-    )[0]
+    return generate(target, drafter, [prompt], params, max_new_tokens, [source], eos_ids, on_round, max_nodes, session)[
+        0
+    ]
 
 
 def room_for(prompt: Sequence[int], max_new_tokens: int, info: ModelInfo) -> int:
@@ -191,7 +190,8 @@ class _Batch:
         params: SamplingParams,
         on_round: Callable[[Round], None] | None,
     ):
-        self._rows, self._session, self._drafter, self._params, self._on_round = rows, session, drafter, params, on_round
+        self._rows, self._session, self._drafter = rows, session, drafter
+        self._params, self._on_round = params, on_round
         self._sources = [row.source for row in rows]
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -229,20 +229,15 @@ class _Batch:
             trees = self._draft()
             scores = read(session, [row.tokens[-1] for row in rows], trees)
             verdicts = verify(trees, scores.logits, self._params, self._sources)
-        outcomes = []
-        lengths: list[int] = []
-        slots: list[Sequence[int]] = []
-        for row, own, tree, verdict, length in zip(rows, range(len(rows)), trees, verdicts, session.lengths, strict=True):
-            if tree is None or verdict is None:  # idle
-                lengths.append(length)
-                slots.append(())
-                outcomes.append(None)
-                continue
-            first = length - tree.num_read  # the slot of the first node: the root's is the one before
-            read_path = [node for node in verdict.path if node < tree.num_read]
-            lengths.append(first)
-            slots.append([first + node for node in read_path])
-            outcomes.append(self._commit(row, tree, verdict, read_path, scores, own))
+        lengths = list(session.lengths)
+        slots: list[Sequence[int]] = [()] * len(rows)
+        outcomes: list[Outcome | None] = [None] * len(rows)
+        for place, (row, tree, verdict) in enumerate(zip(rows, trees, verdicts, strict=True)):
+            if tree is not None and verdict is not None:  # else it idles
+                first = lengths[place] = lengths[place] - tree.num_read  # the slot of the first node
+                read_path = [node for node in verdict.path if node < tree.num_read]
+                slots[place] = [first + node for node in read_path]
+                outcomes[place] = self._commit(row, tree, verdict, read_path, scores, place)
         session.keep(lengths, slots)
         if self._drafter is not None and any(outcome is not None for outcome in outcomes):
             self._drafter.advance(outcomes)
@@ -261,10 +256,10 @@ class _Batch:
         return [None if row.done else tree for row, tree in zip(self._rows, trees, strict=True)]
 
     def _commit(
-        self, row: _Row, tree: DraftTree, verdict: Verdict, read_path: Sequence[int], scores: Scores, own: int
+        self, row: _Row, tree: DraftTree, verdict: Verdict, read_path: Sequence[int], scores: Scores, place: int
     ) -> Outcome | None:
         """The end of a round: what a row emits, and what its drafter is to hear; None where the answer is complete.
-        own: place of the row in the session. read_path: of the verdict's path what the target has read."""
+        place: of the row in the session. read_path: of the verdict's path what the target has read."""
         emitted = [tree.tokens[node] for node in verdict.path]
         if verdict.next_token is not None:
             emitted.append(verdict.next_token)
@@ -273,15 +268,13 @@ class _Batch:
         calls = tree.draft_calls if tree.tokens else 0
         step = DecodeStep(tree.num_drafted, num_accepted, len(appended), calls)
         row.trace.steps.append(step)
-        logits = scores.logits[own]
+        logits = scores.logits[place]
         if len(logits) > tree.num_read + 1:
             logits = logits[: tree.num_read + 1]
-        self._show(
-            Round(appended, min(num_accepted, len(appended)), tree, verdict, step, logits, row.number)
-        )
+        self._show(Round(appended, min(num_accepted, len(appended)), tree, verdict, step, logits, row.number))
         if row.done:
             return None
-        count, features = len(read_path) + 1, scores.features[own]
+        count, features = len(read_path) + 1, scores.features[place]
         if read_path and read_path[-1] != count - 2:  # else a slice, which costs nothing
             features = features[[0, *(node + 1 for node in read_path)]]
         else:
@@ -312,5 +305,7 @@ def read(session: Session, roots: Sequence[int], trees: Sequence[DraftTree | Non
     widest = max(map(len, fed))
     if all(tree is None or tree.is_chain for tree in trees):
         return session.extend(fed, num_logits=widest)
-    parents = [() if tree is None else (-1, *(parent + 1 for parent in tree.parents[: tree.num_read])) for tree in trees]
+    parents = [
+        () if tree is None else (-1, *(parent + 1 for parent in tree.parents[: tree.num_read])) for tree in trees
+    ]
     return session.extend(fed, parents, num_logits=widest)

@@ -29,6 +29,7 @@ from draftsmith.modules.sampling import (
 )
 from draftsmith.modules.types import SamplingParams
 
+
 def verify(
     trees: Sequence[DraftTree | None], logits: Tensor, params: SamplingParams, sources: Sequence[Source]
 ) -> list[Verdict | None]:
@@ -181,23 +182,23 @@ class _OnDevice(_Lazy):
             depths = [0]
             for parent in () if tree is None or tree.draft_prob is not None else tree.parents[: tree.num_read]:
                 depths.append(depths[parent + 1] + 1)
-            uniforms = source.peek(max(depths) + 1) if isinstance(source, TorchSource) else [0.0] * len(depths)
-            rows.append(torch.tensor([uniforms[depth] for depth in depths], dtype=torch.float64))
+            coming = source.peek(max(depths) + 1) if isinstance(source, TorchSource) else [0.0] * len(depths)
+            rows.append(torch.tensor([coming[depth] for depth in depths], dtype=torch.float64))
         uniforms = pad_sequence(rows, batch_first=True).to(self._laws.device)
         laws = self._laws[:, : uniforms.shape[1]]
         return draw_rows(laws.flatten(0, 1), uniforms.flatten()).view(uniforms.shape).tolist()
 
     def choice(self, row: int) -> Callable[[int], int]:
-        source, drawn = self._sources[row], not self._params.greedy
-        if drawn and not isinstance(source, TorchSource):
+        source, greedy = self._sources[row], self._params.greedy
+        if not greedy and not isinstance(source, TorchSource):
             return super().choice(row)
 
         def choice(node: int) -> int:
-            if drawn:
+            if not greedy and isinstance(source, TorchSource):
                 source.uniform()  # which `_draws` has looked at
             token = self._choices[row][node]
             if token == NO_TOKEN:
-                raise NonFinite("probabilities" if drawn else "logits")
+                raise NonFinite("logits" if greedy else "probabilities")
             return token
 
         return choice

@@ -65,9 +65,7 @@ class DraftModelDrafter:
 
         scores = session.extend(unread)
         states = last_of_each(scores.features, [len(own) for own in unread])
-        trees = draft_chains(
-            scores.logits[:, 0], states, step, self._stops, limits, params, sources, self._tokens
-        )
+        trees = draft_chains(scores.logits[:, 0], states, step, self._stops, limits, params, sources, self._tokens)
         self._num_drafted = [len(tree.tokens) for tree in trees]
         return trees
 

@@ -51,9 +51,7 @@ class PearlDrafter:
         offered = tuple(self._waiting[: self._offered])
         laws = None if params.greedy or not offered else torch.stack(self._laws[: self._offered])
         chain = chain_parents(self._offered)
-        return DraftTree(
-            offered, chain, laws, last_unread=self._offered > 0, num_drafted=num_new, draft_calls=num_new
-        )
+        return DraftTree(offered, chain, laws, last_unread=self._offered > 0, num_drafted=num_new, draft_calls=num_new)
 
     def _draft_one(self, params: SamplingParams, source: Source) -> None:
         # Slices of what is new: copies of the whole sequence would grow with it.

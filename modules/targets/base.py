@@ -131,9 +131,7 @@ class CausalLM(Protocol):
     dtype: torch.dtype
     packed: bool
 
-    def session(
-        self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None
-    ) -> Session:
+    def session(self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None) -> Session:
         """An empty session for at most `rows` rows of at most `capacity` cached tokens each, drafts included.
 
         capture: what features are. (): the state after the final norm. Else the residual stream's states after the
@@ -147,9 +145,7 @@ class CausalLM(Protocol):
         capacity: most tokens a row may reach, prompt included.
         """
 
-    def features(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()
-    ) -> Tensor:
+    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
         """Teacher forcing: features [B, T, F] of right-padded input_ids [B, T], causal; capture as of `session`."""
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -28,9 +28,7 @@ class HFLM:
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
 
-    def session(
-        self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None
-    ) -> HFSession:
+    def session(self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None) -> HFSession:
         """Raises:
         InputError: several rows, whose lengths transformers' caches do not tell apart.
         """
@@ -44,9 +42,7 @@ class HFLM:
         session = HFBatchSession(self, prompts)
         return session, session.prefill(prompts)
 
-    def features(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()
-    ) -> Tensor:
+    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
         # As decoding computes them, whatever a training around this does with its own weights.
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             return self.read(capture, input_ids=input_ids, position_ids=position_ids, use_cache=False)[1]

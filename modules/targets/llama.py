@@ -115,9 +115,7 @@ class LlamaLM:
         session = LlamaBatchSession(self, prompts, capacity)
         return session, session.prefill(prompts)
 
-    def features(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()
-    ) -> Tensor:
+    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
         check_capture(capture, self.info.num_layers)
         if position_ids is not None and not torch.equal(
             position_ids, torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)

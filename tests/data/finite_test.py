@@ -17,7 +17,7 @@ from draftsmith.eval.replay.along import accept_along
 from draftsmith.eval.replay.coupling import CoupledDraws
 from draftsmith.eval.replay.record import ChainRecorder, Recording
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches
-from draftsmith.modules.drafters.eagle.branches import EagleBranches
+from draftsmith.modules.drafters.eagle.drafting import EagleBranches
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import SamplingParams
 

@@ -22,7 +22,7 @@ from draftsmith.eval.methods import METHODS, parse_method
 from draftsmith.eval.methods.base import Models
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.modules.decoding.batch import generate_batch
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -94,7 +94,7 @@ def decode(name: str, numbers: Sequence[int]) -> list[tuple[list[int], int, int]
     assert WORLD is not None
     drafter, found = WORLD.drafter(name), []
     for number in numbers:
-        made = generate(WORLD.target, drafter, WORLD.prompts[number], GREEDY, NEW_TOKENS, TorchSource(0), ())
+        made = generate_one(WORLD.target, drafter, WORLD.prompts[number], GREEDY, NEW_TOKENS, TorchSource(0), ())
         found.append((made.tokens, made.trace.num_draft_tokens, made.trace.num_accepted))
     return found
 

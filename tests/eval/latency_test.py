@@ -92,7 +92,7 @@ def test_a_judge_is_timed_while_it_drafts_and_changes_nothing():
     made = []
 
     def make(stop):
-        made.append(DraftModelDrafter(pair.packed[1], stop, pair.capacity))
+        made.append(DraftModelDrafter(pair.packed[1], [stop], pair.capacity))
         return made[-1]
 
     share, seconds = share_of_a_step(pair, make, OnlineJudge(), GREEDY)

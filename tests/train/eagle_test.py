@@ -21,9 +21,10 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import FeatureDataset, collate_features, pack_features
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle.head import EagleDrafter, EagleHead, shift
+from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
+from draftsmith.modules.drafters.eagle.head import EagleHead, shift
 from draftsmith.modules.flops import eagle_training, layers_forward
 from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.sampling import TorchSource
@@ -114,10 +115,10 @@ def test_best_and_last_are_heads_that_decode(trained, artefacts):
     target = load_lm(str(artefacts.target))
     for name in ("best", "last"):
         head = load_head(trained / name, target, kind="eagle")
-        drafter = EagleDrafter(head, target, FixedLength(4), 64)
+        drafter = EagleDrafter(head, target, [FixedLength(4)], 64)
         prompt, params = [5, 6, 7, 8], SamplingParams()
-        drafted = generate(target, drafter, prompt, params, 12, TorchSource(0)).tokens
-        assert drafted == generate(target, None, prompt, params, 12, TorchSource(0)).tokens
+        drafted = generate_one(target, drafter, prompt, params, 12, TorchSource(0)).tokens
+        assert drafted == generate_one(target, None, prompt, params, 12, TorchSource(0)).tokens
         assert "emitted tokens per target call" in (trained / "last" / "README.md").read_text()
     manifest = json.loads((trained / "best" / "manifest.json").read_text())
     assert manifest["models"]["target"] == target.info.identity == manifest["target"]
@@ -245,11 +246,11 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
     prompts = list(held_out_prompts(Samples(FeatureDataset(artefacts.features), range(3))))
     assert len(prompts) == 3
     target, tokens, calls, behind = module.target.model, 0, 0, 0
-    ends = generate(target, None, prompts[0], SamplingParams(), 10, TorchSource(0)).tokens[3:4]  # as if it ended there
+    ends = generate_one(target, None, prompts[0], SamplingParams(), 10, TorchSource(0)).tokens[3:4]  # as if it ended there
     target.info = dataclasses.replace(target.info, eos_ids=tuple(ends))
     for prompt in prompts:
-        drafter = EagleDrafter(module.head, target, FixedLength(2), 128)
-        generation = generate(target, drafter, prompt, SamplingParams(), 10, TorchSource(0), eos_ids=())
+        drafter = EagleDrafter(module.head, target, [FixedLength(2)], 128)
+        generation = generate_one(target, drafter, prompt, SamplingParams(), 10, TorchSource(0), eos_ids=())
         tokens, calls = tokens + len(generation.tokens), calls + 1 + len(generation.trace.steps)
         first = generation.tokens.index(ends[0]) if ends[0] in generation.tokens else 9
         behind += 9 - first
@@ -258,7 +259,7 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
     assert probe() == {"tau": tokens / calls, "tau_behind_end": behind / tokens}
     assert probe.measured.endswith("tokens, 10 each, end tokens ignored, chains of 2")
     short = TauProbe(module, prompts[:1], 2, 10, ignore_eos=False)()
-    shorter = generate(target, EagleDrafter(module.head, target, FixedLength(2), 128), prompts[0], SamplingParams(), 10,
+    shorter = generate_one(target, EagleDrafter(module.head, target, [FixedLength(2)], 128), prompts[0], SamplingParams(), 10,
                        TorchSource(0))  # fmt: skip
     assert len(shorter.tokens) < 10 and short == {"tau": len(shorter.tokens) / (1 + len(shorter.trace.steps))}
 
@@ -393,7 +394,7 @@ def greedy_items(target, number: int) -> list[dict[str, torch.Tensor]]:
     items, generator = [], torch.Generator().manual_seed(3)
     for i in range(number):
         prompt = torch.randint(target.info.vocab_size, (4 + i % 3,), generator=generator).tolist()
-        ids = prompt + generate(target, None, prompt, SamplingParams(), 30, TorchSource(0)).tokens
+        ids = prompt + generate_one(target, None, prompt, SamplingParams(), 30, TorchSource(0)).tokens
         row = torch.tensor(ids)
         items.append(
             {

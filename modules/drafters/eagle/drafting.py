@@ -128,9 +128,7 @@ class EagleDrafter:
             logits, hidden = rows.extend((tokens, hidden))
             return logits[:, 0], hidden[:, 0]
 
-        return draft_chains(
-            logits[:, 0], hidden[:, 0], step, self._stops, limits, params, sources, self._tokens
-        )
+        return draft_chains(logits[:, 0], hidden[:, 0], step, self._stops, limits, params, sources, self._tokens)
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
         for row, outcome in enumerate(outcomes):

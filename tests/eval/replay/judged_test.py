@@ -30,7 +30,7 @@ from draftsmith.eval.studies.policies.play import RAW, Player, Policy, judges_of
 from draftsmith.eval.studies.specdecpp.sweep import Grid, Rule, replayed
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadJudge
 from draftsmith.modules.acceptance.policies import CostRule, JudgedStop, OnlineJudge, ThresholdRule
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.sampling import TorchSource, pick, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
@@ -76,7 +76,7 @@ def world(tmp_path_factory) -> World:
     draft = load_lm(str(near_copy(directory, root / "draft", noise=0.15)))
     prompts = [BenchPrompt(str(n), [5 + (7 * i + 3 * n) % 200 for i in range(n)]) for n in (30, 12)]
     rows = [
-        [*p.prompt_ids, *generate(target, None, p.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).tokens][-50:]
+        [*p.prompt_ids, *generate_one(target, None, p.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).tokens][-50:]
         for p in prompts
     ]
     eagle = quick_eagle_head(target, rows, steps=60)
@@ -109,7 +109,7 @@ def test_a_replay_is_the_decoders_trace_and_learns_as_it_does(world, drafter, ju
     stop = JudgedStop(own, rule_of(rule), 1, DEPTH)
     chain = build_chain(world.models, drafter, stop)
     decoded = [
-        generate(world.models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
+        generate_one(world.models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
         for prompt in world.prompts
     ]
     assert replay_judged(rollouts, recorded, rule_of(rule), 1, DEPTH) == decoded
@@ -129,7 +129,7 @@ def test_studies_replay_heads_of_either_kind_as_the_decoder_asks_them(world, dra
         method = f"{rule.method(minimum, DEPTH)}:drafter={drafter}"
         chain = parse_method(method).build(models)
         decoded = [
-            generate(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
+            generate_one(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
             for prompt in world.prompts
         ]
         assert replayed(rollouts, rule, Grid((), (), [label], minimum, DEPTH), heads) == decoded
@@ -156,7 +156,7 @@ def test_drafts_end_at_end_tokens_in_replays_too(world, drafter, side_by_side):
     def decoded(method: str, head: str | None = None) -> list:
         chain = parse_method(method).build(dataclasses.replace(models, acceptance=world.heads.get(head)))
         return [
-            generate(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ends).trace
+            generate_one(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ends).trace
             for prompt in world.prompts
         ]
 

@@ -14,12 +14,12 @@ from draftsmith.eval.bench.learned import known
 from draftsmith.eval.methods import parse_method
 from draftsmith.eval.methods.base import Models
 from draftsmith.modules.decoding.batch import generate_batch
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
-from draftsmith.modules.drafters.eagle.head import EagleDrafter
+from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
 from draftsmith.modules.drafters.eagle.rows import BatchEagle
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
@@ -110,7 +110,7 @@ def test_drafts_end_with_the_answer_in_every_row(world, method):
     behind = 0
     for place, (prompt, one) in enumerate(zip(prompts, made, strict=True)):
         single, full = singles[place % 3], world.drafter(method)
-        assert one == generate(world.target, single, prompt, GREEDY, NEW_TOKENS, TorchSource(0), ends)
+        assert one == generate_one(world.target, single, prompt, GREEDY, NEW_TOKENS, TorchSource(0), ends)
         going_on = world.run(method, prompt, NEW_TOKENS, ends, drafter=full)
         assert going_on.tokens == one.tokens
         behind += pool([going_on.trace]).num_discarded - pool([one.trace]).num_discarded
@@ -131,7 +131,7 @@ def test_no_more_nodes_than_allowed_are_scored_in_a_call(world, most):
     prompts, drafter = world.prompts[:4], batch_drafter(world, "spec:k=5", 4)
     made = generate_batch(world.target, drafter, prompts, GREEDY, 20, [0] * 4, (), max_nodes=most)
     for prompt, answer, one in zip(prompts, world.answers, made, strict=False):
-        single = generate(
+        single = generate_one(
             world.target, world.drafter("spec:k=5"), prompt, GREEDY, 20, TorchSource(0), (), max_nodes=most
         )
         assert one == single and one.tokens == answer[:20]
@@ -152,7 +152,7 @@ def test_a_draft_of_a_shorter_context_stops_drafting_row_by_row(world):
     prompts = [*world.prompts[:11], (world.prompts[-1] * CONTEXT)[:45]]  # its context is 40: the last never drafts
     stops = [FixedLength(5) for _ in range(4)]
     made = in_groups(world, BatchDraftModel(world.short_draft, stops, CONTEXT), 4, prompts)
-    single = DraftModelDrafter(world.short_draft, FixedLength(5), CONTEXT)
+    single = DraftModelDrafter(world.short_draft, [FixedLength(5)], CONTEXT)
     for prompt, one in zip(prompts, made, strict=True):
         assert one == world.run("spec", prompt, NEW_TOKENS, drafter=single)
     assert made[-1].trace.num_draft_tokens == 0 < made[0].trace.num_draft_tokens
@@ -163,7 +163,7 @@ def test_a_head_of_a_shorter_context_stops_drafting_row_by_row(world):
     most = 40
     batched = BatchEagle(world.eagle, world.target, [FixedLength(4) for _ in prompts], most)
     made = in_groups(world, batched, 4, prompts)
-    single = EagleDrafter(world.eagle, world.target, FixedLength(4), most)
+    single = EagleDrafter(world.eagle, world.target, [FixedLength(4)], most)
     for prompt, one in zip(prompts, made, strict=True):
         assert one == world.run("eagle", prompt, NEW_TOKENS, drafter=single)
         # By hand: what is read ends with the context; a drafted token needs no room until it is read.
@@ -269,7 +269,7 @@ def test_the_shipped_pair_in_batches():
             for one in generate_batch(target, together, group, GREEDY, 96, [0] * len(group))
         ]
         for prompt, one in zip(prompts, made, strict=True):
-            assert one == generate(target, single, prompt, GREEDY, 96, TorchSource(0))
+            assert one == generate_one(target, single, prompt, GREEDY, 96, TorchSource(0))
 
 
 @pytest.mark.gpu

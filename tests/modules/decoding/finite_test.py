@@ -15,7 +15,7 @@ from draftsmith.eval.methods.base import Models
 from draftsmith.modules.acceptance.head import HeadJudge
 from draftsmith.modules.acceptance.policies import CostRule, JudgedStop, ThresholdRule
 from draftsmith.modules.decoding.batch import generate_batch
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.verify import verify
@@ -57,7 +57,7 @@ BATCHED = {label: broken for label, broken in BROKEN.items() if parse_method(lab
 
 def run(label: str, params: SamplingParams, found: Models) -> Any:
     drafter = parse_method(label).build(found)
-    return generate(found.target, drafter, PROMPT, params, 12, TorchSource(0), ())
+    return generate_one(found.target, drafter, PROMPT, params, 12, TorchSource(0), ())
 
 
 @pytest.mark.parametrize("params", MODES, ids=str)
@@ -111,8 +111,8 @@ def test_the_place_is_that_of_the_token_that_could_not_be_chosen(params, batched
         if batched:
             drafter = parse_method("spec:k=3").build_batch(Models(target, draft, capacity=CONTEXT), 2)
             return generate_batch(target, drafter, prompts, params, 8, [3, 3], ())[1].tokens
-        drafter = DraftModelDrafter(draft, FixedLength(3), CONTEXT)
-        return generate(target, drafter, PROMPT, params, 8, TorchSource(3), ()).tokens
+        drafter = DraftModelDrafter(draft, [FixedLength(3)], CONTEXT)
+        return generate_one(target, drafter, PROMPT, params, 8, TorchSource(3), ()).tokens
 
     target, draft = small_lm(1), small_lm(2)
     answer = decode(target, draft)
@@ -154,7 +154,7 @@ def test_a_prompt_that_fails_leaves_nothing_to_the_next_ones(label, static):
 
     def one(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
         return [
-            generate(target, drafter, prompt, GREEDY, 3, TorchSource(0), (), session=session).tokens
+            generate_one(target, drafter, prompt, GREEDY, 3, TorchSource(0), (), session=session).tokens
             for prompt in prompts
         ]
 
@@ -201,7 +201,7 @@ def test_a_masked_vocabulary_is_decoded():
         lm.lm_head = lambda hidden, plain=plain, masked=masked: plain(hidden) + masked
     for label in ("spec:k=3", "online:c=0.1:max=4", "pearl:k=2", "self-verify:k=3"):
         for params in MODES:
-            made = generate(
+            made = generate_one(
                 target, parse_method(label).build(Models(target, draft, capacity=CONTEXT)), PROMPT, params, 12,
                 TorchSource(0), (),
             )  # fmt: skip

@@ -18,7 +18,8 @@ from draftsmith.data.heads.directory import HEADS, load_head, save_head
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleDrafter, EagleHead, shift
+from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, shift
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss, eagle_loss
 from draftsmith.modules.types import AcceptanceBatch, FeatureBatch, LossOutput, SamplingParams
@@ -62,11 +63,11 @@ def loss_of_eagle(head: nn.Module, rng: torch.Generator) -> LossOutput:
 
 
 def acceptance_drafter(head: Any, target: TableLM) -> Any:
-    return DraftModelDrafter(TableLM(9), SpecDecPP(head.float(), h=0.6, min_drafted=1, max_drafted=3), CAPACITY)
+    return DraftModelDrafter(TableLM(9), [SpecDecPP(head.float(), h=0.6, min_drafted=1, max_drafted=3)], CAPACITY)
 
 
 def eagle_drafter(head: Any, target: TableLM) -> Any:
-    return EagleDrafter(head.double(), target, FixedLength(2), CAPACITY)
+    return EagleDrafter(head.double(), target, [FixedLength(2)], CAPACITY)
 
 
 CASES = {
