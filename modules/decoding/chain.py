@@ -54,7 +54,7 @@ def draft_chains(
             stop.start_round()
     fixed = logits.is_cuda and all(isinstance(stop, FixedLength) for stop in stops)
     if fixed and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
-        return _draft_unseen(logits, step, ends, params, sources)
+        return draft_unseen(logits, step, ends, params, sources)
     tokens: list[list[int]] = [[] for _ in ends]
     laws: list[list[Tensor]] = [[] for _ in ends]
     rows = [row for row, end in enumerate(ends) if end > 0]
@@ -108,7 +108,7 @@ def _choose(
         raise error.passed(offset=place) from None
 
 
-def _draft_unseen(
+def draft_unseen(
     logits: Tensor, step: Step, ends: Sequence[int], params: SamplingParams, sources: Sequence[Source]
 ) -> list[DraftTree]:
     """Chains of known lengths on a GPU: the host learns of their tokens when all are drawn. Rows that are to stop are

@@ -31,12 +31,17 @@ from draftsmith.modules.types import SamplingParams
 
 
 def verify(
-    trees: Sequence[DraftTree | None], logits: Tensor, params: SamplingParams, sources: Sequence[Source]
+    trees: Sequence[DraftTree | None],
+    logits: Tensor,
+    params: SamplingParams,
+    sources: Sequence[Source],
+    ahead: bool | None = None,
 ) -> list[Verdict | None]:
     """Accept a path of every tree such that what is emitted follows the target exactly; None of a row that has none.
 
     logits: [B, n, V] of the target for the nodes it read, n > N: row 0 scores the root's children, row i+1 what follows
         node i; what follows the last node's is not looked at.
+    ahead: work out what all walks may ask for beforehand; None does so on CUDA only.
 
     Greedy: walk while the target's argmax is a child. Sampling, nodes chosen deterministically: draw x ~ p and go to
     child x where there is one (the law of accepting with p(x) and renormalising). Sampling, a chain drawn from q:
@@ -49,7 +54,8 @@ def verify(
         if tree is not None and logits.shape[1] <= tree.num_read:
             expected = f"expected {tree.num_read + 1}, one a node and the root's"
             raise ValueError(f"logits: got {logits.shape[1]} rows, {expected}")
-    numbers = _OnDevice(trees, logits, params, sources) if logits.is_cuda else _Lazy(logits, params, sources)
+    ahead = logits.is_cuda if ahead is None else ahead
+    numbers = _Ahead(trees, logits, params, sources) if ahead else _Lazy(logits, params, sources)
     verdicts: list[Verdict | None] = [None] * len(trees)
     drawn: list[tuple[int, int, Tensor]] = []  # (row, accepted tokens, law of the target's own)
     for row, tree in enumerate(trees):
@@ -143,7 +149,7 @@ class _Lazy:
         return target_prob[token].item() / draft_prob[token].item()
 
 
-class _OnDevice(_Lazy):
+class _Ahead(_Lazy):
     """The same, worked out for all rows beforehand."""
 
     def __init__(
