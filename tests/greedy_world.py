@@ -59,7 +59,7 @@ class World:
         if method == "ar":
             return None
         if method.startswith("hf"):
-            return DraftModelDrafter(self.hf_draft if method == "hf-draft" else self.draft, FixedLength(3), capacity)
+            return DraftModelDrafter(self.hf_draft if method == "hf-draft" else self.draft, [FixedLength(3)], capacity)
         models = Models(self.target, self.draft, self.mid, self.eagle, self.acceptance, capacity=capacity)
         return parse_method(method).build(models)
 

@@ -63,7 +63,7 @@ def in_groups(
             [0] * len(prompts[i : i + size]),
             ends,
             session=session,
-        )  # fmt: skip
+        )
     ]
 
 

@@ -13,7 +13,7 @@ from table_models import PROMPT, TableLM, V
 
 from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.loop import Answer, Generation, Round, generate_one
-from draftsmith.modules.decoding.protocols import DraftTree
+from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
@@ -60,7 +60,7 @@ def test_no_draft_outruns_what_is_wanted(name, params):
         for seed in SEEDS:
             target = TableLM(1, max_position=context)
             made, rounds = rounds_of(
-                generate, target=target, drafter=make(), prompt=PROMPT, params=params, max_new_tokens=wanted,
+                generate_one, target=target, drafter=make(), prompt=PROMPT, params=params, max_new_tokens=wanted,
                 source=TorchSource(seed), eos_ids=(), max_nodes=nodes,
             )  # fmt: skip
             room = min(wanted, context - len(PROMPT))
@@ -93,7 +93,7 @@ def test_watchers_hear_of_what_was_emitted(name, params):
     for seed in range(40):
         target = TableLM(seed)
         made, rounds = rounds_of(
-            generate, target=target, drafter=method(name, target, seed)(), prompt=PROMPT, params=params,
+            generate_one, target=target, drafter=method(name, target, seed)(), prompt=PROMPT, params=params,
             max_new_tokens=9, source=TorchSource(seed), eos_ids=(3,),
         )  # fmt: skip
         assert [token for done in rounds for token in done.tokens] == made.tokens
@@ -114,9 +114,9 @@ def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
     for seed in range(10):
         drafter, heard = method(name, target)(), []
         advance = drafter.advance
-        drafter.advance = lambda outcome, advance=advance, heard=heard: (heard.append(outcome), advance(outcome))
+        drafter.advance = lambda outcomes, advance=advance, heard=heard: (heard.extend(outcomes), advance(outcomes))
         _, rounds = rounds_of(
-            generate, target=target, drafter=drafter, prompt=PROMPT, params=SAMPLING, max_new_tokens=14,
+            generate_one, target=target, drafter=drafter, prompt=PROMPT, params=SAMPLING, max_new_tokens=14,
             source=TorchSource(seed), eos_ids=(),
         )  # fmt: skip
         text = [*PROMPT, *rounds[0].tokens]
@@ -133,7 +133,7 @@ def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
 
 def test_a_session_may_be_used_again():
     target = TableLM(1)
-    session = target.session(64)
+    session = target.session(1, 64)
     makes = method("spec:k=2", target)
     alone = [generate_one(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed)).tokens for seed in SEEDS]
     again = [
@@ -142,11 +142,11 @@ def test_a_session_may_be_used_again():
     assert alone == again
 
 
-@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLING], ids=["greedy", "T=1"])
 def test_a_verdict_needs_a_row_for_every_node_and_the_root(rows, params):
     with pytest.raises(ValueError, match=f"logits: got {rows} rows, expected 3"):
-        verify(DraftTree((1, 2), (-1, 0)), torch.zeros(rows, V), params, TorchSource(0))
+        verify([DraftTree((1, 2), (-1, 0))], torch.zeros(1, rows, V), params, [TorchSource(0)])
 
 
 class Even(TableLM):
@@ -181,7 +181,7 @@ def test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mea
     for seed in range(30):
         drafter = Watched(middle, DraftModelDrafter(TableLM(101), [FixedLength(1)], CAPACITY), 4, True, CAPACITY)
         drafter.drafts = drafts
-        generate_one(TableLM(1), drafter, PROMPT, SAMPLING, 14, TorchSource(seed))
+        generate_one(TableLM(1), EachRow([drafter]), PROMPT, SAMPLING, 14, TorchSource(seed))
     ends = set()
     for rounds, threshold, full in drafts:
         *before, last = rounds

@@ -7,6 +7,7 @@ from table_methods import CAPACITY, METHODS, method
 from table_models import PROMPT, TableLM, TableSession
 
 from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.protocols import EachRow
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
@@ -74,15 +75,15 @@ class CountingLM(TableLM):
         super().__init__(seed)
         self.calls: list[int] = []  # tokens fed in each
 
-    def session(self, capacity: int):
+    def session(self, rows, capacity, capture=(), static=None):
         calls = self.calls
 
         class Counting(TableSession):
             def extend(self, tokens, parents=None, num_logits=1):
-                calls.append(len(tokens))
+                calls.append(len(tokens[0]))
                 return super().extend(tokens, parents, num_logits)
 
-        return Counting(self, capacity)
+        return Counting(self, rows, capacity)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -133,7 +134,7 @@ def test_the_trace_of_every_method_is_a_true_account(name, temperature):
 def hierarchy():
     """M1 is M2, which therefore rejects nothing."""
     inner = DraftModelDrafter(TableLM(201), [FixedLength(2)], CAPACITY)
-    return HierarchicalDrafter(TableLM(201), inner, 4, True, CAPACITY)
+    return EachRow([HierarchicalDrafter(TableLM(201), inner, 4, True, CAPACITY)])
 
 
 @pytest.mark.parametrize("name", ["spec:k=3", "self-verify", "pearl:k=2", "eagle2", "hierarchy"])
