@@ -14,7 +14,7 @@ from draftsmith.eval.bench.hf_baseline import HFRunner, load_hf_model
 from draftsmith.eval.bench.learned import built_for_each
 from draftsmith.eval.bench.measure import BatchRunner, BenchPrompt, EngineRunner, GroupRunner, OneByOne
 from draftsmith.eval.bench.trace import TEXTS, TRACE, TracedRunner, TraceFile, about
-from draftsmith.eval.methods.base import Method, Models, Named
+from draftsmith.eval.methods.base import Method, Models, Named, check_rows
 from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.targets.base import Session
@@ -41,6 +41,9 @@ def make_runners(
             sessions[capture] = models.target.session(config.batch_size, models.capacity, capture)
         return sessions[capture]
 
+    if config.batch_size > 1:
+        check_rows("target", models.target)
+        check_rows("draft", models.draft)
     runners: dict[float, dict[str, GroupRunner]] = {params.temperature: {} for params in modes}
     for label, method in ((item.label, item.method) for item in named):
         made: list[GroupRunner]

@@ -11,6 +11,7 @@ from torch import nn
 
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 
 
@@ -70,6 +71,15 @@ class Named:
 
     label: str
     method: Method
+
+
+def check_rows(flag: str, lm: CausalLM | None) -> None:
+    """Raises:
+    InputError: the model cannot read rows side by side, as it is run by transformers.
+    """
+    if lm is not None and not isinstance(lm, LlamaLM):
+        found = "a model that only transformers can run"
+        raise InputError(flag, found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
 
 
 def at_least(name: str, value: int, smallest: int) -> None:

@@ -50,8 +50,8 @@ def for_method(lms: Models, label: str) -> Models:
 def runner(lms: Models, label: str, batch: bool = False):
     method, models = parse_method(label), for_method(lms, label)
     if batch:
-        session = models.target.rows_session(1, models.capacity)
-        return BatchRunner(models.target, session, method.build_batch(models, 1), PARAMS, ())
+        session = models.target.session(1, models.capacity)
+        return BatchRunner(models.target, session, method.build(models), PARAMS, ())
     return OneByOne(EngineRunner(models.target, method.build(models), PARAMS, ()))
 
 
@@ -94,7 +94,7 @@ def test_ways_of_sampling_share_a_drafter_only_where_nothing_is_learned(lms, lab
 
 def test_state_that_nobody_marked_is_noticed(lms):
     made = runner(lms, "spec:k=1")
-    stop = made.runner.drafter.stop
+    stop = made.runner.drafter.stops[0]
     stop.observe = lambda drafted, accepted: setattr(stop, "max_drafted", stop.max_drafted + 1)
     with pytest.raises(AssertionError):
         check_nothing_else_lasts(made)

@@ -79,7 +79,8 @@ def test_tokens_are_transformers_and_counts_the_single_loops(world, method, size
         assert one.trace == world.run(method, prompt, NEW_TOKENS, drafter=single).trace
     steps = {(step.num_drafted, step.num_accepted) for one in made for step in one.trace.steps}
     if method != "ar":  # else nothing was tested
-        assert any(a == d > 0 for d, a in steps) and any(a == 0 < d for d, a in steps)
+        tree = method.startswith(("eagle-tree", "eagle2", "lookahead"))
+        assert any((a > 0 if tree else a == d > 0) for d, a in steps) and any(a == 0 < d for d, a in steps)
 
 
 @pytest.mark.parametrize("kind", ["ar", "draft", "eagle", "eagle2", "self-verify"])
