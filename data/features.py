@@ -1,33 +1,36 @@
-"""Stage `data features`: the target's hidden states along its responses, which EAGLE heads learn to foresee.
+"""Stage `data features`: the target's hidden states along its responses, which drafters learn from.
 
-The feature of position t is the hidden state after the final norm once x_t was read (EAGLE-1, section 3); unshifted.
-Stored in bf16 or fp8 (`feature_codec`), one safetensors file a shard with one key a row ("0000012"), beside a Parquet
-index.
+The feature of position t is what the drafter reads of the target once x_t was read: the state after the final norm, or
+residual states of some layers side by side (`DraftHead.capture`); unshifted. Stored in bf16 or fp8 (`feature_codec`),
+one safetensors file a shard with one key a row ("0000012"), beside a Parquet index.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from draftsmith.data.answering.batched import by_length, pad_right, set_threads
-from draftsmith.data.models.device import pick_device
+from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import load_lm, text_identity
 from draftsmith.data.models.naming import naming
 from draftsmith.data.models.parallel import DONE, tell, told
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
+from draftsmith.data.settings import StageLoading
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.shards import Plan, Rows, Shard, ShardContent, read_done, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import answer_mask
+from draftsmith.modules import drafters
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
@@ -49,61 +52,51 @@ SPARE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class FeaturesConfig:
+class FeaturesConfig(StageLoading):
     """Which text the target reads.
 
     Attributes:
         responses: Directory that `data responses` wrote with this target, or `data prompts --supervised`.
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
+        drafter: Kind of the drafter that they are for, as `train` names it, where it reads other states than those
+            after the final norm.
         max_bytes: Most bytes to write; 0 leaves it to the free disk space.
         limit: Only the first so many rows; 0 takes all.
         batch_size: Rows read together.
         rows_per_shard: Rows in each shard; their features are in memory at once.
-        dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
         feature_dtype: What is stored: bf16, or fp8 with a scale for each token, half the bytes.
-        engine: How the model runs: lean for Llama-family weights, hf for any transformers model.
         target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
             tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
-        device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
-        num_threads: CPU threads; 0 is torch's own choice.
-        trust_remote_code: Let the model's repository run its own code.
     """
 
     responses: Path = volatile()
     target: str = volatile()
     output: Path = volatile()
+    drafter: str | None = volatile(None)
     max_bytes: int = volatile(0)
     limit: int = 0
     batch_size: int = 8
     rows_per_shard: int = 128
-    dtype: str = "float32"
     feature_dtype: feature_codec.FeatureDtype = "bf16"
-    engine: Literal["auto", "lean", "hf"] = "auto"
     target_parallel: Literal["none", "device_map", "tensor"] = volatile("none")
-    device: str = volatile("auto")
-    num_threads: int = volatile(0)
-    trust_remote_code: bool = volatile(False)
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "rows_per_shard")
         check_not_negative(self, "limit", "num_threads", "max_bytes")
+        if self.drafter is not None and self.drafter not in drafters.learned():
+            known = " or ".join(drafters.learned())
+            raise InputError("drafter", self.drafter, known, "Correct it, or leave it out.")
 
 
 @sole_writer(shared=True)
 def run(config: FeaturesConfig) -> Path:
     """Write the artefact `features`; returns its directory."""
     set_threads(config.num_threads)
-    lm = load_lm(
-        config.target,
-        config.dtype,
-        pick_device(config.device),
-        config.engine,
-        config.trust_remote_code,
-        parallel=config.target_parallel,
-    )
+    lm = load_lm(config.target, **config.loading, parallel=config.target_parallel)
     manifest = open_texts(config.responses, config.target, lm.info.identity)
     rows = Rows(config.responses, manifest)
+    capture = () if config.drafter is None else drafters.head_class(config.drafter).capture(lm.info.num_layers)
     shared = config.target_parallel == "tensor"  # all processes are one target, and the first one writes
     plan = Plan(
         kind="features",
@@ -114,20 +107,21 @@ def run(config: FeaturesConfig) -> Path:
         rows_per_shard=config.rows_per_shard,
         fields=FIELDS + feature_codec.fields(config.feature_dtype),
         inputs={manifest.kind: manifest.digest},
-        identity={**manifest.identity, "target": lm.info.identity},
+        identity={**manifest.identity, "target": captured(lm.info.identity, capture)},
         sampling=manifest.sampling,
         alone=shared,
     )
     if shared and place().rank:
         for number in told(lm.device):
-            read_shard(lm, rows, plan.shards[number], config, lambda count: None)
+            read_shard(lm, rows, plan.shards[number], config, lambda count: None, capture)
         return config.output
-    check_room(plan, rows, feature_codec.token_bytes(lm.info.hidden_size, config.feature_dtype), config.max_bytes)
+    width = lm.info.hidden_size * max(1, len(capture))
+    check_room(plan, rows, feature_codec.token_bytes(width, config.feature_dtype), config.max_bytes)
 
     def make(shard: Shard, advance: Advance) -> ShardContent:
         if shared:
             tell(shard.index, lm.device)
-        return read_shard(lm, rows, shard, config, advance)
+        return read_shard(lm, rows, shard, config, advance, capture)
 
     run_stage(plan, make)
     if shared:
@@ -177,7 +171,7 @@ def check_room(plan: Plan, rows: Rows, token_bytes: int, max_bytes: int) -> None
 
 
 def check_disk(directory: Path, needed: int, field: str, remedy: str) -> None:
-    """Raises InputError where the disk of `directory`, which need not be there yet, can not hold `needed` bytes."""
+    """Raises InputError where the disk of `directory`, which need not be there yet, cannot hold `needed` bytes."""
     existing = next(path for path in (directory, *directory.resolve().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if needed and needed + SPARE_BYTES > free:
@@ -185,8 +179,21 @@ def check_disk(directory: Path, needed: int, field: str, remedy: str) -> None:
         raise InputError(field, found, expected, remedy)
 
 
+def read_features(lm: CausalLM, input_ids: Tensor, capture: Sequence[int] = ()) -> Tensor:
+    """States [B, T, L*H] of right-padded input_ids [B, T]; capture: which (`DraftHead.capture`)."""
+    options: dict[str, Any] = {"capture": tuple(capture)} if capture else {}
+    return lm.features(input_ids, **options)
+
+
 @torch.inference_mode()
-def read_shard(lm: CausalLM, source: Rows, shard: Shard, config: FeaturesConfig, advance: Advance) -> ShardContent:
+def read_shard(
+    lm: CausalLM,
+    source: Rows,
+    shard: Shard,
+    config: FeaturesConfig,
+    advance: Advance,
+    capture: Sequence[int] = (),
+) -> ShardContent:
     """Features of every row of a shard, in batches of like length."""
     rows = source.read(shard.start, shard.stop)
     for offset, row in enumerate(rows):
@@ -195,7 +202,7 @@ def read_shard(lm: CausalLM, source: Rows, shard: Shard, config: FeaturesConfig,
             raise InputError(f"row {shard.start + offset}", found, expected, "Make shorter ones, or use --limit.")
     tensors: dict[str, torch.Tensor] = {}
     for batch in by_length([len(row["input_ids"]) for row in rows], config.batch_size):
-        features = lm.features(pad_right([rows[i]["input_ids"] for i in batch], lm))
+        features = read_features(lm, pad_right([rows[i]["input_ids"] for i in batch], lm), capture)
         for i, padded in zip(batch, features, strict=True):
             own = padded[: len(rows[i]["input_ids"])]
             place = first_broken(own)

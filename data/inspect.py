@@ -15,13 +15,14 @@ from rich.text import Text
 from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
 from draftsmith.data.prompts import check_not_negative
 from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
+from draftsmith.data.store.reading import open_tensors
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.answers import answer_mask, answers_of, spans
 from draftsmith.data.text.turns import later_turns
 from draftsmith.modules.types import InputError
 
 KINDS = ("prompts", "responses", "acceptance", "rollouts", "features")
-PROMPT, COUNTED, REST = "dim", "bold green", "yellow"
+PROMPT, COUNTED = "dim", "bold green"
 # Lowest acceptance probability of each colour.
 BANDS = ((0.8, "green"), (0.4, "yellow"), (0.0, "red"))
 LABELS_SHOWN, DRAFTS_SHOWN = 24, 8
@@ -64,7 +65,7 @@ def open_tokenizer(manifest: Manifest, name: str | None) -> Any:
     """The tokenizer the artefact was made with.
 
     Raises:
-        InputError: it can not be found, or is another one.
+        InputError: it cannot be found, or is another one.
     """
     name = name or manifest.config.get("target")
     if not name:
@@ -87,7 +88,9 @@ def summary(directory: Path, manifest: Manifest, rows: Rows, tokenizer: Any) -> 
             table.add_row(name, text)
     table.add_row("bytes", f"{sum(entry.bytes for entry in manifest.files):,}, every hash right")
     if manifest.sampling is not None:
-        table.add_row("sampling", ", ".join(f"{name} {listed(value)}" for name, value in manifest.sampling.items()))
+        table.add_row(
+            "sampling", ", ".join(f"{name} {number_text(value)}" for name, value in manifest.sampling.items())
+        )
     for name, value in manifest.identity.items():
         text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
         table.add_row(name, str(text))
@@ -95,7 +98,7 @@ def summary(directory: Path, manifest: Manifest, rows: Rows, tokenizer: Any) -> 
     return table
 
 
-def listed(value: float | list[float]) -> str:
+def number_text(value: float | list[float]) -> str:
     """A number, or several."""
     return ", ".join(f"{one:g}" for one in value) if isinstance(value, list) else f"{value:g}"
 
@@ -237,12 +240,10 @@ def band(prob: float) -> str:
 
 def feature_note(directory: Path, row: dict[str, Any]) -> str:
     """Shape and scale of a row's features, and whether all are finite."""
-    from safetensors import safe_open
-
     from draftsmith.data.features import key
     from draftsmith.data.store import feature_codec
 
-    with safe_open(Path(directory) / row["shard"], framework="pt") as file:
+    with open_tensors(Path(directory) / row["shard"]) as file:
         features = feature_codec.read(file, key(row["row"])).float()
     finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
     return f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from draftsmith.data.models.loading import text_identity
 from draftsmith.data.progress import Advance
+from draftsmith.data.settings import RemoteCode
 from draftsmith.data.store.manifest import Field, volatile
 from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
 from draftsmith.data.store.writer import sole_writer
@@ -25,7 +26,7 @@ from draftsmith.data.text.conversations import (
     listed,
     parse_columns,
     recognise,
-    up_to_last_assistant,
+    up_to_last,
 )
 from draftsmith.data.text.sources import Row, Source, first_rows, named_split, open_source
 from draftsmith.data.text.template import (
@@ -49,7 +50,7 @@ SUPERVISED_FIELDS = (*FIELDS, Field("input_ids", "list<int32>", ("T",)), Field("
 
 
 @dataclass(frozen=True)
-class PromptsConfig:
+class PromptsConfig(RemoteCode):
     """Which prompts, for which target.
 
     Attributes:
@@ -71,9 +72,8 @@ class PromptsConfig:
         max_length: Longest prompt (supervised: conversation) in tokens, those of later turns with the answers before
             them included; 0 is the target's context.
         overlong: What happens to longer ones: an error, or dropped and counted.
-        invalid: What happens to rows that can not be used (no user turn, no text): an error, or dropped and counted.
+        invalid: What happens to rows that cannot be used (no user turn, no text): an error, or dropped and counted.
         rows_per_shard: Rows of the source in each shard.
-        trust_remote_code: Let the target's repository run its own code.
     """
 
     source: str = volatile()
@@ -92,7 +92,7 @@ class PromptsConfig:
     overlong: Literal["error", "drop"] = "error"
     invalid: Literal["error", "drop"] = "error"
     rows_per_shard: int = 4096
-    trust_remote_code: bool = volatile(False)
+    trust_remote_code: bool = volatile(False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_positive(self, "rows_per_shard")
@@ -161,7 +161,7 @@ def run(config: PromptsConfig) -> Path:
                 if index in selection.repeated:
                     raise Repeated("an id that was there before")
                 read = source.row(index)
-                row = encode(index, read, layout_of(read, mapping), tokenizer, config, context, counts)
+                row = prompt_row(index, read, layout_of(read, mapping), tokenizer, config, context, counts)
             except RowError as error:
                 drop(source.where(index), error, config, counts)
             else:
@@ -273,11 +273,11 @@ def select(source: Source, mapping: Mapping[str, str], config: PromptsConfig) ->
 
 
 def default_id(index: int) -> str:
-    """Of a row that has none."""
+    """The id of a row that has none."""
     return f"{index:07d}"
 
 
-def encode(
+def prompt_row(
     index: int,
     row: Row,
     layout: Layout,
@@ -302,7 +302,7 @@ def encode(
     }
     length = len(encoded["prompt_ids"]) + 1  # room for one token of an answer
     if config.supervised:
-        whole = up_to_last_assistant(conversation.messages)
+        whole = up_to_last("assistant", conversation.messages)
         encoded["input_ids"], encoded["loss_mask"] = supervised_ids(tokenizer, whole)
         length = len(encoded["input_ids"])
     if context is not None and length > context:

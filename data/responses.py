@@ -3,32 +3,38 @@ not text."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from draftsmith.data.answering.batched import answer_all, row_uniforms, set_threads
-from draftsmith.data.answering.server import ServerConfig
+from draftsmith.data.answering.server import ServerConfig, ServerEngine
 from draftsmith.data.models.device import pick_device
 from draftsmith.data.models.loading import load_lm, text_identity
 from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance, say
 from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
+from draftsmith.data.settings import RemoteCode, Sampling
 from draftsmith.data.store.datasets import Lists
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.shards import Plan, Rows, Shard, ShardContent, run_stage
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.text.answers import Supervision, answer_mask, spans
-from draftsmith.data.text.turns import Answer, Talk, has_later_turns, turns_tokenizer
+from draftsmith.data.text.answers import Supervision
+from draftsmith.data.text.template import check_context
+from draftsmith.data.text.turns import (
+    Answer,
+    AnswerSettings,
+    Talk,
+    Talks,
+    has_later_turns,
+    shard_content,
+    turns_tokenizer,
+)
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams
-
-Talks = Callable[[Mapping[str, Any]], Talk]
 
 FIELDS = (
     Field("id", "string"),
@@ -45,7 +51,7 @@ FIELDS = (
 
 
 @dataclass(frozen=True)
-class ResponsesConfig:
+class ResponsesConfig(RemoteCode, Sampling):
     """How the target answers.
 
     Attributes:
@@ -53,9 +59,6 @@ class ResponsesConfig:
         target: Directory or hub id of the target model, or embedded:target.
         output: Directory to write.
         engine: In process with our own batching (transformers), or through an OpenAI-compatible server (openai).
-        temperature: 0 is greedy.
-        top_k: Sample among the k most probable tokens; 0 is all.
-        top_p: Sample among the most probable tokens that hold this much probability; 1 is all.
         max_new_tokens: Longest answer, in tokens. One that it cuts is the last of its conversation.
         ignore_eos: Go on behind end tokens, up to max_new_tokens: for prompts whose own answers are too short to learn
             from. Of a conversation only the first turn is answered then.
@@ -67,7 +70,6 @@ class ResponsesConfig:
         lm_engine: How the model runs in process: lean for Llama-family weights, hf for any transformers model.
         device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
         num_threads: CPU threads; 0 is torch's own choice.
-        trust_remote_code: Let the model's repository run its own code.
         chat_template: File with the template that the prompts were made with, for later turns, where it is neither the
             tokenizer's own nor still where they had it from.
         server: Where and how to ask, for engine openai.
@@ -77,9 +79,7 @@ class ResponsesConfig:
     target: str = volatile()
     output: Path = volatile()
     engine: Literal["transformers", "openai"] = "transformers"
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float = field(default=1.0, kw_only=True)
     max_new_tokens: int = 256
     ignore_eos: bool = False
     seed: int = 0
@@ -90,18 +90,18 @@ class ResponsesConfig:
     lm_engine: Literal["auto", "lean", "hf"] = "auto"
     device: str = volatile("auto")
     num_threads: int = volatile(0)
-    trust_remote_code: bool = volatile(False)
+    trust_remote_code: bool = volatile(False, kw_only=True)
     chat_template: Path | None = volatile(None)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
         check_positive(self, "max_new_tokens", "batch_size", "rows_per_shard")
         check_not_negative(self, "limit", "num_threads")
-        _ = self.params
+        _ = self.answering
 
     @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_k, self.top_p)
+    def answering(self) -> AnswerSettings:
+        return AnswerSettings(self.target, self.sampling, self.max_new_tokens, self.ignore_eos, self.seed)
 
 
 @sole_writer(shared=True)
@@ -112,10 +112,9 @@ def run(config: ResponsesConfig) -> Path:
     prompts = Rows(config.prompts, manifest)
     num_rows = min(len(prompts), config.limit) if config.limit else len(prompts)
     if config.engine == "openai":
-        from draftsmith.data.answering.server import ServerEngine
-
-        engine = ServerEngine(config, manifest.identity["chat_template"])
-        make, target = engine.make(prompts, talks_of(config, manifest, engine.context)), engine.identity
+        engine = ServerEngine(config.server, config.answering, manifest.identity["chat_template"])
+        talks = talks_of(config, manifest, engine.context)
+        make, target = engine.make(prompts, talks, config.output), engine.identity
     else:
         device = pick_device(config.device)
         lm = load_lm(config.target, config.dtype, device, config.lm_engine, config.trust_remote_code, packed=True)
@@ -162,7 +161,7 @@ def in_process(
         shares = {id(talk): 1 / talk.turns_left for talk in held}
         while waiting := [(offset, talk) for offset, talk in enumerate(held) if talk.prompt is not None]:
             answer_turns(lm, waiting, shard.start, config, ends, lambda talk: advance(shares[id(talk)]))
-        return content([talk.held() for talk in held])
+        return shard_content([talk.held() for talk in held])
 
     return make
 
@@ -189,40 +188,10 @@ def answer_turns(
     asked = [talk.asked()["prompt_ids"] for _, talk in waiting]
     with naming([talk.asked()["id"] for _, talk in waiting]):
         answers = answer_all(
-            lm, asked, config.params, config.max_new_tokens, config.batch_size, uniforms, advance, eos_ids=ends
+            lm, asked, config.sampling, config.max_new_tokens, config.batch_size, uniforms, advance, eos_ids=ends
         )
     for (_, talk), tokens in zip(waiting, answers, strict=True):
         talk.hear(Answer(tokens, ended=tokens[-1] in ends))
-
-
-def check_context(row: int, length: int, max_position: int) -> None:
-    """Raises InputError where a prompt leaves no room for an answer."""
-    if length >= max_position:
-        remedy = "Make the prompts for this target: data prompts --overlong drop."
-        raise InputError(
-            f"prompt {row}", f"{length} tokens", f"fewer than the target's context, {max_position}", remedy
-        )
-
-
-def content(held: Sequence[Mapping[str, Any]]) -> ShardContent:
-    """The shard of conversations that were held, as `Talk.held` has them."""
-    rows = [row for talk in held for row in talk["rows"]]
-    counts: Counter[str] = Counter(count(rows))
-    for talk in held:
-        counts.update(talk["counts"])
-    return ShardContent(rows, dict(counts))
-
-
-def count(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Counts of a shard of responses."""
-    masks = [answer_mask(row) for row in rows]
-    return {
-        "tokens": sum(len(row["input_ids"]) for row in rows),
-        "answers": sum(len(spans(mask)) for mask in masks),
-        "response_tokens": sum(map(sum, masks)),
-        "ended": sum(row["ended"] for row in rows),
-        "retokenised": sum(row["retokenised"] for row in rows),
-    }
 
 
 def tell_supervision(directory: Path, manifest: Manifest) -> None:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.answering.batched import check_lengths, row_uniforms
+from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance
 from draftsmith.data.store.manifest import Field
 from draftsmith.data.store.shards import Rows, Shard, ShardContent
 from draftsmith.data.text.answers import answer_mask, spans
 from draftsmith.modules.acceptance.repeats import repeat_scores
-from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, pieces, target_states
+from draftsmith.modules.decoding.branches import BranchDrafter, BranchedText, Drafted, pieces, target_states
 from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.finite import NonFinite, first_broken
 from draftsmith.modules.sampling import row_probabilities, top_values
@@ -54,12 +55,18 @@ CHILD_FIELDS = (
 class Rollouts:
     """How to draft and label.
 
-    depth: tokens of a draft, K. stride: a draft begins at every so many tokens. sampling: drafts take them in turn; all
-    greedy, or none. children: most probable tokens of each law to label too. prob: a greedy label is p of the token at
-    temperature 1, not agreement. chunk: places whose laws are in memory at once. context: most tokens of a text and a
-    draft together.
+    drafter: what drafts; the target reads the drafts.
+    depth: tokens of a draft, K. stride: a draft begins at every so many tokens.
+    sampling: drafts take them in turn; all greedy, or none.
+    children: most probable tokens of each distribution to label too.
+    prob: a greedy label is p of the token at temperature 1, not agreement.
+    chunk: places whose distributions are in memory at once. context: most tokens of a text and a draft together.
     """
 
+    kind = "rollouts"
+
+    target: CausalLM
+    drafter: FrozenDrafter
     depth: int
     stride: int
     sampling: tuple[SamplingParams, ...]
@@ -88,60 +95,50 @@ class Rollouts:
         places = [at for first, end in spans(mask) for at in range(max(first + 1, min_start), min(end, stop))]
         return places[int(uniform * min(self.stride, len(places))) :: self.stride]
 
-
-def label_shard(
-    target: CausalLM, drafter: BranchDrafter, source: Rows, shard: Shard, advance: Advance, rollouts: Rollouts
-) -> ShardContent:
-    """Labelled drafts of every response of a shard that has room for one."""
-    rows, made = source.read(shard.start, shard.stop), []
-    check_lengths(rows, shard.start, rollouts.context)
-    text = BranchedText(target, rollouts.depth)
-    for offset, row in enumerate(rows):
-        with naming([row["id"]]):
-            labelled = label_response(target, text, drafter, row, shard.start + offset, rollouts)
-        made += [labelled] if labelled else []
-        advance(1)
-    drafts = sum(len(row["starts"]) for row in made)
-    counts = {"tokens": sum(len(row["input_ids"]) for row in made), "drafts": drafts}
-    short = shard.stop - shard.start - len(made)
-    return ShardContent(made, {**counts, "drafted_tokens": drafts * rollouts.depth, "too_short_dropped": short})
+    def label_shard(self, source: Rows, shard: Shard, advance: Advance) -> ShardContent:
+        """Labelled drafts of every response of a shard that has room for one."""
+        rows, made = source.read(shard.start, shard.stop), []
+        check_lengths(rows, shard.start, self.context)
+        text, branches = BranchedText(self.target, self.depth), self.drafter.branches(self.depth)
+        for offset, row in enumerate(rows):
+            with naming([row["id"]]):
+                labelled = label_response(text, branches, row, shard.start + offset, self)
+            made += [labelled] if labelled else []
+            advance(1)
+        drafts = sum(len(row["starts"]) for row in made)
+        counts = {"tokens": sum(len(row["input_ids"]) for row in made), "drafts": drafts}
+        short = shard.stop - shard.start - len(made)
+        return ShardContent(made, {**counts, "drafted_tokens": drafts * self.depth, "too_short_dropped": short})
 
 
 @torch.inference_mode()
 def label_response(
-    target: CausalLM, text: BranchedText, drafter: BranchDrafter, row: dict[str, Any], number: int, rollouts: Rollouts
+    text: BranchedText, branches: BranchDrafter, row: dict[str, Any], number: int, rollouts: Rollouts
 ) -> dict[str, Any] | None:
     """The artefact's row of one response, the source's `number`-th; None where no draft has room.
 
-    text: where the target reads it.
+    text: where the target reads it. branches: where the drafter does.
 
     Raises:
         NonFinite: a model's logits.
     """
-    ids, depth = row["input_ids"], rollouts.depth
+    ids, depth, target = row["input_ids"], rollouts.depth, rollouts.target
     most = -(-len(ids) // rollouts.stride)
     uniforms = torch.from_numpy(row_uniforms("rollouts", rollouts.seed, number, 1 + most * depth))
-    starts = rollouts.starts(answer_mask(row), drafter.min_start, float(uniforms[0]))
+    starts = rollouts.starts(answer_mask(row), branches.min_start, float(uniforms[0]))
     if not starts:
         return None
     count = len(starts)
     # By the row's number too, so that short responses do not all take the first.
     params = [rollouts.sampling[(number + i) % len(rollouts.sampling)] for i in range(count)]
-    text.open(ids[: starts[-1]])
-    drafter.open(ids[: starts[-1]], text.features)
     own = uniforms[1 : 1 + count * depth].view(count, depth)
-    try:
-        drafted = drafter.draft(starts, depth, params, None if rollouts.greedy else own)
-    except NonFinite as error:
-        if error.model == "eagle" and first_broken(text.features) is not None:  # which the head has read
-            error.model = "target"
-        raise
+    drafted = draft(text, branches, ids[: starts[-1]], starts, params, None if rollouts.greedy else own, rollouts)
     states = target_states(text, starts, drafted.tokens).flatten(0, 1)
     hidden, tokens = drafted.hidden.flatten(0, 1), drafted.tokens.flatten()
     every = [params[i // depth] for i in range(count * depth)]
     parts = []
     for piece in pieces(len(tokens), rollouts.chunk):
-        p_logits, q_logits = target.lm_head(states[piece]), drafter.lm_head(hidden[piece]).to(states.device)
+        p_logits, q_logits = target.lm_head(states[piece]), branches.lm_head(hidden[piece]).to(states.device)
         parts.append(label_drafts(p_logits, q_logits, tokens[piece].to(states.device), every[piece], rollouts))
     labels = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
     broken = labels["log_p"].isnan().nonzero()
@@ -156,6 +153,29 @@ def label_response(
     return {**kept_of(row), **drafts, **{name: values.flatten().numpy() for name, values in labels.items()}}
 
 
+def draft(
+    text: BranchedText,
+    branches: BranchDrafter,
+    ids: Sequence[int],
+    starts: Sequence[int],
+    params: Sequence[SamplingParams],
+    uniforms: Tensor | None,
+    rollouts: Rollouts,
+) -> Drafted:
+    """Drafts from all starts of a text [T], which target and drafter read."""
+    drafter = rollouts.drafter
+    text.open(ids)
+    features = drafter.features(ids) if drafter.capture else text.features
+    branches.open(ids, features)
+    try:
+        return branches.draft(starts, rollouts.depth, params, uniforms)
+    except NonFinite as error:
+        reads = drafter.head is not None and drafter.head.needs_features
+        if reads and features is not None and first_broken(features) is not None:
+            error.model = "target"
+        raise
+
+
 def kept_of(row: dict[str, Any]) -> dict[str, Any]:
     """What labels take over from a response."""
     kept = {name: row[name] for name in ("id", "input_ids", "prompt_length", "task")}
@@ -168,11 +188,11 @@ def label_drafts(
     """What LABELS names of N drafted tokens [N], `reached` aside, float32 [N]; of C children child_ids, child_log_q and
     child_prob [N, C] too. Logits [N, V].
 
-    Greedy laws are those at temperature 1 in log_q, log_max_q, entropy and log_p; the overlap is agreement.
+    Greedy distributions are those at temperature 1 in log_q, log_max_q, entropy and log_p; the overlap is agreement.
     """
     greedy = rollouts.greedy
-    laws = [SamplingParams(1.0)] * len(params) if greedy else params
-    p, q = (row_probabilities(logits, laws) for logits in (target_logits, draft_logits))
+    drawn = [SamplingParams(1.0)] * len(params) if greedy else params
+    p, q = (row_probabilities(logits, drawn) for logits in (target_logits, draft_logits))
     known = confidences_of(q, tokens, tokens, tokens)
     own = p.gather(-1, tokens[:, None])[:, 0]
     best = target_logits.argmax(-1, keepdim=True)

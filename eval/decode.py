@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,96 +13,70 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.models.naming import naming
+from draftsmith.data.settings import Sampling
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
-from draftsmith.eval.bench.command import longest_sequence, model_paths
-from draftsmith.eval.bench.load import LOADING, load_models, reads
-from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner, Runner
-from draftsmith.eval.bench.trace import TracedRunner, TraceFile, about
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import Named, at_least
-from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
+from draftsmith.eval.bench.load import load_models, reads
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
+from draftsmith.eval.bench.runner import EngineRunner, Runner
+from draftsmith.eval.bench.trace import TracedRunner, TraceFile, place_of
+from draftsmith.eval.settings import Answers, Running
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.drafters.chains import by_drafter, chain_methods
+from draftsmith.modules.drafters.methods import Named, parse_methods
+from draftsmith.modules.types import InputError, at_least
 
 DRAFTED, OWN = "green", "yellow"
 Policy = Literal["auto", "fixed", "threshold", "cost", "online"]
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(DraftSettings, Running, Sampling, Answers):
     """Answers one prompt and shows which of its tokens were drafted and accepted, and which the target gave itself.
 
     prompt: what to ask; `-` reads standard input.
     target: model directory, hub id or embedded:target.
-    draft: draft model, for spec, specdec++, confidence and self-verify; M1 of three-model methods.
     mid: model between draft and target, for pre-verify, pre+self-verify and hsddw.
-    eagle: EAGLE head directory, for eagle, eagle-tree and eagle2; with drafter=eagle in place of a draft model.
-    acceptance: acceptance head directory, for cost and specdec++; trained for the draft, or for the EAGLE head.
+    acceptance: acceptance head directory, for cost and specdec++; trained for what drafts.
     method: name:setting=value, as in `draftsmith eval bench`; auto drafts chains with what is given, by the policy.
     policy: when a chain ends. fixed: after five tokens. threshold: by the acceptance head and h, as SpecDec++ does.
         cost: by the head, when one more token is worth less than its time. online: the same without a head, from the
         draft's own confidence and the verdicts so far. auto: cost where a head is given, else online.
     system: a system message that goes before the prompt.
     raw: read the prompt as it is, without the chat template.
-    max_new_tokens: longest answer.
-    ignore_eos: go on after the end token, up to max_new_tokens.
-    temperature: 0 is greedy.
-    top_k: keep the k most probable tokens; 0 keeps all.
-    top_p: keep the most probable tokens of this mass; 1 keeps all.
-    dtype: float32, bfloat16, float16 or auto.
-    device: cpu, cuda, cuda:1, ...
-    engine: lean (Llama family), hf (any transformers model), or auto.
-    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
-    num_threads: CPU threads.
-    seed: of sampling.
-    trust_remote_code: run code that comes with a model.
     trace: JSON-lines file that receives a line for every round.
     """
 
     prompt: str
     target: str = "embedded:target"
-    draft: str | None = None
     mid: str | None = None
-    eagle: str | None = None
     acceptance: str | None = None
     method: str = "auto"
     policy: Policy = "auto"
     system: str | None = None
     raw: bool = False
-    max_new_tokens: int = 256
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    device: str = "cpu"
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    packed: bool = True
-    num_threads: int = 1
-    seed: int = 0
-    trust_remote_code: bool = False
+    max_new_tokens: int = field(default=256, kw_only=True)
     trace: Path | None = None
 
 
 def run(config: DecodeConfig) -> Generation:
     """Stream the answer to standard output."""
     named = choose_method(config)
-    params = SamplingParams(config.temperature, config.top_k, config.top_p)
-    for field in ("max_new_tokens", "num_threads"):
-        at_least(field, getattr(config, field), 1)
+    params = config.sampling
+    for name in ("max_new_tokens", "num_threads"):
+        at_least(name, getattr(config, name), 1)
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
     tokenizer, prompt = encode_prompt(config)
-    how = {name: getattr(config, name) for name in LOADING}
-    target = load_lm(config.target, **how)
+    target = load_lm(config.target, **config.loading)
     bench_prompt = BenchPrompt("on the command line", prompt)
     longest = longest_sequence([bench_prompt], config.max_new_tokens, target.info.max_position)
-    models = load_models([named], model_paths(config), longest, params, target, **how)
+    models = load_models([named], config.paths, longest, params, target, **config.loading)
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
     drafter = named.method.build(replace(models, ends=eos_ids))
 
@@ -121,11 +95,11 @@ def run(config: DecodeConfig) -> Generation:
 
     runner = EngineRunner(target, drafter, params, tuple(eos_ids), on_round)
     trace = TraceFile(config.trace) if config.trace is not None else None
-    place = about(named.label, config.temperature, bench_prompt)
+    place = place_of(named.label, config.temperature, bench_prompt)
     run_once: Runner = runner if trace is None else TracedRunner(place, runner, trace)
     start = time.perf_counter()
     with naming([bench_prompt.id]):
-        generation = run_once(prompt, config.max_new_tokens, config.seed)
+        (generation,) = run_once([prompt], config.max_new_tokens, [config.seed])
     elapsed = time.perf_counter() - start
     if trace is not None:
         trace.flush()
@@ -144,28 +118,26 @@ def choose_method(config: DecodeConfig) -> Named:
     named = parse_methods(text)
     if len(named) > 1:
         raise InputError("method", repr(text), "one method", "To compare several use `draftsmith eval bench`.")
-    if isinstance(named[0].method, HFGenerate | HFAssisted):
-        raise InputError("method", text, "a method of this engine", "Measure it with `draftsmith eval bench`.")
     return named[0]
 
 
 def chain_method(config: DecodeConfig) -> str:
-    """The chain of the EAGLE head or the draft model with the policy; `ar` where nothing drafts."""
-    if config.eagle is None and config.draft is None:
+    """The chain of what drafts, a head before a draft model, with the policy; `ar` where nothing drafts."""
+    given = [name for name in chain_methods() if name in config.drafters]
+    if not given:
         if config.policy != "auto":
-            found = f"{config.policy} with nothing that drafts"
-            raise InputError("policy", found, "--draft or --eagle", "Pass --draft DIR or --eagle HEAD.")
+            found = f"{config.policy} with nothing that drafts chains"
+            raise InputError("policy", found, "--draft DIR", "Pass --draft: a draft model, or a head.")
         return "ar"
     policy = config.policy
     if policy == "auto":
         policy = "online" if config.acceptance is None else "cost"
-    drafter = "draft" if config.eagle is None else "eagle"
-    if config.acceptance is not None and config.draft is not None and policy in ("threshold", "cost"):
+    drafter = given[-1]
+    if config.acceptance is not None and len(given) > 1 and policy in ("threshold", "cost"):
         drafter = reads(config.acceptance)
     if policy == "fixed":
-        return "spec" if drafter == "draft" else "eagle"
-    name = "specdec++" if policy == "threshold" else policy
-    return name if drafter == "draft" else f"{name}:drafter=eagle"
+        return chain_methods()[drafter]
+    return f"{'specdec++' if policy == 'threshold' else policy}{by_drafter(drafter)}"
 
 
 def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:

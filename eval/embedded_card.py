@@ -6,6 +6,8 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from string import Template
 from typing import Any
 
 import torch
@@ -141,7 +143,7 @@ def verbatim_samples(
 
 
 @dataclass(frozen=True)
-class Facts:
+class BuildFacts:
     """What the card says beside the scores."""
 
     sources: dict[str, str]
@@ -154,88 +156,54 @@ class Facts:
 LOOPING_BELOW = 0.7  # distinct 4-grams under which a task's greedy text counts as looping
 
 
-def render(
-    facts: Facts, scores: dict[str, dict[str, TaskScore]], samples: Sequence[tuple[Question, str, str]]
-) -> tuple[str, dict[str, Any]]:
-    """The card as Markdown, and its numbers."""
+def card_numbers(facts: BuildFacts, scores: dict[str, dict[str, TaskScore]]) -> dict[str, Any]:
+    """What card.json holds."""
     from draftsmith.data.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS
 
     numbers: dict[str, Any] = {"held_out": facts.held_out, "tasks": {}}
-    tables = []
     for draft, by_task in scores.items():
         rows = {task: score.rates() for task, score in sorted(by_task.items())}
         looping = sorted(task for task, rates in rows.items() if rates["distinct_4grams"] < LOOPING_BELOW)
-        headline = [task for task in HEADLINE_TASKS if task not in looping]
-        rows["all edits"] = total(by_task, [task for task in EDIT_TASKS if task not in looping]).rates()
-        rows["edits and explain"] = total(by_task, headline).rates()
+        for name, tasks in (("all edits", EDIT_TASKS), ("edits and explain", HEADLINE_TASKS)):
+            rows[name] = total(by_task, [task for task in tasks if task not in looping]).rates()
         numbers["tasks"][draft] = rows
         numbers["looping"] = looping
-        tables.append(f"### Target with `{draft}`\n\n{markdown_table(rows)}\n")
-    apart = ", ".join(numbers["looping"]) or "none"
-    held_out = markdown_table(facts.held_out)
-    stages = "\n".join(
+    return numbers
+
+
+def render(facts: BuildFacts, numbers: dict[str, Any], samples: Sequence[tuple[Question, str, str]]) -> str:
+    """The card as Markdown."""
+    tables = [f"### Target with `{draft}`\n\n{markdown_table(rows)}\n" for draft, rows in numbers["tasks"].items()]
+    stages = (
         f"- `{name}`: {recipe['steps']} steps of {recipe['tokens_per_step']} tokens, learning rate {recipe['lr']}"
         for name, recipe in facts.stages.items()
     )
-    sources = ", ".join(f"{name} {version}" for name, version in facts.sources.items())
-    shown = "\n".join(
+    shown = (
         f"### {question.task}\n\n````\n{prompt}\n````\n\nanswer:\n\n````\n{answer}\n````\n"
         for question, prompt, answer in samples
     )
-    card = f"""# The embedded models
-
-Small Llama models that ship with Draftsmith, so that the pipeline runs and is tested on real, trained weights without
-a download: `target` (12 layers), `draft` (2 layers), `draft-small` (1 layer), hidden size 128, one tokenizer
-(byte-level BPE, 2048 pieces), bf16. They edit short Python functions; they are instruments for measuring speculative
-decoding, not assistants. Made by `draftsmith embedded build`.
-
-## Corpus
-
-Functions of 3 to 18 lines and import blocks from {sources}; normalised with `ast.unparse`, de-duplicated by content,
-split into train, dev and test by content hash (1/32 each for dev and test). {facts.num_rows:,} chat turns,
-{facts.num_tokens / 1e6:.1f} M tokens. Licences: NOTICE.md.
-
-## Training
-
-The target grew: `seedling` (2 layers) to `sapling` (6) to `target` (12), new layers starting as identities; Muon and
-AdamW, float32, seeded, the loss on answer tokens with weight 1 and on prompt tokens with weight 0.15. Both drafts are
-distilled on the target's own answers (T=1 and greedy) to training prompts; `draft` is trained on the corpus first, and
-`draft-small` starts from the seedling's first layer. `draft` stops early on purpose: trained as long as the seedling,
-two layers come to agree with 99 % of the target's greedy tokens, which no draft of a real model does.
-
-{stages}
-
-## Held-out loss and top-1, per answer token of the dev split (edits and explanations)
-
-{held_out}
-
-## By task, on held-out functions, up to the end token
-
-alpha: mean over the target's T=1 text of sum_v min(p, q). greedy_agreement: share of equal argmaxes on the target's
-greedy text. tau: emitted tokens per target call of the greedy chain at K=5 (12 prompts a task). exact: greedy answers
-that equal the right one to the token. ended: answers that ended within {MAX_NEW_TOKENS} tokens. distinct_4grams: of the
-greedy answers. Tasks whose greedy text loops (distinct_4grams under {LOOPING_BELOW}) stay out of the two sums: {apart}.
-
-{chr(10).join(tables)}
-## Five answers, chosen by seed
-
-{shown}"""
-    return card, numbers
+    return template("MODEL_CARD.md").substitute(
+        sources=", ".join(f"{name} {version}" for name, version in facts.sources.items()),
+        num_rows=f"{facts.num_rows:,}",
+        million_tokens=f"{facts.num_tokens / 1e6:.1f}",
+        stages="\n".join(stages),
+        held_out=markdown_table(facts.held_out),
+        max_new_tokens=MAX_NEW_TOKENS,
+        looping_below=LOOPING_BELOW,
+        apart=", ".join(numbers["looping"]) or "none",
+        tables="\n".join(tables),
+        samples="\n".join(shown),
+    )
 
 
-def notice(facts: Facts) -> str:
+def notice(facts: BuildFacts) -> str:
     """The licence notice of what the models learned from and of the prompts, which contain excerpts."""
     from draftsmith.data.embedded.corpus import SOURCES
 
     rows = "\n".join(f"| {name} | {version} | {SOURCES[name]} |" for name, version in facts.sources.items())
-    return f"""# Notice
+    return template("NOTICE.md").substitute(rows=rows)
 
-`prompts.jsonl` contains short excerpts (single functions, normalised and edited) of the packages below, and the models
-in this folder were trained on such excerpts. Each row of `prompts.jsonl` names its package and licence. The copyright
-of the excerpts stays with the packages' authors; their licence texts come with their distributions. `stdlib` is
-Python's standard library, (c) Python Software Foundation.
 
-| package | version | licence |
-|---|---|---|
-{rows}
-"""
+def template(name: str) -> Template:
+    """A text of data/embedded/templates."""
+    return Template((files("draftsmith.data.embedded") / "templates" / name).read_text("utf-8"))

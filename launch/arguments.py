@@ -1,225 +1,254 @@
 """From command-line words to a frozen dataclass of settings.
 
-jsonargparse checks types, reads YAML and merges dotted overrides. Before it, `normalise` gives every word one form
-(`--name=value`, underscores), so that `--max-new-tokens 9`, `--max_new_tokens=9`, flags without a value and repeated
-lists all work, and so that a wrong name is told in our own words.
+To cyclopts a command is a function whose parameters are the fields of its dataclass: it reads words, YAML files and
+defaults into them, checks their types, explains them in --help and completes them in a shell. Ours are the shipped
+files by their names, commas in lists, `null`, `--flag true`, --print-config, --revision and the limits of numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
-import re
-import types
-import typing
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+import docstring_parser
 import yaml
+from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter, Token, convert
+from cyclopts.config import Dict
+from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
+from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
 
-from draftsmith.launch.errors import UsageError, did_you_mean, one_line, yaml_message
+from draftsmith.launch import MAX_WIDTH
+from draftsmith.launch.errors import UsageError, did_you_mean, one_line
 
 TRUTH = {"true", "false", "yes", "no", "on", "off"}
 MAX_INTEGER = 2**63 - 1  # what torch, Arrow and NumPy hold
 MAX_THREADS = 1024  # more end the process inside the threads' library, without a word of ours
+NAME_WIDTH = 30  # of a setting's name in help; longer ones are folded
+REQUIRED, SETTINGS, ALWAYS = (Group.create_ordered(name) for name in ("Required", "Settings", "Always"))
 
 
-def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[str, ...], about: str) -> Any | None:
+def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[str, ...] = ()) -> Any | None:
     """The settings that `args` describe; None when help or the configuration was printed instead.
 
     Raises UsageError for whatever the user wrote wrong.
     """
-    options = option_types(config_class)
-    owner = revised(options)
-    if owner is not None:
-        options["revision"] = str
-    if wants_help(args):
-        from draftsmith.launch.help import print_options
-
-        print_options(prog, config_class, positional, about)
-        return None
-    words = normalise(prog, args, options, positional)
-    revision = None
-    if owner is not None:
-        given = [word.partition("=")[2] for word in words if word.startswith("--revision=")]
-        revision = given[-1] if given else None
-        words = [word for word in words if not word.startswith("--revision=")]
-    for number, word in enumerate(words):
-        if word.startswith("--config="):
-            file = config_file(prog, word.removeprefix("--config="))
-            check_config_file(file, config_class)
-            words[number] = f"--config={file}"
-    config = parse_words(prog, config_class, words, options)
-    return config if revision is None or config is None else at_revision(config, str(owner), revision)
-
-
-def revised(options: Mapping[str, Any]) -> str | None:
-    """The setting whose repository --revision is of: the first of these that a command has. All other models take
-    ID@REVISION only, and so does this one in a YAML file."""
-    if "revision" in options:  # of something else
-        return None
-    return next((name for name in ("directory", "target", "draft") if name in options), None)
-
-
-def at_revision(config: Any, owner: str, revision: str) -> Any:
-    """`--target ID --revision R` is `--target ID@R`."""
-    named = getattr(config, owner)
-    if named is None or "@" in str(named) or str(named).startswith("embedded:") or Path(named).exists():
-        found = f"{revision} with --{dashed(owner)} {named}"
-        raise UsageError(f"--revision: found {found}, expected a hub id without one. Leave --revision out.")
-    return dataclasses.replace(config, **{owner: type(named)(f"{named}@{revision}")})
-
-
-def wants_help(args: Sequence[str]) -> bool:
     before = args[: args.index("--")] if "--" in args else args
-    return any(arg in {"-h", "--help"} for arg in before)
+    app = application(prog, config_class, positional, printing="--print-config" in map(dashed, before))
+    if not {"-h", "--help"}.isdisjoint(before):
+        from rich.console import Console
 
-
-def parse_words(prog: str, config_class: type, words: list[str], options: dict[str, Any]) -> Any | None:
-    """jsonargparse over words in one form."""
-    from argparse import ArgumentError
-
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(prog=prog, exit_on_error=False, add_help=False)
-    parser.add_argument("--config", action="config")
-    # jsonargparse looks the names of types up in the class' own module, where those of inherited fields need not be;
-    # so they are resolved before. (mypy takes __init__ of a class for one that a subclass may change.)
-    config_class.__init__.__annotations__.update(get_type_hints(config_class))  # type: ignore[misc]
-    parser.add_class_arguments(config_class)
-    try:
-        found = parser.parse_args(words)
-    except ArgumentError as error:
-        raise UsageError(explain(prog, str(error), options)) from error
-    except SystemExit as exit:
-        if exit.code:  # 0 after --print_config
-            raise UsageError(f"bad arguments. Run `{prog} --help`.") from exit
+        app.help_print([], console=Console(width=min(Console().width, MAX_WIDTH)))
         return None
-    # jsonargparse 4.49 renamed the method.
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-    values = instantiate(found)
-    check_numbers(found.as_dict())
-    return config_class(**{f.name: values[f.name] for f in dataclasses.fields(config_class) if f.init})
+    words = unambiguous(args, get_type_hints(config_class), positional)
+    try:
+        return app(words, exit_on_error=False, print_error=False, verbose=False)
+    except CycloptsError as error:
+        raise UsageError(f"{explain(error)} Run `{prog} --help`.") from error
 
 
-def check_numbers(settings: dict[str, Any], prefix: str = "") -> None:
+def application(prog: str, config_class: type, positional: tuple[str, ...] = (), printing: bool = False) -> App:
+    """A command as cyclopts knows it; called with words, it returns the settings.
+
+    positional: settings that may also be given without their names, in this order.
+    printing: print the settings, of which required ones may be missing.
+    """
+    settings, own = setting_parameters(config_class, positional, printing), own_parameters(config_class)
+
+    def command(*unnamed: Any, **named: Any) -> Any | None:
+        given = dict(zip(positional, unnamed, strict=False)) | named
+        asked = {parameter.name: given.pop(parameter.name, None) for parameter in own}
+        if printing:
+            print(as_yaml(defaults_of(config_class) | given), end="")
+            return None
+        config = config_class(**given)
+        return config if asked.get("revision") is None else at_revision(config, asked["revision"])
+
+    def read_files(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        names = {f"--{dashed(parameter.name)}" for parameter in own}  # no settings of a file
+        known = ArgumentCollection(argument for argument in arguments if argument.name not in names)
+        for token in reversed(arguments["--config"].tokens):  # what is set stays as it is
+            file = config_file(prog, token.value)
+            Dict(read_yaml(file), source=str(file))(app, commands, known)
+
+    command.__signature__ = inspect.Signature([*settings, *own])  # type: ignore[attr-defined]
+    return App(
+        name=prog,
+        help=one_line(described(config_class).description or ""),
+        help_formatter=DefaultFormatter(column_specs=help_columns),
+        default_command=command,
+        config=read_files,
+        help_flags=(),
+        version_flags=(),
+        result_action="return_value",
+        default_parameter=Parameter(allow_repeating=True, negative_iterable=()),
+    )
+
+
+def setting_parameters(config_class: type, positional: tuple[str, ...], printing: bool) -> list[inspect.Parameter]:
+    """The fields of a dataclass as parameters of a function, positional ones first."""
+    hints, meanings, defaults = get_type_hints(config_class), field_meanings(config_class), defaults_of(config_class)
+    parameters = {}
+    for name in field_names(config_class):
+        kind, needed = hints[name], name not in defaults
+        options: dict[str, Any] = {"help": meanings.get(name), "validator": limits(name)}
+        if is_list(kind):
+            options |= {"n_tokens": -1, "consume_multiple": 1, "json_list": False}
+            options |= {"show_default": bool(defaults.get(name)) and (lambda values: ", ".join(map(str, values)))}
+        if name != "command" and bool not in members(kind) and (is_list(kind) or type(None) in members(kind)):
+            options |= {"converter": reader(kind)}  # the words of another command stay as they are
+        if needed and printing:
+            kind, defaults[name] = kind | None, None
+        default = defaults.get(name, inspect.Parameter.empty)
+        parameters[name] = keyword(name, kind, default, REQUIRED if needed else SETTINGS, **options)
+    first = [parameters.pop(name) for name in positional]
+    return [*(p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in first), *parameters.values()]
+
+
+def own_parameters(config_class: type) -> list[inspect.Parameter]:
+    """The options of every command. --help and --debug are read before; cyclopts shows and completes them."""
+    flags = {
+        "print_config": "print the settings as YAML and stop",
+        "help": "print this and stop",
+        "debug": "show the traceback of an error",
+    }
+    files = keyword("config", list[Path] | None, None, ALWAYS, metavar="FILE", help="settings: YAML, or a shipped name")
+    plain: dict[str, Any] = {"negative": (), "show_default": False}
+    own = [keyword(name, bool, False, ALWAYS, help=text, **plain) for name, text in flags.items()]
+    owner = revised(config_class)
+    if owner is not None:
+        meaning = f"branch, tag or commit of the hub's repository {owner.upper()}; of others: ID@REVISION"
+        own.append(keyword("revision", str | None, None, SETTINGS, help=meaning))
+    return [files, *own]
+
+
+def keyword(name: str, kind: Any, default: Any, group: Group, **options: Any) -> inspect.Parameter:
+    annotation = Annotated[kind, Parameter(group=group, **options)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def help_columns(*_: Any) -> tuple[ColumnSpec, ...]:
+    """Of a table of settings: names of moderate width, and all the rest of the line for what they mean."""
+    names = ColumnSpec(renderer=NameRenderer(NAME_WIDTH), max_width=NAME_WIDTH, style="cyclopts.name")
+    return names, ColumnSpec(renderer=DescriptionRenderer(), overflow="fold")
+
+
+def field_meanings(config_class: type) -> dict[str, str]:
+    """What the docstrings of a dataclass, and of those that it extends, say of its fields."""
+    bases = [base for base in reversed(config_class.__mro__) if dataclasses.is_dataclass(base)]
+    return {entry.arg_name: one_line(entry.description or "") for base in bases for entry in described(base).params}
+
+
+def described(config_class: type) -> docstring_parser.Docstring:
+    text = inspect.getdoc(config_class) or ""
+    if "\nAttributes:\n" not in text:  # fields right behind the first paragraph
+        about, _, fields = text.partition("\n\n")
+        text = f"{about}\n\nAttributes:\n{textwrap.indent(fields, '    ')}" if fields.strip() else about
+    return docstring_parser.parse(text)
+
+
+def field_names(config_class: type) -> list[str]:
+    """Settings that are shared by keyword come last."""
+    fields = sorted(dataclasses.fields(config_class), key=lambda field: field.kw_only)
+    return [field.name for field in fields if field.init]
+
+
+def defaults_of(config_class: type) -> dict[str, Any]:
+    """Of the fields that have one."""
+    fields = dataclasses.fields(config_class)
+    made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+    given = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    return {name: (made | given)[name] for name in field_names(config_class) if name in made | given}
+
+
+def is_list(kind: Any) -> bool:
+    return any(get_origin(member) in {list, tuple} for member in members(kind))
+
+
+def members(kind: Any) -> tuple[Any, ...]:
+    """Of a union, or the type itself."""
+    return get_args(kind) if get_origin(kind) in {Union, UnionType} else (kind,)
+
+
+def reader(kind: Any) -> Callable[[Any, Sequence[Token]], Any]:
+    """What cyclopts calls with the words of a list, or of a setting that may be nothing."""
+
+    def read(plain: Any, tokens: Sequence[Token]) -> Any:
+        if [token.value for token in tokens] == ["null"] and type(None) in members(kind):
+            return None
+        items = [token.evolve(value=text) for token in tokens for text in split(token)] if is_list(kind) else tokens
+        return convert(plain, items)
+
+    return read
+
+
+def split(token: Token) -> list[str]:
+    """Items of a list in one word: with commas, or as a YAML list where they hold commas."""
+    if token.source != "cli":
+        return [token.value]
+    if token.value.startswith("["):
+        return [str(item) for item in yaml.safe_load(token.value)]
+    return [text for text in token.value.split(",") if text]
+
+
+def limits(name: str) -> Callable[[Any, Any], None]:
     """What is true of the numbers of every command: finite, within 64 bits; seeds not negative. Their own ranges are
     checked where they are used."""
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            check_numbers(value, f"{prefix}{name}.")
-        for number in value if isinstance(value, list | tuple) else (value,):
-            expected = allowed(name, number)
-            if expected is not None:
-                raise UsageError(f"--{prefix}{dashed(name)}: found {number}, expected {expected}. Correct it.")
-
-
-def allowed(name: str, value: object) -> str | None:
-    """What a setting of this name may be, where `value` is not; None where it may be `value`."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number"
-    if not isinstance(value, int):
-        return None
     least = 0 if name.endswith("seed") else -MAX_INTEGER
     most = MAX_THREADS if name == "num_threads" else MAX_INTEGER
-    return None if least <= value <= most else f"an integer from {least} to {most}"
+
+    def check(kind: Any, value: Any) -> None:
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError("Expected a finite number.")
+            if isinstance(number, int) and not least <= number <= most:
+                raise ValueError(f"Expected an integer from {least} to {most}.")
+
+    return check
 
 
-def option_types(config_class: type, prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> type of every setting, nested dataclasses included under their own names too."""
-    hints, found = get_type_hints(config_class), {}
-    for field in dataclasses.fields(config_class):
-        if field.init:
-            kind = hints[field.name]
-            found[prefix + field.name] = kind
-            if dataclasses.is_dataclass(kind):
-                found |= option_types(typing.cast(type, kind), f"{prefix}{field.name}.")
-    return found
-
-
-def normalise(prog: str, args: Sequence[str], options: dict[str, Any], positional: tuple[str, ...]) -> list[str]:
-    """Every word as `--name=value` with the dataclass' spelling; lists as one JSON value."""
+def unambiguous(args: Sequence[str], hints: Mapping[str, Any], positional: tuple[str, ...]) -> list[str]:
+    """Words as cyclopts reads them as they are meant: `--flag true` as `--flag=true`, and what begins with a dash as a
+    value behind a name or, where it is a text, as the first positional setting."""
+    flags = {f"--{dashed(name)}" for name, kind in hints.items() if bool in members(kind)}
     words: list[str] = []
-    lists: dict[str, list[str]] = {}
-    free: list[str] = []
-    literal: list[str] = []  # what follows `--`: words of another command are never split at commas
-    queue = list(args)
-
-    def value_follows() -> bool:
-        return bool(queue) and not queue[0].startswith("--")
-
-    while queue:
-        word = queue.pop(0)
+    for number, word in enumerate(args):
         if word == "--":
-            literal = queue
-            break
-        if not word.startswith("--"):
-            free.append(word)
-            continue
-        name, equals, value = word[2:].partition("=")
-        name, negated = spelling(prog, name, options)
-        kind = options.get(name, str)
-        if name == "print_config":
-            words.append(f"--print_config{equals}{value}")
-        elif is_bool(kind) and not equals:
-            explicit = queue.pop(0) if queue and queue[0].lower() in TRUTH else "true"
-            words.append(f"--{name}={'false' if negated else explicit}")
-        elif is_list(kind):
-            given = lists.setdefault(name, [])
-            given += [value] if equals else []
-            while not equals and value_follows():
-                given.append(queue.pop(0))
-            if not given:
-                raise UsageError(f"--{dashed(name)}: found nothing, expected one or more values. Write them after it.")
-        elif equals or value_follows():
-            words.append(f"--{name}={value if equals else queue.pop(0)}")
+            return [*words, *args[number:]]
+        name = dashed(words[-1]) if words and words[-1].startswith("--") and "=" not in words[-1] else None
+        hyphen = word.startswith("-") and not word.startswith("--")
+        if word.lower() in TRUTH if name in flags else hyphen and name is not None:
+            words[-1] += f"={word}"
+        elif hyphen and " " in word and positional:
+            words.append(f"--{positional[0]}={word}")
         else:
-            raise UsageError(f"--{dashed(name)}: found nothing, expected a value ({type_name(kind)}). Write it after.")
-    words += place_positionals(prog, free, literal, options, positional, lists)
-    return words + [f"--{name}={join(values)}" for name, values in lists.items()]
-
-
-def place_positionals(
-    prog: str,
-    free: list[str],
-    literal: list[str],
-    options: dict[str, Any],
-    positional: tuple[str, ...],
-    lists: dict[str, list[str]],
-) -> list[str]:
-    """Words without a name go to the settings that allow it, in order; a list takes all that remain, and those of
-    `literal` (behind the others) as they are."""
-    words, rest = [], [*free, *literal]
-    for name in positional:
-        if rest and is_list(options[name]):
-            num_literal = min(len(rest), len(literal))
-            given = lists.setdefault(name, [])
-            given += rest[: len(rest) - num_literal]
-            if num_literal:
-                lists[name] = [json.dumps([*json.loads(join(given)), *rest[-num_literal:]])]
-            rest = []
-        elif rest:
-            words.append(f"--{name}={rest.pop(0)}")
-    if rest:
-        raise UsageError(f"found {rest[0]!r} without a name, expected --name value. Run `{prog} --help`.")
+            words.append(word)
     return words
 
 
-def spelling(prog: str, typed: str, options: dict[str, Any]) -> tuple[str, bool]:
-    """The dataclass' name for what was typed, and whether it was `--no-NAME` of a flag."""
-    name = typed.replace("-", "_")
-    if name in options or name in {"config", "print_config"}:
-        return name, False
-    if name.startswith("no_") and is_bool(options.get(name[3:])):
-        return name[3:], True
-    parent, _, key = typed.partition(".")
-    parent = parent.replace("-", "_")
-    if key and get_origin(options.get(parent)) is dict:
-        return f"{parent}.{key}", False
-    shown = ["--" + dashed(option) for option in options]
-    raise UsageError(f"unknown option --{typed}.{did_you_mean('--' + typed, shown)} Run `{prog} --help` for all.")
+def revised(config_class: type) -> str | None:
+    """The setting whose repository --revision is of: the first of these that a command has. All other models take
+    ID@REVISION only, and so does this one in a YAML file."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    if "revision" in names:  # of something else
+        return None
+    return next((name for name in ("directory", "target", "draft") if name in names), None)
+
+
+def at_revision(config: Any, revision: str) -> Any:
+    """`--target ID --revision R` is `--target ID@R`."""
+    owner = str(revised(type(config)))
+    named = getattr(config, owner)
+    if named is None or "@" in str(named) or str(named).startswith("embedded:") or Path(named).exists():
+        found = f"{revision} with --{owner} {named}"
+        raise UsageError(f"--revision: found {found}, expected a hub id without one. Leave --revision out.")
+    return dataclasses.replace(config, **{owner: type(named)(f"{named}@{revision}")})
 
 
 def config_file(prog: str, name: str) -> Path:
@@ -230,11 +259,8 @@ def config_file(prog: str, name: str) -> Path:
         return file
     group = prog.split()[1] if len(prog.split()) > 1 else ""
     folders = ("train", "recipes") if group in {"train", "plan"} else (group,)
-    shipped = {
-        path.stem: path
-        for folder in folders
-        for path in (Path(__file__).parents[1] / "configs" / folder).glob("*.yaml")
-    }
+    root = Path(__file__).parents[1] / "configs"
+    shipped = {path.stem: path for folder in folders for path in (root / folder).glob("*.yaml")}
     if name.removesuffix(".yaml") in shipped:
         return shipped[name.removesuffix(".yaml")]
     what = "a directory" if file.is_dir() else "no such file"
@@ -242,80 +268,34 @@ def config_file(prog: str, name: str) -> Path:
     raise UsageError(f"--config: found {what} at {name}, expected a YAML file or a shipped one ({names}). Correct it.")
 
 
-def check_config_file(file: Path, config_class: type) -> None:
-    """A YAML mapping whose keys are settings; jsonargparse's own messages name neither file nor remedy."""
-    try:
-        content = yaml.safe_load(file.read_text("utf-8"))
-    except yaml.YAMLError as error:
-        raise UsageError(yaml_message(error, str(file))) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--config: found bytes that are not UTF-8 in {file}, expected a YAML file.") from error
+def read_yaml(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        content = yaml.safe_load(stream)
     if not isinstance(content, dict):
         raise UsageError(f"--config: found {type(content).__name__} in {file}, expected `key: value` lines.")
-    check_keys(content, config_class, str(file), "")
+    return content
 
 
-def check_keys(content: dict[str, Any], config_class: type, path: str, prefix: str) -> None:
-    hints = get_type_hints(config_class)
-    known = [field.name for field in dataclasses.fields(config_class) if field.init]
-    for key, value in content.items():
-        if str(key).split(".")[0] not in known:
-            raise UsageError(
-                f"{path}: unknown key {prefix}{key}.{did_you_mean(str(key), known)} Expected: {', '.join(known)}."
-            )
-        kind = hints.get(key)
-        if isinstance(value, dict) and dataclasses.is_dataclass(kind):
-            check_keys(value, typing.cast(type, kind), path, f"{prefix}{key}.")
+def as_yaml(settings: Mapping[str, Any]) -> str:
+    """As --config reads them."""
+    plain = json.loads(
+        json.dumps(settings, default=lambda value: vars(value) if dataclasses.is_dataclass(value) else str(value))
+    )
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
-def explain(prog: str, message: str, options: dict[str, Any]) -> str:
-    """jsonargparse's message in our form: the field, what was found, what was expected, the remedy."""
-    wrong = re.match(r'Parser key "([^"]+)":', message)
-    got = re.findall(r"Got value: (.*)", message)
-    if wrong and got and wrong[1] in options:
-        shown, kind = f"--{dashed(wrong[1])}", type_name(options[wrong[1]])
-        return one_line(f"{shown}: found {got[-1]!r}, expected {kind}. Correct it; `{prog} --help` explains it.")
-    missing = re.search(r"required: (.+)", message) or re.search(r'[Kk]ey "([^"]+)" is required', message)
-    if missing:
-        names = ", ".join("--" + dashed(name.strip()) for name in missing[1].split(","))
-        return one_line(f"{names}: found nothing, expected a value. Pass it, or set it in a --config file.")
-    return one_line(f"{message}. Run `{prog} --help`.")
+def explain(error: CycloptsError) -> str:
+    """cyclopts' message in one line, with the name of what is wrong."""
+    text = one_line(str(error))
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return f"found {error.unused_tokens[0]!r} without a name, expected --name value."
+    if isinstance(error, UnknownOptionError) and error.token.source != "cli":
+        key = str(error.token.keyword).strip("[]").replace("][", ".")
+        known = [argument.name.removeprefix("--").replace("-", "_") for argument in error.argument_collection]
+        return f"{error.token.source}: unknown key {key}.{did_you_mean(key, known)}"
+    name = error.argument.name if error.argument is not None else ""
+    return text if name.removeprefix("--").replace("-", "_") in text.replace("-", "_") else f"{name}: {text}"
 
 
 def dashed(name: str) -> str:
     return name.replace("_", "-")
-
-
-def alternatives(kind: Any) -> tuple[Any, ...]:
-    """Members of a union, or the type itself."""
-    return get_args(kind) if get_origin(kind) in {typing.Union, types.UnionType} else (kind,)
-
-
-def is_bool(kind: Any) -> bool:
-    return kind is bool
-
-
-def is_list(kind: Any) -> bool:
-    return any(get_origin(k) in {list, tuple} or k in {list, tuple} for k in alternatives(kind))
-
-
-def join(values: list[str]) -> str:
-    """Several words, or one that already is a list or a comma-separated one, as JSON."""
-    if len(values) == 1 and values[0].startswith("["):
-        return values[0]
-    return json.dumps([part for value in values for part in value.split(",") if part])
-
-
-def type_name(kind: Any) -> str:
-    """A type in words: `integer`, `path`, `float32 or bfloat16`."""
-    names = {int: "an integer", float: "a number", str: "text", bool: "true or false", Path: "a path"}
-    kinds = [k for k in alternatives(kind) if k is not type(None)]
-    words = []
-    for k in kinds:
-        if get_origin(k) is typing.Literal:
-            words += [str(value) for value in get_args(k)]
-        elif get_origin(k) in {list, tuple}:
-            words.append("a list")
-        else:
-            words.append(names.get(k, getattr(k, "__name__", str(k))))
-    return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1] if words else "nothing"

@@ -14,23 +14,22 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from draftsmith.launch.errors import wrong
-from draftsmith.launch.inner import check_command
+from draftsmith.launch.inner import Launched, check_command
 
 LOCAL = ("localhost", "127.0.0.1")
 HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 @dataclass(frozen=True)
-class DeepspeedConfig:
+class DeepspeedConfig(Launched):
     """Starts a data or train command on the machines of a hostfile: draftsmith launch deepspeed --hostfile FILE -- ...
 
     Attributes:
-        command: The command, written behind a lone --, which every process runs.
         hostfile: One machine a line, `NAME slots=GPUS`; all of them see this folder and this Python at the same path.
         num_nodes: Use only the first so many machines; 0 takes all.
         num_gpus: Processes on each machine; 0 takes all of its slots.
@@ -38,17 +37,14 @@ class DeepspeedConfig:
         master_port: Port on the first machine at which the processes meet.
     """
 
-    hostfile: Path
-    command: tuple[str, ...] = ()
+    hostfile: Path = field(kw_only=True)
     num_nodes: int = 0
     num_gpus: int = 0
     include: str = ""
     master_port: int = 29500
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "num_gpus"):
-            if getattr(self, name) < 0:
-                raise wrong(name, getattr(self, name), "0 or more", "Change it.")
+        self.check_at_least(num_nodes=0, num_gpus=0)
         if self.include and (self.num_nodes or self.num_gpus):
             raise wrong("include", repr(self.include), "nothing beside num_nodes and num_gpus", "Pass one kind.")
         if not re.fullmatch(r"[\w.@:,-]*", self.include, re.ASCII):
@@ -77,7 +73,7 @@ def arguments(config: DeepspeedConfig) -> list[str]:
     """The DeepSpeed launcher's words.
 
     Raises:
-        UsageError: the hostfile can not be used, or the current folder can not be named in a remote shell.
+        UsageError: the hostfile cannot be used, or the current folder cannot be named in a remote shell.
     """
     hosts = read_hosts(config.hostfile)
     words = [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={config.hostfile}"]

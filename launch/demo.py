@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,6 +12,8 @@ from typing import Any
 
 import yaml
 from rich.console import Console
+
+from draftsmith.launch.steps import Step, execute
 
 TARGET, DRAFT, PROMPTS = "embedded:target", "embedded:draft", "embedded:prompts"
 SPEC_K = (4, 6, 8)
@@ -51,15 +52,6 @@ class Profile:
     repeats: int
 
 
-@dataclass(frozen=True)
-class Step:
-    """One command of the pipeline. It is done when `done` exists, which its command writes last."""
-
-    title: str
-    argv: tuple[str, ...]
-    done: Path
-
-
 def load_profile(full: bool) -> Profile:
     """`quick`, with the changes of `full`."""
     raw = yaml.safe_load((files("draftsmith.configs") / "demo.yaml").read_text())
@@ -78,7 +70,7 @@ def run(config: DemoConfig) -> Path:
 
 
 def make(config: DemoConfig) -> Path:
-    """Alone in its output."""
+    """The same, alone in its output."""
     from draftsmith.eval.report.command import missing_packages
 
     profile = load_profile(config.full)
@@ -101,60 +93,36 @@ def make(config: DemoConfig) -> Path:
     return config.output
 
 
-def execute(step: Step, console: Console) -> None:
-    """Run a step's command through the command line's own parser, unless it is done."""
-    from draftsmith.launch.cli import dispatch
-
-    console.print(f"\n[bold]{step.title}[/bold]" + (" [dim](done before)[/dim]" if step.done.exists() else ""))
-    console.print(f"  draftsmith {shlex.join(step.argv)}", style="cyan", soft_wrap=True)
-    if step.done.exists():
-        return
-    started = time.monotonic()
-    code = dispatch(list(step.argv))
-    if code:  # what it found is on the screen
-        raise SystemExit(code)
-    console.print(f"  [dim]{time.monotonic() - started:.0f} s[/dim]")
-
-
-def data_steps(config: DemoConfig, profile: Profile, data: Path) -> list[Step]:
+def data_steps(config: DemoConfig, profile: Profile, sized: Path) -> list[Step]:
     """Prompts, the target's own greedy answers, labels for greedy decoding, and features."""
-    threads = ["--num_threads", str(config.num_threads)]
-    responses = ["--responses", str(data / "responses"), "--target", TARGET]
-    prompts = ["--source", PROMPTS, "--target", TARGET, "--split", "train", "--task", profile.tasks]
-    prompts += ["--limit", str(profile.train_prompts)]
-    answers = ["--prompts", str(data / "prompts"), "--target", TARGET, "--temperature", "0", "--batch_size", "128"]
-    answers += ["--max_new_tokens", str(profile.max_new_tokens), *threads]
-    labels = [*responses, "--draft", DRAFT, "--temperature", "0", *threads]
-    stages = {
-        "prompts": ("Prompts", prompts),
-        "responses": ("Responses: the target answers, greedily, as it will decode", answers),
-        "acceptance": ("Labels: which drafted tokens does the target keep?", labels),
-        "features": ("Features: the target's hidden states", [*responses, *threads]),
-    }
+
+    def stage(title: str, name: str, **settings: object) -> Step:
+        done = sized / name / "manifest.json"
+        return Step.of(title, f"data {name}", done, target=TARGET, **settings, output=sized / name)
+
+    reads = {"responses": sized / "responses", "num_threads": config.num_threads}
+    answers = {"temperature": 0, "batch_size": 128, "max_new_tokens": profile.max_new_tokens}
     return [
-        Step(title, ("data", name, *argv, "--output", str(data / name)), data / name / "manifest.json")
-        for name, (title, argv) in stages.items()
-    ]
+        stage("Prompts", "prompts", source=PROMPTS, split="train", task=profile.tasks, limit=profile.train_prompts),
+        stage("Responses: the target answers, greedily, as it will decode", "responses", prompts=sized / "prompts",
+              **answers, num_threads=config.num_threads),
+        stage("Labels: which drafted tokens does the target keep?", "acceptance", **reads, draft=DRAFT, temperature=0),
+        stage("Features: the target's hidden states", "features", **reads),
+    ]  # fmt: skip
 
 
 def training_steps(config: DemoConfig, profile: Profile, sized: Path) -> list[Step]:
     """The acceptance head for the draft, and the EAGLE head for the target."""
-    common = ("--seed", str(config.seed), "--resume", "true")
-    acceptance, eagle = sized / "acceptance-head", sized / "eagle-head"
-    train_acceptance = (
-        *("train", "acceptance", "--config", "acceptance-small"),
-        *("--data", str(sized / "acceptance"), "--draft", DRAFT),
-        *("--epochs", str(profile.acceptance_epochs), "--output", str(acceptance)),
-    )
-    train_eagle = (
-        *("train", "eagle", "--config", "eagle-small"),
-        *("--data", str(sized / "features"), "--target", TARGET),
-        *("--max_steps", str(profile.eagle_steps), "--val_every", str(profile.eagle_steps // 4)),
-        *("--output", str(eagle)),
-    )
+
+    def training(title: str, kind: str, **settings: object) -> Step:
+        output = sized / f"{kind}-head"
+        common = {"output": output, "seed": config.seed, "resume": True}
+        return Step.of(title, f"train {kind}", output / "training.json", config=f"{kind}-small", **settings, **common)
+
+    steps, epochs = profile.eagle_steps, profile.acceptance_epochs
     return [
-        Step("Acceptance head (SpecDec++)", (*train_acceptance, *common), acceptance / "training.json"),
-        Step("EAGLE head", (*train_eagle, *common), eagle / "training.json"),
+        training("Acceptance head (SpecDec++)", "acceptance", data=sized / "acceptance", draft=DRAFT, epochs=epochs),
+        training("EAGLE head", "eagle", data=sized / "features", target=TARGET, max_steps=steps, val_every=steps // 4),
     ]
 
 
@@ -162,29 +130,26 @@ def bench_step(
     config: DemoConfig, profile: Profile, sized: Path, split: str, methods: Sequence[str], limit: int, repeats: int
 ) -> Step:
     """Methods against each other on held-out prompts, answers to the end token."""
-    argv = (
-        *("eval", "bench", "--target", TARGET, "--draft", DRAFT),
-        *("--acceptance", str(sized / "acceptance-head" / "best"), "--eagle", str(sized / "eagle-head" / "best")),
-        *("--methods", ",".join(methods), "--prompts", PROMPTS, "--split", split, "--keep_tasks", profile.tasks),
-        *("--limit", str(limit), "--max_new_tokens", str(profile.max_new_tokens), "--repeats", str(repeats)),
-        *("--seed", str(config.seed), "--output", str(sized / split)),
-        *(() if split == "dev" else ("--card", "true", "--traces", "1")),
-    )
     title = "Settings, chosen on the dev prompts" if split == "dev" else "Measurement on the test prompts"
-    return Step(title, argv, sized / split / "results.json")
+    heads = {"draft": [DRAFT, sized / "eagle-head" / "best"], "acceptance": sized / "acceptance-head" / "best"}
+    prompts = {"prompts": PROMPTS, "split": split, "keep_tasks": profile.tasks, "limit": limit}
+    how = {"max_new_tokens": profile.max_new_tokens, "repeats": repeats, "seed": config.seed}
+    more = {} if split == "dev" else {"card": True, "traces": 1}
+    return Step.of(title, "eval bench", sized / split / "results.json", target=TARGET, **heads,
+                methods=methods, **prompts, **how, output=sized / split, **more)  # fmt: skip
 
 
 def export_step(sized: Path) -> Step:
     """The EAGLE head as vLLM loads it, read back by vLLM's rules."""
-    argv = ("export", "--format", "vllm", "--head", str(sized / "eagle-head" / "best"), "--output", str(sized / "vllm"))
-    return Step("The EAGLE head for vLLM, checked", argv, sized / "vllm" / "README.md")
+    head, output = sized / "eagle-head" / "best", sized / "vllm"
+    title = "The EAGLE head for vLLM, checked"
+    return Step.of(title, "export", output / "README.md", format="vllm", head=head, output=output)
 
 
 def page_step(sized: Path) -> Step:
     """The measurement as a page to look at, with an answer of each task round by round."""
     page = sized / "report.html"
-    argv = ("eval", "report", str(sized / "test"), "--title", "Draftsmith demo", "--output", str(page))
-    return Step("The report", argv, page)
+    return Step.of("The report", "eval report", page, runs=sized / "test", title="Draftsmith demo", output=page)
 
 
 def dev_methods() -> list[str]:

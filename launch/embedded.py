@@ -68,7 +68,7 @@ def make(config: BuildConfig) -> Path:
     from draftsmith.data.models.loading import load_lm
     from draftsmith.data.store.files import make_directory
     from draftsmith.modules.targets.llama import LlamaLM
-    from draftsmith.train.embedded import DRAFTS, train_draft, train_target
+    from draftsmith.train.embedded import DRAFTS, Builder
 
     torch.set_num_threads(config.num_threads)
     make_directory(config.work)
@@ -82,16 +82,14 @@ def make(config: BuildConfig) -> Path:
     rows = training_rows(turns, tokenizer, config.seed)
     dev = fitting([t for t in turns if t.split == "dev" and t.task != "complete"], tokenizer)
     log(f"{len(rows)} training rows, {sum(len(row.ids) for row in rows) / 1e6:.1f} M tokens")
-    pad = tokenizer.pad_token_id
-    export_model(
-        train_target(config.work, rows, dev, len(tokenizer), pad, config.seed, log), config.output / "target", tokenizer
-    )
+    builder = Builder(config.work, dev, tokenizer.pad_token_id, config.seed, log)
+    export_model(builder.target(rows, len(tokenizer)), config.output / "target", tokenizer)
     # From here on the target is what ships: bf16 weights, read back.
     target = load_lm(str(config.output / "target"))
     own_text = distillation_rows(config, turns, tokenizer, target, log)
     assert isinstance(target, LlamaLM)
     for name in DRAFTS:
-        draft = train_draft(name, config.work, target.model, rows, own_text, dev, pad, config.seed, log)
+        draft = builder.draft(name, target.model, rows, own_text)
         export_model(draft, config.output / name, tokenizer)
     write_prompts(config.output / "prompts.jsonl", turns, tokenizer, config.seed)
     write_card(config, tokenizer, dev, rows, log)
@@ -288,7 +286,7 @@ def write_card(
         recipes |= {f"{name}, start": draft.start} if draft.start is not None else {}
         recipes |= {f"{name}, distilled": draft.distil}
     stages = {name: dataclasses.asdict(recipe) for name, recipe in recipes.items()}
-    facts = embedded_card.Facts(
+    facts = embedded_card.BuildFacts(
         sources=source_versions(),
         num_rows=len(rows),
         num_tokens=sum(len(row.ids) for row in rows),
@@ -296,8 +294,8 @@ def write_card(
         held_out=held_out,
     )
     samples = embedded_card.verbatim_samples(models["target"], tokenizer, questions, config.seed)
-    card, numbers = embedded_card.render(facts, scores, samples)
-    _write(config.output / "MODEL_CARD.md", card)
+    numbers = embedded_card.card_numbers(facts, scores)
+    _write(config.output / "MODEL_CARD.md", embedded_card.render(facts, numbers, samples))
     _write(config.output / "card.json", json.dumps(numbers, indent=2) + "\n")
     _write(config.output / "NOTICE.md", embedded_card.notice(facts))
     log(f"card written to {config.output / 'MODEL_CARD.md'}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import yaml
 
@@ -60,7 +60,9 @@ def name_model(error: BaseException, config: object) -> None:
     """Where a model's numbers are none: what the user passed as that model."""
     finite = sys.modules.get("draftsmith.modules.finite")  # see `_is_input_error`
     if finite is not None and isinstance(error, finite.NonFinite) and error.path is None:
-        path = getattr(config, error.model or "", None)
+        paths = getattr(config, "paths", None)  # of a command that uses drafters
+        name = error.model or ""
+        path = paths.get(name) if isinstance(paths, Mapping) else getattr(config, name, None)
         error.path = None if path is None else str(path)
 
 

@@ -6,12 +6,31 @@ All of it is checked where the launcher is called, so that a typing error costs 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from draftsmith.launch import cli
-from draftsmith.launch.errors import UsageError
+from draftsmith.launch.commands import command_name, configure, unknown_command
+from draftsmith.launch.errors import UsageError, wrong
 
 # Groups whose commands share their work out by rank, but for those that show or measure something.
-SHARED, ALONE = ("data", "train"), ("data inspect", "train throughput")
+SHARED, ALONE = ("data", "train"), ("data inspect",)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What every launcher is told.
+
+    Attributes:
+        command: The command, written behind a lone --, which every process runs. A training that may be started again
+            gets --resume added, so that it goes on from its checkpoint.
+    """
+
+    command: tuple[str, ...] = ()
+
+    def check_at_least(self, **least: int) -> None:
+        """Raises UsageError for a setting below its least value."""
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise wrong(name, getattr(self, name), f"{smallest} or more", "Change it.")
 
 
 def check_dashes(launcher: str, args: Sequence[str]) -> None:
@@ -23,7 +42,7 @@ def check_dashes(launcher: str, args: Sequence[str]) -> None:
     if "--" in args:
         return
     for start, word in enumerate(args):
-        if not word.startswith("-") and cli.command_name(args[start:]) is not None:
+        if not word.startswith("-") and command_name(args[start:]) is not None:
             before, after = " ".join(args[:start]), " ".join(args[start:])
             shown = " ".join(part for part in (f"draftsmith {launcher}", before, "--", after) if part)
             raise UsageError(f"command: found {word!r} without `--` before it. Write `{shown}`.")
@@ -35,22 +54,22 @@ def check_command(launcher: str, command: Sequence[str], num_processes: int | No
     num_processes: how many will run it; None where the launcher does not know yet, which counts as several.
 
     Raises:
-        UsageError: there is none, it is unknown, badly written, or it can not be shared out.
+        UsageError: there is none, it is unknown, badly written, or it cannot be shared out.
         InputError: its settings contradict each other.
     """
     if not command:
         example = f"draftsmith {launcher} -- train eagle --config FILE"
         raise UsageError(f"command: found nothing, expected a data or train command behind `--`: `{example}`.")
-    name = cli.command_name(command)
+    name = command_name(command)
     if name is None:
-        raise cli.unknown_command(command)
+        raise unknown_command(command)
     if name.startswith("launch "):
         raise UsageError(f"command: found {name!r}, expected a data or train command. Launch once.")
     if num_processes != 1 and (name.split()[0] not in SHARED or name in ALONE):
         remedy = f"Run `draftsmith {name}` by itself."
         raise UsageError(f"command: found {name!r} for several processes, expected a data or train command. {remedy}")
     words = [word for word in command[len(name.split()) :] if word != "--debug"]
-    return cli.configure(name, words)[1] is not None
+    return configure(name, words)[1] is not None
 
 
 def with_resume(command: Sequence[str]) -> list[str]:

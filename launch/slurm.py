@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.launch.errors import wrong
-from draftsmith.launch.inner import check_command, with_resume
+from draftsmith.launch.inner import Launched, check_command, with_resume
 
 POLL_S = 2.0
 ENDED = {
@@ -38,15 +38,13 @@ OPTION = r"--?[A-Za-z][\w-]*(=[!$-&(-\[\]-~]+)?"
 
 
 @dataclass(frozen=True)
-class SlurmConfig:
+class SlurmConfig(Launched):
     """Submits a command as a SLURM job and follows its output: draftsmith launch slurm --nodes 2 -- train ...
 
     Before the time limit a training saves and the job is put back into the queue, where it goes on; so do data stages.
     An interrupted job of yours goes on with `scontrol requeue JOB`.
 
     Attributes:
-        command: The command, written behind a lone --, which every process runs. A training gets --resume added, so
-            that it goes on from its checkpoint when the job starts again.
         nodes: Machines.
         gpus_per_node: GPUs on each; 0 asks for none.
         tasks_per_node: Processes on each; 0 is one per GPU, and one without GPUs.
@@ -65,7 +63,6 @@ class SlurmConfig:
         follow: Show the job's output until it ends; Ctrl-C stops that and not the job.
     """
 
-    command: tuple[str, ...] = ()
     nodes: int = 1
     gpus_per_node: int = 1
     tasks_per_node: int = 0
@@ -83,10 +80,9 @@ class SlurmConfig:
     follow: bool = True
 
     def __post_init__(self) -> None:
-        least = {"nodes": 1, "gpus_per_node": 0, "tasks_per_node": 0, "cpus_per_task": 0, "signal_before": 0}
-        for name, smallest in (least | {"max_restarts": 0}).items():
-            if getattr(self, name) < smallest:
-                raise wrong(name, getattr(self, name), f"{smallest} or more", "Change it.")
+        self.check_at_least(
+            nodes=1, gpus_per_node=0, tasks_per_node=0, cpus_per_task=0, signal_before=0, max_restarts=0
+        )
         for name, pattern in {"partition": NAME, "account": NAME, "job_name": NAME, "mem": r"\d+[KMGT]?"}.items():
             value = getattr(self, name)
             if value is not None and not re.fullmatch(pattern, value, re.ASCII):

@@ -5,25 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from draftsmith.launch.demo import Step, execute
+from draftsmith.launch.steps import Step, execute
 
 if TYPE_CHECKING:
-    from draftsmith.eval.studies.specdecpp.study import SpecDecPPConfig, Study
+    from draftsmith.eval.studies.specdecpp.study import LoadedStudy, SpecDecPPConfig
 
 STARTED = "settings.json"
-
-
-def __getattr__(name: str) -> Any:
-    """The class of settings, which the measuring part owns: nothing of it is loaded before it is asked for."""
-    if name == "SpecDecPPConfig":
-        from draftsmith.eval.studies.specdecpp.study import SpecDecPPConfig
-
-        return SpecDecPPConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def run(config: SpecDecPPConfig) -> Path:
@@ -35,7 +26,7 @@ def run(config: SpecDecPPConfig) -> Path:
 
 
 def make(config: SpecDecPPConfig) -> Path:
-    """Alone in its output."""
+    """The same, alone in its output."""
     config = config.sized()
     begin(config)
     console = Console(highlight=False)
@@ -78,71 +69,56 @@ def label_steps(config: SpecDecPPConfig) -> list[Step]:
 
 
 def data_steps(config: SpecDecPPConfig, name: str, split: str, limit: int) -> list[Step]:
-    """Of one set of prompts."""
+    """Those of one set of prompts."""
     root = config.output / "data" / name
-    sampling = sampling_flags(config)
-    common = ["--seed", str(config.seed), "--dtype", config.dtype, "--device", config.device]
-    common += ["--num_threads", str(config.num_threads)]
-    prompts = ["--source", config.prompts, "--target", config.target, "--split", split, "--limit", str(limit)]
-    prompts += ["--task", config.keep_tasks] if config.keep_tasks else []
-    answers = ["--prompts", str(root / "prompts"), "--target", config.target, *sampling, *common]
-    answers += ["--max_new_tokens", str(config.max_new_tokens), "--batch_size", "128"]
-    labels = ["--responses", str(root / "responses"), "--target", config.target, "--draft", config.draft]
-    labels += [*sampling, *common]
-    stages = {
-        "prompts": ("Prompts", prompts),
-        "responses": ("Answers of the target", answers),
-        "acceptance": ("Labels: which drafted tokens does the target keep?", labels),
-    }
+
+    def stage(title: str, kind: str, **settings: object) -> Step:
+        done = root / kind / "manifest.json"
+        return Step.of(f"{title} ({name})", f"data {kind}", done, target=config.target, **settings, output=root / kind)
+
+    common = sampling(config) | {name: getattr(config, name) for name in ("seed", "dtype", "device", "num_threads")}
+    answers = {"prompts": root / "prompts", "max_new_tokens": config.max_new_tokens, "batch_size": 128}
     return [
-        Step(f"{title} ({name})", ("data", stage, *argv, "--output", str(root / stage)), root / stage / "manifest.json")
-        for stage, (title, argv) in stages.items()
-    ]
+        stage("Prompts", "prompts", source=config.prompts, split=split, limit=limit, task=config.keep_tasks),
+        stage("Answers of the target", "responses", **answers, **common),
+        stage("Labels: which drafted tokens does the target keep?", "acceptance", responses=root / "responses",
+              draft=config.draft, **common),
+    ]  # fmt: skip
 
 
 def training_steps(config: SpecDecPPConfig) -> list[Step]:
     """One head for every depth and weight."""
     if config.heads is not None:
         return []
-    data = config.output / "data"
-    steps = []
-    for weight in config.weights:
-        for depth in config.depths:
-            output = config.output / "heads" / f"w{weight:g}-d{depth}"
-            argv = (
-                *("train", "acceptance", "--config", "acceptance-small", "--draft", config.draft),
-                *("--data", str(data / "train" / "acceptance"), "--val", str(data / "eval" / "acceptance")),
-                *("--w_rej", str(weight), "--num_blocks", str(depth), "--epochs", str(config.epochs)),
-                *("--batch_size", str(config.batch_size), "--lr", str(config.lr)),
-                *("--seed", str(config.seed), "--num_threads", str(config.num_threads), "--track", "csv"),
-                *("--output", str(output), "--resume", "true"),
-            )
-            steps.append(Step(f"Acceptance head: w_rej {weight:g}, D {depth}", argv, output / "training.json"))
-    return steps
+    data, heads = config.output / "data", config.output / "heads"
+    common = {name: getattr(config, name) for name in ("epochs", "batch_size", "lr", "seed", "num_threads")}
+    common |= {"config": "acceptance-small", "draft": config.draft, "track": "csv", "resume": True}
+    common |= {"data": data / "train" / "acceptance", "val": data / "eval" / "acceptance"}
+    return [
+        Step.of(f"Acceptance head: w_rej {weight:g}, D {depth}", "train acceptance", output / "training.json",
+                w_rej=weight, num_blocks=depth, **common, output=output)
+        for weight in config.weights
+        for depth in config.depths
+        for output in [heads / f"w{weight:g}-d{depth}"]
+    ]  # fmt: skip
 
 
-def bench_step(study: Study, split: str, limit: int, methods: Sequence[str], head: str) -> Step:
+def bench_step(study: LoadedStudy, split: str, limit: int, methods: Sequence[str], head: str) -> Step:
     """Real decoding of these methods, with one head, one thread and its CPU time."""
-    from draftsmith.eval.studies.specdecpp.results import run_name
+    from draftsmith.eval.studies.specdecpp.found import run_name
 
     config = study.config
     output = config.output / "bench" / run_name(split, head)
-    argv = (
-        *("eval", "bench", "--target", config.target, "--draft", config.draft),
-        *("--acceptance", str(study.places[head]), "--methods", ",".join(methods)),
-        *("--prompts", config.prompts, "--split", split, "--limit", str(limit)),
-        *(("--keep_tasks", config.keep_tasks) if config.keep_tasks else ()),
-        *sampling_flags(config),
-        *("--max_new_tokens", str(config.max_new_tokens), "--repeats", str(config.repeats)),
-        *("--seed", str(config.seed), "--dtype", config.dtype, "--device", config.device, "--engine", config.engine),
-        *("--output", str(output)),
-    )
-    return Step(f"Bench on the {split} prompts, head {head}", argv, output / "results.json")
+    names = ("target", "draft", "prompts", "keep_tasks", "max_new_tokens", "repeats")
+    names += ("seed", "dtype", "device", "engine")
+    settings = {name: getattr(config, name) for name in names} | sampling(config)
+    settings |= {"acceptance": study.places[head], "methods": methods, "split": split, "limit": limit, "output": output}
+    return Step.of(f"Bench on the {split} prompts, head {head}", "eval bench", output / "results.json", **settings)
 
 
-def sampling_flags(config: SpecDecPPConfig) -> list[str]:
-    """As every stage takes them."""
-    return [f"--{key}={getattr(config, key)}" for key in ("temperature", "top_k", "top_p")]
+def sampling(config: SpecDecPPConfig) -> dict[str, object]:
+    """As every stage takes it."""
+    return {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
 
 
 def measure(config: SpecDecPPConfig, console: Console) -> None:
@@ -150,7 +126,7 @@ def measure(config: SpecDecPPConfig, console: Console) -> None:
     from draftsmith.data.progress import say
     from draftsmith.data.store.reading import read_object
     from draftsmith.eval.studies.forward_times import bench_rows, fit_forward_times
-    from draftsmith.eval.studies.specdecpp.results import Found, drafting, write_results
+    from draftsmith.eval.studies.specdecpp.found import Measurements, drafting, write_results
     from draftsmith.eval.studies.specdecpp.study import choose, dev_methods, load_study, rollouts_of
     from draftsmith.eval.studies.specdecpp.sweep import published_head, sweep
 
@@ -174,4 +150,4 @@ def measure(config: SpecDecPPConfig, console: Console) -> None:
     places = {name: config.output / "data" / name / "acceptance" for name in ("train", "eval")}
     labels = {name: place for name, place in places.items() if place.exists()}
     runs = [step.done.parent for step in tests]
-    write_results(study, Found(rollouts, reported, choice, times, dev_rows, clock, runs, labels))
+    write_results(study, Measurements(rollouts, reported, choice, times, dev_rows, clock, runs, labels))

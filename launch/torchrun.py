@@ -8,17 +8,16 @@ import sys
 from dataclasses import dataclass
 
 from draftsmith.launch.errors import wrong
-from draftsmith.launch.inner import check_command, with_resume
+from draftsmith.launch.inner import Launched, check_command, with_resume
 
 MAX_PROCESSES = 1024  # on one machine; torchrun starts whatever it is told
 
 
 @dataclass(frozen=True)
-class TorchrunConfig:
+class TorchrunConfig(Launched):
     """Starts a data or train command in many processes: draftsmith launch torchrun --nproc-per-node 8 -- train ...
 
     Attributes:
-        command: The command, written behind a lone --, which every process runs.
         nproc_per_node: Processes on each machine, one per GPU.
         nnodes: Machines; with more than one, make the same call on each of them.
         rdzv_endpoint: HOST:PORT of the machine where the others meet; needed with several.
@@ -28,7 +27,6 @@ class TorchrunConfig:
             last checkpoint.
     """
 
-    command: tuple[str, ...] = ()
     nproc_per_node: int = 1
     nnodes: int = 1
     rdzv_endpoint: str | None = None
@@ -37,9 +35,7 @@ class TorchrunConfig:
     max_restarts: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {"nproc_per_node": 1, "nnodes": 1, "max_restarts": 0}.items():
-            if getattr(self, name) < least:
-                raise wrong(name, getattr(self, name), f"{least} or more", "Change it.")
+        self.check_at_least(nproc_per_node=1, nnodes=1, max_restarts=0)
         if self.nproc_per_node > MAX_PROCESSES:
             raise wrong("nproc_per_node", self.nproc_per_node, f"at most {MAX_PROCESSES}", "One a device is enough.")
         if self.nnodes > 1 and self.rdzv_endpoint is None:

@@ -38,73 +38,25 @@ def acceptance_loss(logit: Tensor, batch: AcceptanceBatch, w_acc: float = 1.0, w
     return LossOutput(total / count.clamp_min(1e-6), sums, dict.fromkeys(sums, count))
 
 
-def eagle_loss(
-    hidden: Tensor,
-    target_features: Tensor,
-    loss_mask: Tensor,
-    lm_head: LmHead,
-    feature_weight: float = 1.0,
-    token_weight: float = 0.1,
-) -> LossOutput:
-    """EAGLE's loss (section 4.2): feature_weight * smooth-L1(h, f) + token_weight * soft cross-entropy.
+def soft_cross_entropy(
+    lm_head: LmHead, wanted: Tensor, kept: Sequence[Tensor], hidden: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Sums over tokens of -sum_v p_v log q_v, p = softmax(lm_head(wanted)), q = softmax(lm_head(h)), of several
+    predictions h of the same N tokens; and how often p's argmax is the first, or among the three first, of the first
+    prediction's logits: totals [P], hits [2].
 
-    hidden and target_features: [B, T, H], aligned (h_t with the feature it predicts); loss_mask: [B, T] bool. Smooth-L1
-    is the mean over H, the cross-entropy is against the target's distribution at temperature 1; both are averaged over
-    the tokens of the mask.
-
-    lm_head is frozen. Logits are made for those tokens only, CHUNK_ELEMENTS of them at a time. Sums beside the losses:
-    top1 and top3, how often the target's argmax is the head's first or among its three first.
+    wanted: [N, H]. kept: [N] weights for each prediction. hidden: [N, H] each; the gradient flows to them alone, as
+    lm_head is frozen. CHUNK_ELEMENTS logits are made at a time.
     """
-    return unrolled_eagle_loss([hidden], target_features, [loss_mask], lm_head, feature_weight, token_weight)
-
-
-def unrolled_eagle_loss(
-    passes: Sequence[Tensor],
-    target_features: Tensor,
-    masks: Sequence[Tensor],
-    lm_head: LmHead,
-    feature_weight: float = 1.0,
-    token_weight: float = 0.1,
-    decay: float = 1.0,
-) -> LossOutput:
-    """`eagle_loss` of the first, second, ... step of a draft (`EagleHead.unroll`), as their weighted mean.
-
-    passes: hidden states [B, T, H] of each step. masks: [B, T] bool, the tokens that count in each; those of later
-    steps are among those of the first. decay: weight of a step relative to the one before.
-
-    Every step's sum is divided by the tokens of the first, so that the loss of a batch is exact in whatever parts it is
-    computed. The sums are those of the first step.
-    """
-    chosen = masks[0]
-    wanted = target_features[chosen]
-    kept = [mask[chosen].float() for mask in masks]
-    predicted = [hidden[chosen] for hidden in passes]
-    distance = [F.smooth_l1_loss(h.float(), wanted.float(), reduction="none").mean(-1) for h in predicted]
-    feature_totals = torch.stack([(d * keep).sum() for d, keep in zip(distance, kept, strict=True)])
-    token_totals, hits = _SoftCrossEntropy.apply(lm_head, wanted, kept, *predicted)
-    weights = torch.tensor([decay**i for i in range(len(passes))], device=wanted.device)
-    totals = feature_weight * feature_totals + token_weight * token_totals
-    count = torch.tensor(len(wanted), device=wanted.device)
-    sums = {
-        "loss": totals[0].detach(),
-        "feature_loss": feature_totals[0].detach(),
-        "token_loss": token_totals[0].detach(),
-        "top1": hits[0],
-        "top3": hits[1],
-    }
-    loss = (weights * totals).sum() / weights.sum() / count.clamp_min(1)
-    return LossOutput(loss, sums, dict.fromkeys(sums, count))
+    return _SoftCrossEntropy.apply(lm_head, wanted, kept, *hidden)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """(lm_head, wanted [N, H], kept [N] a step, hidden [N, H] a step) -> totals [steps], hits [2].
+    """`soft_cross_entropy` chunk by chunk, all predictions together, so that p is made once.
 
-    totals: sums over kept tokens of -sum_v p_v log q_v, p = softmax(lm_head(wanted)), q = softmax(lm_head(hidden)).
-    hits: how often the target's argmax is the first, or among the three first, of the first step's logits.
-
-    Chunk by chunk, all steps together, so that p is made once; and the gradient with the value: as lm_head is frozen,
-    backward needs no more of a chunk than its gradient with respect to `hidden`, [C, H] in the place of [C, V]. So
-    nothing is computed twice, and about three blocks of CHUNK_ELEMENTS exist at a time.
+    The gradient is made with the value: as lm_head is frozen, backward needs no more of a chunk than its gradient with
+    respect to `hidden`, [C, H] in the place of [C, V]. So nothing is computed twice, and about three blocks of
+    CHUNK_ELEMENTS exist at a time.
     """
 
     @staticmethod

@@ -83,3 +83,19 @@ class LossOutput:
     loss: Tensor
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, Tensor] = field(default_factory=dict)
+
+
+def at_least(name: str, value: int, smallest: int) -> None:
+    if value < smallest:
+        raise InputError(name, value, f"{smallest} or more", "Raise it.")
+
+
+def at_most(name: str, value: int, largest: int) -> None:
+    if value > largest:
+        raise InputError(name, value, f"{largest} or less", "Lower it.")
+
+
+def between(name: str, value: float, low: float, high: float) -> None:
+    """`value` lies strictly between."""
+    if not low < value < high:
+        raise InputError(name, value, f"a number between {low} and {high}", "Correct it.")

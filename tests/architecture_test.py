@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("modules", "data", "train", "eval", "configs", "launch")
+PACKAGES = ("modules", "data", "train", "eval", "configs", "launch", "benchmarks")
 
 # Package -> the packages of the project that it may import, itself included.
 ALLOWED_PACKAGES = {
@@ -21,7 +21,8 @@ ALLOWED_PACKAGES = {
     "data": {"data", "modules", "configs"},
     "train": {"train", "modules", "data", "configs"},
     "eval": {"eval", "modules", "data", "configs"},
-    "launch": set(PACKAGES),
+    "launch": set(PACKAGES) - {"benchmarks"},
+    "benchmarks": set(PACKAGES),
     "configs": {"configs"},
 }
 # Layer inside modules -> the layers it may import; `layer_of` says which file belongs where.
@@ -43,11 +44,12 @@ EFFECTS = {"argparse", "http", "io", "logging", "os", "pathlib", "shutil", "sock
 TRAIN_ONLY = {"lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "wandb"}
 # The one file outside train/ that may import the client of Weights & Biases: a report's tables and media.
 TRACKS_REPORTS = "eval/report/tracking.py"
-REPORT_PARTS = tuple(f"draftsmith.eval.report.{name}" for name in ("charts", "files", "page", "sections", "tracking"))
+DRAWING = ("benchmark", "draw", "files", "page", "sections", "tracking")
+REPORT_PARTS = tuple(f"draftsmith.eval.report.{name}" for name in DRAWING)
 REPORT_ONLY = {"altair", "vl_convert"}  # of the extra `report`; jinja2 comes with transformers too
 OPTIONAL = {"deepspeed", "httpx", "tenacity", "wandb"}  # imported in the function that needs them, everywhere
 # What the command line may import before it knows the command; everything else waits.
-LIGHT = {"jsonargparse", "rich", "yaml"}
+LIGHT = {"cyclopts", "docstring_parser", "rich", "yaml"}
 HEAVY = ("torch", "transformers", "lightning", "datasets", "deepspeed", "wandb", "pyarrow", "numpy", "safetensors")
 
 
@@ -262,7 +264,7 @@ def test_a_planted_violation_is_caught_once(path, source):
         ("train/lit.py", "import lightning\nfrom draftsmith.data.store.datasets import Features"),
         ("train/loggers.py", "def make():\n    import wandb"),
         ("eval/report/tracking.py", "def log():\n    import wandb"),
-        ("eval/report/charts.py", "import altair"),
+        ("eval/report/drawing.py", "import altair"),
         ("launch/cli.py", "import sys\nimport rich\ndef f():\n    import torch\n    from draftsmith.eval import bench"),
         ("launch/cli.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
     ],

@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import torch
+from run_models import run_models
 
-from draftsmith.eval.methods.base import Models
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_table
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
@@ -53,4 +54,4 @@ def models(broken: str | None = None, tree: bool = False) -> Models:
         spoil(eagle, *inner)
     if broken == "acceptance":
         spoil(acceptance, "out.weight", (0, 0))
-    return Models(**lms, eagle=eagle, acceptance=acceptance, capacity=CONTEXT)
+    return run_models(*lms.values(), eagle=eagle, acceptance=acceptance, capacity=CONTEXT)

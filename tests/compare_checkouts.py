@@ -27,18 +27,17 @@ def serve() -> None:
     import torch
 
     from draftsmith.data.models.loading import load_lm
-    from draftsmith.eval.bench.measure import BatchRunner, EngineRunner
     from draftsmith.eval.bench.prompts import read_prompts
-    from draftsmith.eval.methods import parse_method
-    from draftsmith.eval.methods.base import Models
+    from draftsmith.eval.bench.runner import EngineRunner
     from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+    from draftsmith.modules.drafters.methods import Models, parse_method
     from draftsmith.modules.types import SamplingParams
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     target, draft = (load_lm(f"embedded:{name}", packed=True) for name in ("target", "draft"))
     eagle = EagleHead(EagleConfig.for_target(target.config)).requires_grad_(False)
-    models = Models(target, draft, eagle=eagle, capacity=1024)
+    models = Models(target, draft, heads={"eagle": eagle}, capacity=1024)
     prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "dev", None, PROMPTS)]
     session = target.session(PROMPTS, 1024)
 
@@ -47,9 +46,11 @@ def serve() -> None:
         params = SamplingParams(0.0 if mode == "greedy" else 1.0)
         if rows:
             drafter = parse_method(method).build(models, PROMPTS)
-            BatchRunner(target, session, drafter, params, ())(prompts, NEW_TOKENS, range(PROMPTS))
+            EngineRunner(target, drafter, params, (), session=session, rows=PROMPTS)(
+                prompts, NEW_TOKENS, range(PROMPTS)
+            )
             return
-        EngineRunner(target, parse_method(method).build(models), params, ())(prompts[0], NEW_TOKENS, 0)
+        EngineRunner(target, parse_method(method).build(models), params, ())([prompts[0]], NEW_TOKENS, [0])
 
     for line in sys.stdin:
         started = time.process_time()

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from quick_heads import quick_eagle_head
+from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.base import Models
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -60,7 +60,9 @@ class World:
             return None
         if method.startswith("hf"):
             return DraftModelDrafter(self.hf_draft if method == "hf-draft" else self.draft, [FixedLength(3)], capacity)
-        models = Models(self.target, self.draft, self.mid, self.eagle, self.acceptance, capacity=capacity)
+        models = run_models(
+            self.target, self.draft, self.mid, eagle=self.eagle, acceptance=self.acceptance, capacity=capacity
+        )
         return parse_method(method).build(models)
 
     def run(

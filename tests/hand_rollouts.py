@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draftsmith.eval.replay.rollouts import Answer, ChainRollouts
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer
 
 ROOM = 50
 
@@ -19,7 +19,7 @@ def hand_rollouts(agreed: Sequence[Sequence[bool]], depth: int, seed: int = 0, h
     for number, own in enumerate(agreed):
         length = len(own)
         task = "even" if number % 2 == 0 else "odd"
-        answers.append(Answer(f"row-{number}", task, 5, list(range(length)), True, ROOM))
+        answers.append(TargetAnswer(f"row-{number}", task, 5, list(range(length)), True, ROOM))
         log_q, logits = np.log(rng.uniform(0.05, 0.99, length + depth)), rng.normal(size=length + depth)
         for start in range(1, length):
             left = list(own[start:])[:depth]

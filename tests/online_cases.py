@@ -7,7 +7,8 @@ from pathlib import Path
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import ResponsesDataset
-from draftsmith.train.eagle import TrainEagleConfig
+from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.drafter import drafter_config
 
 QUICK = {
     "lr": 3e-3,
@@ -23,9 +24,9 @@ QUICK = {
 }
 
 
-def config(artefacts, output: Path, **changes) -> TrainEagleConfig:
+def config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
     settings = {"data": artefacts.responses, "target": str(artefacts.target), "output": output, **QUICK, **changes}
-    return TrainEagleConfig(**settings)
+    return drafter_config("eagle")(**settings)
 
 
 def curve(output: Path, name: str = "train/loss") -> list[float]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, shift
-from draftsmith.modules.losses import eagle_loss
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
+from draftsmith.modules.acceptance.policies import PredictorStop, ThresholdRule
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, EagleInputs, eagle_loss, shift
 from draftsmith.modules.types import FeatureBatch
 from draftsmith.train.muon import MuonAdamW
 
@@ -34,7 +34,7 @@ def quick_eagle_head(target: Any, rows: Sequence[Sequence[int]], steps: int, bat
     for step in range(steps):
         inputs, embeds = batches[step % len(batches)]
         hidden = head(embeds, inputs.features, inputs.position_ids)
-        loss = eagle_loss(hidden, inputs.target_features, inputs.loss_mask, target.lm_head, 0.2, 1.0).loss
+        loss = eagle_loss([hidden], inputs.target_features, [inputs.loss_mask], target.lm_head, 0.2, 1.0).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -67,3 +67,10 @@ def varied_tree_head(hidden_size: int) -> AcceptanceHead:
     assert head.direct is not None
     head.direct.weight.copy_(torch.tensor([[0.5, -0.1, -0.2]]))
     return head
+
+
+def specdecpp(
+    head: AcceptanceHead, h: float, min_drafted: int, max_drafted: int, calibrated: bool = False, embed: Any = None
+) -> PredictorStop:
+    """The stop policy of SpecDec++."""
+    return PredictorStop(HeadPredictor(head, embed, calibrated), ThresholdRule(h), min_drafted, max_drafted)

@@ -55,10 +55,13 @@ def run_on_ranks(jobs: Sequence[dict[str, Any]], ranks: int, work: Path, timeout
 
 def run_job(job: dict[str, Any]) -> None:
     from draftsmith.modules.types import InputError
-    from draftsmith.train import acceptance, deepspeed, eagle
+    from draftsmith.train import deepspeed
+    from draftsmith.train.acceptance import TrainAcceptanceConfig
+    from draftsmith.train.drafter import drafter_config
+    from draftsmith.train.run import run
 
     deepspeed.KEPT_WHOLE = 0  # stage 3 partitions even the smallest tensors
-    module, name = (eagle, "TrainEagleConfig") if job["head"] == "eagle" else (acceptance, "TrainAcceptanceConfig")
+    config_class = drafter_config("eagle") if job["head"] == "eagle" else TrainAcceptanceConfig
     settings = {key: Path(value) if key in PATHS else value for key, value in job["config"].items()}
     rank, output = int(os.environ.get("RANK", 0)), settings["output"]
     if "resumes" in job:
@@ -72,7 +75,7 @@ def run_job(job: dict[str, Any]) -> None:
         if "full" in job:
             stack.enter_context(full_disk(job["full"]["from"], job["full"]["to"]))
         try:
-            module.run(getattr(module, name)(**settings))
+            run(config_class(**settings))
         except (InputError, SystemExit) as error:
             limit_files(resource.RLIM_INFINITY)
             (output / f"stopped-{rank}.txt").write_text(str(error))
@@ -106,7 +109,8 @@ def watched() -> Iterator[dict[str, Any]]:
         if not batch.last:
             return
         facts["grad_norms"].append(self.grad_norm)
-        frozen = self.target.model if hasattr(self, "target") else self.frozen
+        objective = self.objective
+        frozen = objective.target if hasattr(objective, "target") else objective.reader.drafter.lm
         frozen_params = list(frozen.model.parameters())
         facts["frozen_elements"] = sum(p.numel() for p in frozen_params)
         facts["frozen_partitioned"] = any(hasattr(p, "ds_id") for p in frozen_params)

@@ -1,4 +1,4 @@
-"""Runs made by hand for the report: a benchmark with traced rounds, a study with every kind of figure, both with text
+"""Runs made by hand for the report: a benchmark with traced rounds, studies of today and of earlier versions, with text
 that would run if it were not escaped."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftsmith.eval.report.figures import Axis, Chart, Column, Table, to_json
+from draftsmith.eval.report.tables import Column, Table, drawn_data, to_json
 
 HOSTILE = "<script>alert(1)</script>"
 METHODS = ("ar", "spec:k=3", "eagle2:nodes=4:depth=2:topk=2:value=on:rerank=on")
@@ -103,35 +103,60 @@ def _row(method: str, temperature: float) -> dict[str, Any]:
     return {"method": method, "temperature": temperature, **whole, "by_task": {task: part for task in TASKS}}
 
 
-def study_figures() -> list[Table | Chart]:
-    """Every mark, and every option of a chart, once."""
-    x, y = Axis("x", "x", ".1f"), Axis("y", "y", ".2f")
-    name = Axis("name", "a name", scale="ordinal")
-    line = [{"x": i / 5, "y": i / 5 + s / 9, "low": i / 6, "high": i / 4, "s": s} for i in range(5) for s in (1, 2)]
-    named = [
-        {"name": n, "y": i + j, "s": s}
-        for i, n in enumerate(("short", "a much longer name"))
-        for j, s in enumerate("ab")
-    ]
-    cells = [{"x": i, "y": j, "c": i * j, "p": p} for i in range(3) for j in range(4) for p in ("one", "two")]
+def rows_to_draw() -> list[dict[str, Any]]:
+    """Two panels of three rows that have what any chart of a study draws."""
+    rows = []
+    for panel in ("one", HOSTILE):
+        for i in range(3):
+            row: dict[str, Any] = dict.fromkeys(NAMED, panel) | dict.fromkeys(SERIES, "a.b[0]")
+            row |= {key: (i + 1) / 4 for key in NUMBERS} | {
+                "position": i,
+                "drafter": f"drafter {i}",
+                "setting": f"K={i}",
+            }
+            rows.append(row)
+    return rows
+
+
+NAMED = ("mode", "temperature", "scene", "panel", "task")
+SERIES = ("method", "predictor", "policy", "family", "series", "verdict", "kind", "step", "head", "id")
+NUMBERS = (
+    "k", "c", "x", "depth", "nodes", "rows", "length", "round", "start", "count", "tokens", "reached", "rounds", "low",
+    "high", "speedup", "tau", "tokens_per_s", "gain", "entropy", "share", "drafted", "accepted", "threshold",
+    "confidence", "predicted", "observed", "measured", "auc", "ece", "kl", "milliseconds", "discard_rate",
+    "verification_rate", "theory", "prompts",
+)  # fmt: skip
+
+
+def study_tables() -> list[Table]:
+    """Tables to read and tables to draw, and of each one that is empty."""
+    drawn = ("eagle2-tau-by-size", "eagle2-speed-by-size", "eagle2-acceptance-by-confidence")
     return [
         Table("best", "Best & rest", [Column("m", "method_1"), Column("n", "50 %", ".2fx"), Column("c", "count", ",")],
               [{"m": "a_b & c", "n": 1.5, "c": 1200}, {"m": HOSTILE, "n": None, "c": 7}], "A note of 5 %."),
-        Table("empty", "No rows", [Column("m", "method")], []),
-        Chart("line", "A line", "line", line, x, y, series="s", low="low", high="high", note="Read it so."),
-        Chart("diagonal", "Calibrated", "point", line, x, y, series="s", diagonal=True, size="s", facet="s"),
-        Chart("bars", "Bars", "bar", named, name, y, series="s", hover=("s",)),
-        Chart("few", "Few bars", "bar", named[:1], name, y),
-        Chart("cells", "A heatmap", "heatmap", cells, Axis("x", "x"), Axis("y", "y"), color="c", facet="p"),
-        Chart("front", "A front", "point", [{"x": 1, "y": 2, "l": HOSTILE}, {"x": 10, "y": None, "l": "left out"}],
-              Axis("x", "x", scale="log"), y, label="l"),
-        Chart("none", "Nothing", "line", [], x, y),
+        Table("empty", "No rows", [Column("m", "method")]),
+        *(drawn_data(name, rows_to_draw()) for name in drawn),
+        drawn_data("eagle2-predicted-speed", []),
     ]  # fmt: skip
 
 
 def study_run(directory: Path) -> Path:
+    return write_study(directory, {"tables": to_json(study_tables())})
+
+
+def old_study_run(directory: Path) -> Path:
+    """As earlier versions wrote them: tables, and charts that say how they are drawn; one of a name that is gone."""
+    table = to_json(study_tables()[:1])[0]
+    size = {"x": {"key": "nodes", "title": "n", "format": "", "scale": "ordinal", "zero": False}, "color": "tau"}
+    charts = [
+        {"type": "chart", "name": name, "title": f"Old {name}", "mark": "heatmap", **size, "rows": rows_to_draw()}
+        for name in ("eagle2-tau-by-size", "gone")
+    ]
+    return write_study(directory, {"figures": [{"type": "table", **table}, *charts]})
+
+
+def write_study(directory: Path, found: dict[str, Any]) -> Path:
     directory.mkdir(parents=True)
-    meta = {**META, "kind": "specdecpp"}
-    results = {"meta": meta, "figures": to_json(study_figures()), "summary": {"best_tokens_per_s": 321.5}}
+    results = {"meta": {**META, "kind": "eagle2"}, **found, "summary": {"best_tokens_per_s": 321.5}}
     (directory / "results.json").write_text(json.dumps(results))
     return directory

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from quick_heads import specdecpp
 from table_models import H, TableLM, V
 
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadJudge, SpecDecPP
-from draftsmith.modules.acceptance.policies import CostRule, JudgedStop, OnlineJudge
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
+from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
@@ -70,14 +71,14 @@ def stop_policy(name: str, seed: int, reader: TableLM):
         early = name.startswith("cost:early")
         by = "max_q" if "max_q" in name else "q"
         head = random_acceptance_head(seed, **(EARLY if early else {}))
-        judge = HeadJudge(head, reader.embed) if "cost" in name else OnlineJudge(by)
+        judge = HeadPredictor(head, reader.embed) if "cost" in name else OnlinePredictor(by)
         # Such heads say little that is right, and such drafts are seldom accepted: drafting has to be cheap.
-        return JudgedStop(judge, CostRule(0.15 if early else 0.1), min_drafted=1, max_drafted=3)
+        return PredictorStop(judge, CostRule(0.15 if early else 0.1), min_drafted=1, max_drafted=3)
     if name.startswith("specdec++early"):
-        return SpecDecPP(random_acceptance_head(seed, **EARLY), 0.6, 1, 3, calibrated=True, embed=reader.embed)
+        return specdecpp(random_acceptance_head(seed, **EARLY), 0.6, 1, 3, calibrated=True, embed=reader.embed)
     if name.startswith("specdec++"):
         head = random_acceptance_head(seed)
-        return SpecDecPP(head, h=0.6, min_drafted=1, max_drafted=3, calibrated="calibrated" in name)
+        return specdecpp(head, h=0.6, min_drafted=1, max_drafted=3, calibrated="calibrated" in name)
     if name.startswith("confidence"):
         return Confidence(0.5, 1, 3)
     return SelfVerify(3) if name.startswith("self-verify") else FixedLength(int(name[-1]))

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from draftsmith.train.checkpoints import FOLDER, STATE, all_in
+from draftsmith.train.data_module import Samples
+
+
+def fake_trainer(dataset: Any, step: int = 0) -> Any:
+    """What a `LitHead` asks of Lightning's trainer: its samples, which are all of a data set, and how far it is."""
+    samples = Samples(dataset, range(len(dataset)))
+    return SimpleNamespace(datamodule=SimpleNamespace(train=samples, val=samples), global_step=step)
 
 
 def newest_state(output: Path) -> dict[str, Any]:

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from draftsmith.data.answering.batched import set_threads
-from draftsmith.data.heads.directory import (
-    eagle_identity,
-    load_head,
-    starting_head,
-    starting_settings,
-    starting_weights,
-)
+from draftsmith.data.heads.directory import kind_at, starting_head, starting_settings, starting_weights
+from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import AcceptanceDataset, collate_acceptance
 from draftsmith.data.store.manifest import MANIFEST, Manifest, volatile
 from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
-from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, State
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
-    from draftsmith.modules.drafters.eagle.head import EagleHead
-    from draftsmith.modules.targets.base import CausalLM
-    from draftsmith.train.drafted_tokens import Reader
+    from draftsmith.train.drafted_tokens import StateReader
 
 # What a head starts with where nothing is said, by the labels it learns from: SpecDec++ section 4; and for labels of
 # real rounds what pays more (docs/acceptance.md).
@@ -66,9 +58,9 @@ class TrainAcceptanceConfig(TrainConfig):
     before the token, the token and the draft's confidence. A 128-wide draft wants lr 1e-3.
 
     Attributes:
-        draft: The draft model, frozen: the one the labels were made with.
-        eagle: The EAGLE head whose drafts were labelled, in the place of a draft model; frozen.
-        target: The target model, for eagle: it gives the features that the EAGLE head reads.
+        draft: The draft model, or the trained drafter's head, whose drafts were labelled; frozen.
+        eagle: The same as draft, for a head.
+        target: The target model, for a head: it gives what the head reads.
         init: Head directory to go on from, in the place of random weights: to fine-tune a head, also one that was
             imported or made for another draft of this width. Its blocks and inputs are then the head's; the loss
             weights are those given here.
@@ -76,9 +68,9 @@ class TrainAcceptanceConfig(TrainConfig):
         tied: Apply one block num_blocks times, as the paper's published code does. Default: off, or as in init.
         state: What the head reads of the drafter: after, its hidden state once it has read the token (SpecDec++); or
             before, the state that predicted it, and the token's embedding. Default: after, for rollouts before.
-        features: Numbers of the draft's law that it reads too, and how the token goes on with a repetition of the text;
-            [] for none. Default: none, for rollouts log_q, logit_max_q, entropy, depth and repeat (not for a tree), and
-            temperature where labels have several.
+        features: Numbers of the draft's distribution that it reads too, and how the token goes on with a repetition of
+            the text; [] for none. Default: none, for rollouts log_q, logit_max_q, entropy, depth and repeat (not for a
+            tree), and temperature where labels have several.
         width: Of the hidden layers, 0 for that of the drafter. Default: 0, for rollouts a quarter of the drafter's.
         judges: Drafted tokens of a chain, or the most probable children at each place of a tree (labels with
             --children). Default: chain.
@@ -118,40 +110,30 @@ class TrainAcceptanceConfig(TrainConfig):
             raise InputError("features", ", ".join(self.features), "each once", "Leave one out.")
 
     @property
-    def read_model(self) -> str:
-        """Path of the language model that has to be there: the draft, or the model that the EAGLE head drafts for.
+    def drafter(self) -> str:
+        """Path of what drafts: a language model, or a head.
 
         Raises:
-            InputError: none, or both kinds of drafter.
+            InputError: none, or two.
         """
         if (self.draft is None) == (self.eagle is None):
             found = "none" if self.draft is None else f"{self.draft} beside --eagle {self.eagle}"
-            raise InputError("draft", found, "one drafter", "Pass --draft, or --eagle with its --target.")
-        if self.draft is not None:
-            return self.draft
+            raise InputError("draft", found, "one drafter", "Pass --draft, and for a head its --target.")
+        return str(self.draft if self.eagle is None else self.eagle)
+
+    @property
+    def read_model(self) -> str:
+        """Path of the language model that has to be there: the draft, or the model that a head drafts for.
+
+        Raises:
+            InputError: no drafter, two, or a head without its target.
+        """
+        drafter = self.drafter
+        if self.eagle is None and kind_at(drafter) is None:
+            return drafter
         if self.target is None:
-            raise InputError("target", "none", "the model that the EAGLE head drafts for", "Pass --target.")
+            raise InputError("target", "none", f"the model that {drafter} drafts for", "Pass --target.")
         return self.target
-
-
-@sole_writer(shared=True)
-def run(config: TrainAcceptanceConfig) -> Path:
-    """Train the head; returns its directory, output/best.
-
-    Raises:
-        InputError: the artefact was made with another draft, is damaged or empty, or the output is taken.
-    """
-    # Lightning takes seconds to import, and --help needs none of it.
-    from draftsmith.train.fit import finished, fit
-    from draftsmith.train.planning.plan import announce
-
-    set_threads(config.num_threads)
-    config = filled(config)
-    done = finished(config)
-    if done is not None:
-        return done
-    announce(config)
-    return fit(*prepare(config))
 
 
 def labels_of(config: TrainAcceptanceConfig) -> tuple[Labels, Manifest | None]:
@@ -159,7 +141,8 @@ def labels_of(config: TrainAcceptanceConfig) -> tuple[Labels, Manifest | None]:
     manifest = Manifest.read(config.data) if (config.data / MANIFEST).exists() else None
     if manifest is not None:
         return ("rollouts" if manifest.kind == "rollouts" else "acceptance"), manifest
-    asked = config.eagle is not None or config.state == "before" or config.features or config.judges == "tree"
+    by_head = config.read_model != config.drafter
+    asked = by_head or config.state == "before" or config.features or config.judges == "tree"
     return ("rollouts" if asked else "acceptance"), None
 
 
@@ -179,7 +162,7 @@ def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
     defaults = dict(ROLLOUTS if labels == "rollouts" else MIXED)
     if config.judges == "tree":
         defaults["features"] = tuple(name for name in defaults["features"] if name != "repeat")
-    if labels == "rollouts" and manifest is not None and isinstance(temperature_of(manifest), list):
+    if labels == "rollouts" and manifest is not None and isinstance(label_temperature(manifest), list):
         defaults["features"] = (*defaults["features"], "temperature")
     if config.init is not None:
         settings = starting_settings(config.init, "acceptance")
@@ -188,27 +171,9 @@ def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
     return dataclasses.replace(config, **new)
 
 
-def temperature_of(manifest: Manifest) -> Any:
+def label_temperature(manifest: Manifest) -> Any:
     """A number, or a list of several."""
     return (manifest.sampling or {}).get("temperature")
-
-
-@dataclass(frozen=True)
-class FrozenDrafter:
-    """What drafted: the language model that is read, with an EAGLE head on it or not. identity: of both."""
-
-    lm: CausalLM
-    identity: dict[str, str]
-    eagle: EagleHead | None = None
-
-
-def load_drafter(config: TrainAcceptanceConfig) -> FrozenDrafter:
-    dtype, device = model_dtype(config), local_device(config)
-    lm = load_lm(config.read_model, dtype, device, config.engine, config.trust_remote_code)
-    if config.eagle is None:
-        return FrozenDrafter(lm, lm.info.identity)
-    eagle: Any = load_head(config.eagle, lm, kind="eagle")
-    return FrozenDrafter(lm, eagle_identity(config.eagle, lm), eagle)
 
 
 def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
@@ -217,13 +182,21 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     Raises:
         InputError: as `run`.
     """
+    from draftsmith.train.acceptance_objective import AcceptanceObjective
     from draftsmith.train.data_module import HeadDataModule
-    from draftsmith.train.fit import Provenance, digests, split
-    from draftsmith.train.lit_acceptance import LitAcceptance
+    from draftsmith.train.fit import Provenance, digests, train_and_val
+    from draftsmith.train.lit_head import LitHead
 
     config = filled(config)
     labels, _ = labels_of(config)
-    drafter = load_drafter(config)
+    load = functools.partial(
+        load_lm,
+        dtype=model_dtype(config),
+        device=local_device(config),
+        engine=config.engine,
+        trust_remote_code=config.trust_remote_code,
+    )
+    drafter = load_drafter(config.drafter, lambda: load(config.read_model), load)
     train, val = (open_labels(config, path, labels, drafter) for path in (config.data, config.val))
     manifest = train.manifest
     if val is not None and val.manifest.sampling != manifest.sampling:
@@ -234,15 +207,19 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
     context = drafter.lm.info.max_position
     if labels == "rollouts":  # not to be split: its drafts follow all of a text, and were made within the context
         context = max(train.lengths + (val.lengths if val is not None else []), default=0)
-    train_samples, val_samples = split(config, train, val, context)
+    train_samples, val_samples = train_and_val(config, train, val, context)
     collate = collate_rollouts if labels == "rollouts" else collate_acceptance
     data = HeadDataModule(train_samples, val_samples, collate, num_loss_tokens, config)
-    module = LitAcceptance(head, reader_of(head.config, labels, manifest, drafter), config, data.total_steps)
+    objective = AcceptanceObjective(reader_of(head.config, labels, manifest, drafter), config.calibrate)
+    module = LitHead(head, objective, config, data.total_steps)
     inputs = digests(train, val)
     if config.init is not None:
         inputs |= starting_weights(config.init)
-    made = {"labels": "rollout" if labels == "rollouts" else "mix", "mode": mode_of(manifest)}
-    made["drafter"] = "eagle" if drafter.eagle is not None else "draft"
+    made = {
+        "labels": "rollout" if labels == "rollouts" else "mix",
+        "mode": label_mode(manifest),
+        "drafter": drafter.name,
+    }
     provenance = Provenance("acceptance", inputs, drafter.identity, manifest.identity, manifest.sampling, made)
     return module, data, config, provenance
 
@@ -258,17 +235,17 @@ def open_labels(config: TrainAcceptanceConfig, path: Path | None, labels: Labels
     return AcceptanceDataset(path, config.mix, config.seed, identity)
 
 
-def mode_of(manifest: Manifest) -> str:
-    return "greedy" if temperature_of(manifest) == 0 else "sampling"
+def label_mode(manifest: Manifest) -> str:
+    return "greedy" if label_temperature(manifest) == 0 else "sampling"
 
 
-def reader_of(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest, drafter: FrozenDrafter) -> Reader:
+def reader_of(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest, drafter: FrozenDrafter) -> StateReader:
     """What makes the head's inputs of a batch."""
     from draftsmith.train.drafted_tokens import MixedText, RolloutDrafts
 
     if labels == "rollouts":
-        return RolloutDrafts(drafter.lm, head, int(manifest.config["depth"]), drafter.eagle)
-    return MixedText(drafter.lm, mode_of(manifest) == "greedy")
+        return RolloutDrafts(drafter, head, int(manifest.config["depth"]))
+    return MixedText(drafter, label_mode(manifest) == "greedy")
 
 
 def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest) -> None:

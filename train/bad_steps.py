@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError, LossOutput
-from draftsmith.train.metrics import num_ranks, total
+from draftsmith.train.metrics import gathered, sum_over_ranks
 
 # Samples that an error names.
 NAMED = 20
@@ -81,7 +81,7 @@ class BadSteps:
             NonFinite: what a frozen model gave was not finite.
         """
         marks = torch.stack([part.mark for part in self._parts])
-        bad = total(marks.isnan().any().double())
+        bad = sum_over_ranks(marks.isnan().any().double())
         known = torch.zeros_like(bad) if norm is None else norm.double()
         number, size = torch.stack([bad, known.to(bad.device)]).tolist()  # the one wait for the device
         if not number and size - size == 0:
@@ -93,12 +93,12 @@ class BadSteps:
         """Count the running step as bad. everything: no single part was bad, but their sum is."""
         bad = [part for part in self._parts if everything or bool(part.mark.isnan())]
         broken = [(model, part) for part in bad for model, mark in part.inputs.items() if bool(mark.isnan())]
-        frozen = _gathered([f"{model}\n{name(i)}" for model, part in broken for i in part.samples])
+        own = [(model, name(i)) for model, part in broken for i in part.samples]
+        frozen = list(chain.from_iterable(gathered(own)))
         if frozen:
-            model = frozen[0].split("\n")[0]
-            raise NonFinite("hidden states", model, None).of([line.split("\n", 1)[1] for line in frozen])
-        own = [name(i) for part in bad for i in part.samples]
-        self.samples += [sample for sample in dict.fromkeys(_gathered(own)) if sample not in self.samples]
+            raise NonFinite("hidden states", frozen[0][0], None).of([sample for _, sample in frozen])
+        samples = chain.from_iterable(gathered([name(i) for part in bad for i in part.samples]))
+        self.samples = list(dict.fromkeys([*self.samples, *samples]))
         self.count += 1
         if self.count > self.limit:
             more = f" and {len(self.samples) - NAMED} more" if len(self.samples) > NAMED else ""
@@ -111,15 +111,6 @@ class BadSteps:
 
     def load(self, state: dict[str, Any]) -> None:
         self.count, self.samples = state["count"], list(state["samples"])
-
-
-def _gathered(names: list[str]) -> list[str]:
-    """Those of all ranks, in order of ranks."""
-    if num_ranks() == 1:
-        return names
-    parts: list[Any] = [None] * num_ranks()
-    dist.all_gather_object(parts, names)
-    return [name for part in parts for name in part]
 
 
 def finite(output: LossOutput) -> LossOutput:

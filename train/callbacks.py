@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from torch import nn
@@ -19,6 +18,7 @@ from torch import nn
 from draftsmith.data.progress import bar, say
 from draftsmith.data.store.files import CannotWrite
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, path_of
+from draftsmith.train.config import TrainConfig
 from draftsmith.train.deepspeed import whole_head
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.metrics import is_first_process, rank
@@ -28,38 +28,46 @@ from draftsmith.train.telemetry import Telemetry
 SaveHead = Callable[[nn.Module, str, int, dict[str, float]], None]
 
 
+class HeadProbe(Protocol):
+    """A costlier measurement of the head, such as tau, which then picks best/. All ranks call it.
+
+    every: steps between measurements; they are done at validations. monitor: which of its metrics picks best/; larger
+    is better. measured: on what, in words.
+    """
+
+    every: int
+    monitor: str
+    measured: str
+
+    def __call__(self) -> dict[str, float]: ...
+
+
 class BetweenSteps(pl.Callback):
-    """Logs every `log_every` steps, validates, and keeps best/, last/ and checkpoints/.
+    """Logs every `log_every` steps, validates, and keeps best/, last/ and checkpoints/; draws a bar on a terminal.
 
     A disk that takes no more does not end the run: what was saved before stays, and is told. saved_step: of the newest
-    checkpoint. unsaved: which of best/ and last/ could not be saved when it last should have been, and why.
-
-    val_every: steps between validations. save_every: steps between saves of the last state; 0 saves with validations.
-    telemetry: what counts the steps' cost, itself a callback of the trainer.
-    probe: a costlier measurement of the head, done every `probe_every` steps (0: never); all ranks call it.
+    checkpoint. unsaved: which of best/ and last/ could not be saved when it last should have been, and why. telemetry:
+    what counts the steps' cost, a callback of the trainer that stands before this one.
     """
 
     def __init__(
         self,
-        output: Path,
+        config: TrainConfig,
+        val_every: int,
         save_head: SaveHead,
         checkpoints: Checkpoints,
-        *,
-        val_every: int,
-        log_every: int,
-        save_every: int,
-        probe: Callable[[], dict[str, float]] | None = None,
-        probe_every: int = 0,
-        telemetry: Telemetry | None = None,
+        probe: HeadProbe | None = None,
     ):
-        self.output, self.save_head, self.checkpoints = output, save_head, checkpoints
-        self.val_every, self.log_every, self.save_every = val_every, log_every, save_every
-        self.probe, self.probe_every = probe, probe_every
+        """val_every: steps between validations."""
+        self.config, self.val_every = config, val_every
+        self.save_head, self.checkpoints, self.probe = save_head, checkpoints, probe
+        self.telemetry = Telemetry()
         self.best: dict[str, float] = {}
         self.latest: dict[str, float] = {}
         self.saved_step = 0
         self.unsaved: dict[str, str] = {}
-        self.telemetry = telemetry or Telemetry()
+        self._bar = ExitStack()
+        self._advance: Callable[[float], None] = lambda amount: None
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "latest": self.latest}
@@ -68,7 +76,18 @@ class BetweenSteps(pl.Callback):
         self.best, self.latest = state_dict["best"], state_dict["latest"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, LitHead)
         self.saved_step = trainer.global_step
+        shown = sys.stderr.isatty() and rank() == 0
+        name = f"train {pl_module.head.kind}"
+        drawn = bar(name, pl_module.total_steps, "steps", trainer.global_step, enabled=shown)
+        self._advance = self._bar.enter_context(drawn)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._bar.close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._bar.close()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -77,17 +96,19 @@ class BetweenSteps(pl.Callback):
         if not batch.last:
             return
         step, final = trainer.global_step, trainer.global_step == pl_module.total_steps
-        if step % self.log_every == 0 or final:
+        if step % self.config.log_every == 0 or final:
             self._log_losses(trainer, pl_module, step)
         stopping = bool(pl_module.signal_agreed)
         validated = final or (step % self.val_every == 0 and not stopping)
         if validated:
-            self._validate(trainer, pl_module, step, final)
-        saves = step % self.save_every == 0 if self.save_every else validated
+            with whole_head(trainer, pl_module) as head:
+                self._validate(trainer, pl_module, head, step, final)
+        saves = step % self.config.save_every == 0 if self.config.save_every else validated
         if saves or final or stopping:
             self._save_last(trainer, pl_module, step)
         if stopping:
             trainer.should_stop = True
+        self._advance(1)
         self.telemetry.go_on()
 
     def _log_losses(self, trainer: pl.Trainer, module: LitHead, step: int) -> None:
@@ -96,29 +117,25 @@ class BetweenSteps(pl.Callback):
         metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
         metrics["grad_norm"] = module.grad_norm
         metrics |= {f"cost/{name}": value for name, value in self.telemetry.take(module.device).items()}
-        log(trainer, metrics, step)
+        log_metrics(trainer, metrics, step)
 
-    def _validate(self, trainer: pl.Trainer, module: LitHead, step: int, final: bool) -> None:
-        with whole_head(trainer, module) as head:
-            self._judge(trainer, module, head, step, final)
-
-    def _judge(self, trainer: pl.Trainer, module: LitHead, head: nn.Module, step: int, final: bool) -> None:
+    def _validate(self, trainer: pl.Trainer, module: LitHead, head: nn.Module, step: int, final: bool) -> None:
         head.eval()
         parts = trainer.datamodule.val_batches(trainer.global_rank, trainer.world_size)  # type: ignore[attr-defined]
         with module.autocast():
             metrics = module.validate(parts)
-        if self.probe is not None and self.probe_every and (final or step % self.probe_every == 0):
-            metrics |= self.probe()
+        probed = self.probe if self.probe is not None and (final or step % self.probe.every == 0) else None
+        metrics |= {} if probed is None else probed()
         head.train()
         self.latest = metrics
-        log(trainer, {f"val/{name}": value for name, value in metrics.items()}, step)
+        log_metrics(trainer, {f"val/{name}": value for name, value in metrics.items()}, step)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        measured = f" ({getattr(self.probe, 'measured', '')})" if "tau" in metrics else ""
+        measured = f" ({probed.measured})" if probed is not None and probed.monitor in metrics else ""
         say_on_rank_zero(f"step {step}/{module.total_steps}: {shown}{measured}")
         # What decoding reaches decides, where it is measured: a head can lose teacher-forced accuracy and gain tau.
-        probed = self.probe is not None and self.probe_every > 0
-        monitor, larger_is_better = ("tau", True) if probed else (module.monitor, module.larger_is_better)
-        sign = 1 if larger_is_better else -1
+        monitor, sign = module.objective.monitor, 1 if module.objective.larger_is_better else -1
+        if self.probe is not None:
+            monitor, sign = self.probe.monitor, 1
         if monitor in metrics and (not self.best or sign * metrics[monitor] > sign * self.best[monitor]):
             best = {**metrics, "step": float(step)}
             if not self._save_head(trainer, head, "best", step, metrics):
@@ -142,7 +159,7 @@ class BetweenSteps(pl.Callback):
         """last/ and a checkpoint, each whole or not at all."""
         with whole_head(trainer, module) as head:
             self._save_head(trainer, head, "last", step, self.latest)
-        trainer.save_checkpoint(path_of(self.output / FOLDER, step))
+        trainer.save_checkpoint(path_of(self.config.output / FOLDER, step))
         if not self._told(trainer, f"the checkpoint of step {step}", self.checkpoints.failure):
             self.saved_step = step
 
@@ -155,41 +172,13 @@ class BetweenSteps(pl.Callback):
         return failure
 
 
-def log(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+def log_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
     """To every logger, without Lightning's per-step bookkeeping of `self.log`. A full disk does not end the run."""
     for logger in trainer.loggers:
         try:
             logger.log_metrics(metrics, step)
         except (OSError, CannotWrite) as error:
             say_on_rank_zero(f"warning: could not write the metrics of step {step} ({error})")
-
-
-class ProgressBar(pl.Callback):
-    """A bar with rate and time left, on a terminal and rank 0 only; redrawn four times a second."""
-
-    def __init__(self, name: str):
-        self._name = name
-        self._stack = ExitStack()
-        self._advance: Callable[[float], None] = lambda amount: None
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, LitHead)
-        shown = sys.stderr.isatty() and rank() == 0
-        self._advance = self._stack.enter_context(
-            bar(self._name, pl_module.total_steps, "steps", trainer.global_step, enabled=shown)
-        )
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch.last:
-            self._advance(1)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stack.close()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._stack.close()
 
 
 def say_on_rank_zero(text: str) -> None:

@@ -1,13 +1,17 @@
-"""What every head's training is told: data split, optimiser, devices, rhythm. One flat page of options."""
+"""What every head's training is told: data split, optimiser, devices, rhythm; and what every drafter's is told besides.
+One flat page of options."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
+from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.data.store.manifest import volatile
+from draftsmith.modules.drafters import head_class
+from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.types import InputError
 
 TRACKERS = ("csv", "wandb", "tensorboard")
@@ -39,7 +43,7 @@ class TrainConfig:
         max_steps: Optimiser steps in all; 0 leaves it to epochs.
         batch_size: Sequences in one optimiser step, over all devices and accumulated parts together.
         tokens_per_batch: Tokens in one optimizer step, over all devices and accumulated parts, in the place of
-            batch_size, with as many whole sequences as come near to it. An EAGLE head's are laid end to end, so that
+            batch_size, with as many whole sequences as come near to it. A drafter's are laid end to end, so that
             nothing is computed on padding. 0 counts sequences.
         max_length: Longer sequences are split into pieces of so many tokens; 0 splits at the frozen model's context.
         accumulate: Parts that a step's batch is computed in, one after the other, to save memory.
@@ -148,3 +152,58 @@ class TrainConfig:
             raise InputError("betas", list(self.betas), "two numbers in [0, 1)", "Change them.")
         if not 0 <= self.seed < 2**63:
             raise InputError("seed", self.seed, "an integer from 0 to 2^63 - 1", "Change it.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainDrafterConfig(TrainConfig):
+    """`data` is what `data responses` wrote, or `data prompts --supervised`: the target reads it in the training
+    process. Or it is what `data features` wrote, which is only read.
+
+    Attributes:
+        target: The target model, frozen: the one the data was made with. It gives embedding and lm_head, and features.
+        features: Where features of responses come from: the target in every epoch (online), or in the first one, which
+            writes them for the others (cache).
+        feature_cache: Directory of the cache; several runs with one target may share it. Default: output/feature-cache.
+        feature_dtype: What the cache stores: bf16, or fp8 with a scale for each token, half the bytes.
+        target_parallel: A target larger than a device: device_map spreads its layers over the GPUs of this one process;
+            tensor splits each layer over the processes of this machine, under torchrun. Both run it by transformers.
+        init: random, or the directory of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its
+            width and vocabulary have to be this target's.
+        tau_every: Steps between measurements of tau by real decoding; 0 measures with every validation. It is measured
+            at validations, so it counts in multiples of val_every.
+        tau_prompts: Prompts to decode for it; 0 switches it off.
+        tau_data: What `data prompts` made of prompts like those that will be served. Default: held-out samples, each up
+            to one of its answers, which says little where these are shorter than what will be served.
+        tau_k: Drafted tokens a round for it.
+        tau_max_new_tokens: Longest answer for it.
+        tau_ignore_eos: Go on behind end tokens, so that every answer is that long: of answers of a few tokens tau says
+            how well their beginning is drafted.
+    """
+
+    kind: ClassVar[str]
+
+    target: str
+    features: Literal["online", "cache"] = "online"
+    feature_cache: Path | None = volatile(None)
+    feature_dtype: FeatureDtype = "bf16"
+    target_parallel: Literal["none", "device_map", "tensor"] = volatile("none")
+    init: str = "random"
+    tau_every: int = volatile(0)
+    tau_prompts: int = volatile(16)
+    tau_data: Path | None = volatile(None)
+    tau_k: int = volatile(5)
+    tau_max_new_tokens: int = volatile(64)
+    tau_ignore_eos: bool = volatile(True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_parallel != "none" and self.devices > 1:
+            remedy = "Launch with torchrun --nproc-per-node N for tensor; one process has all GPUs for device_map."
+            raise InputError("devices", self.devices, f"1 with --target-parallel {self.target_parallel}", remedy)
+        for name, least in {"tau_every": 0, "tau_prompts": 0, "tau_k": 1, "tau_max_new_tokens": 1}.items():
+            if getattr(self, name) < least:
+                raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
+
+    @property
+    def drafter(self) -> type[DraftHead]:
+        return head_class(self.kind)

@@ -242,7 +242,7 @@ def held_out(num_samples: int, share: float, seed: int = 0) -> tuple[list[int], 
     return train, val
 
 
-def fitting(dataset: Any, config: TrainConfig, context: int, overlap: int = 0) -> Any:
+def cut_to_context(dataset: Any, config: TrainConfig, context: int, overlap: int = 0) -> Any:
     """The data set with samples longer than --max-length, or than the frozen model's `context`, split and not dropped.
 
     overlap: as in `data.datasets.Pieces`.

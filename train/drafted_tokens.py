@@ -11,15 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.store.datasets import AcceptanceTokens
 from draftsmith.data.store.rollout_dataset import RolloutTokens
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig, feature_value
-from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
 from draftsmith.modules.decoding.confidence import Confidences
-from draftsmith.modules.drafters.eagle.drafting import EagleBranches
-from draftsmith.modules.drafters.eagle.head import EagleHead
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import AcceptanceBatch
 from draftsmith.train.data_module import Part
 from draftsmith.train.telemetry import features_flops, llama_of
@@ -38,14 +35,13 @@ class DraftedTokens:
     log_q: Tensor | None = None
 
 
-class Reader(Protocol):
+class StateReader(Protocol):
     """Gives a head its inputs. It holds frozen models, and none of them is a torch module's child.
 
-    lm: the draft model, or the model that an EAGLE head drafts for. weighted: tokens have weights. model: the flag of
-    what drafts, for errors.
+    drafter: what drafts. weighted: tokens have weights. model: the name of what drafts, for errors.
     """
 
-    lm: CausalLM
+    drafter: FrozenDrafter
     weighted: bool
     model: str
 
@@ -60,11 +56,10 @@ class MixedText:
     """Labels of mixed text (SpecDec++, section 3.3): the draft reads z, and its states are those after each token."""
 
     weighted = False
-    model = "draft"
 
-    def __init__(self, draft: CausalLM, greedy: bool):
-        """greedy: the labels are those of greedy decoding."""
-        self.lm, self.greedy = draft, greedy
+    def __init__(self, drafter: FrozenDrafter, greedy: bool):
+        """drafter: a language model. greedy: the labels are those of greedy decoding."""
+        self.drafter, self.lm, self.model, self.greedy = drafter, drafter.lm, drafter.name, greedy
 
     def read(self, data: AcceptanceTokens, with_log_q: bool = False) -> DraftedTokens:
         with torch.no_grad():
@@ -94,13 +89,10 @@ class RolloutDrafts:
 
     weighted = True
 
-    def __init__(self, lm: CausalLM, head: AcceptanceHeadConfig, depth: int, eagle: EagleHead | None = None):
-        """lm: the draft model, or the model that `eagle` drafts for. depth: tokens of a draft."""
-        self.lm, self.head, self.eagle = lm, head, eagle
-        self.model = "draft" if eagle is None else "eagle"
-        self.drafter: BranchDrafter = (
-            DraftModelBranches(lm, depth) if eagle is None else EagleBranches(eagle, lm, depth)
-        )
+    def __init__(self, drafter: FrozenDrafter, head: AcceptanceHeadConfig, depth: int):
+        """head: what reads. depth: tokens of a draft."""
+        self.drafter, self.head, self.model = drafter, head, drafter.name
+        self.branches = drafter.branches(depth)
 
     def read(self, data: RolloutTokens, with_log_q: bool = False) -> DraftedTokens:
         """Of a head for trees the children are the tokens, and a child weighs as much as its place."""
@@ -139,23 +131,16 @@ class RolloutDrafts:
         for text, starts in zip(data.texts, data.starts, strict=True):
             drafted = data.draft_ids[first : first + len(starts)]
             first += len(starts)
-            self.drafter.open(text[: starts[-1]], self.target_features(text[: starts[-1]]))
-            # Only a head that judges by states after the tokens needs the last one to be read.
-            states = self.drafter.states(starts, drafted if late or depth == 1 else drafted[:, :-1])
+            self.branches.open(text[: starts[-1]], self.drafter.features(text[: starts[-1]]))
+            # Only a head that predicts by states after the tokens needs the last one to be read.
+            states = self.branches.states(starts, drafted if late or depth == 1 else drafted[:, :-1])
             found.append(states[:, 1:] if late else states[:, :depth])
         # A copy, as tensors of inference mode are no inputs of a graph.
         return torch.cat(found).to(data.draft_ids.device).clone()
 
-    def target_features(self, text: Sequence[int]) -> Tensor | None:
-        """[T, H]: what an EAGLE head reads of a text; None for a draft model."""
-        if self.eagle is None:
-            return None
-        with torch.no_grad():
-            return self.lm.features(torch.tensor([text], device=self.lm.device))[0]
-
     def embeds(self, ids: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.drafter.embed(ids).to(ids.device)
+            return self.branches.embed(ids).to(ids.device)
 
     def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
         data: RolloutTokens = part.data
@@ -166,12 +151,11 @@ class RolloutDrafts:
         texts = [starts[-1] for starts in data.starts]
         levels = data.draft_ids.shape[1] - (self.head.state == "before")
         starts = [start for starts in data.starts for start in starts]
-        config = llama_of(self.lm)
+        lm, head = self.drafter.lm, self.drafter.head
+        if head is not None:
+            read = features_flops(lm, texts) if head.needs_features else 0.0
+            return read + head.branches_flops(head.config, texts, starts, levels)
+        config = llama_of(lm)
         if config is None:
-            return features_flops(self.lm, [*texts, len(starts) * levels])
-        if self.eagle is None:
-            return flops.rollouts_forward(config, texts, starts, levels)
-        head = self.eagle.config.llama
-        drafted = flops.rollouts_forward(head, texts, starts, levels)
-        fused = flops.fusion_forward(head, sum(texts) + len(starts) * levels)
-        return flops.layers_forward(config, texts) + fused + drafted
+            return features_flops(lm, [*texts, len(starts) * levels])
+        return flops.rollouts_forward(config, texts, starts, levels)

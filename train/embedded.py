@@ -10,27 +10,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from draftsmith.data.store.files import write_tensors
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.train.language_model import (
+    Batch,
     Recipe,
     TokenRow,
     batches,
     distillation_loss,
     evaluate,
-    fit,
     grow,
     init_weights,
     next_token_loss,
+    train_steps,
 )
 
 MAX_POSITION = 1024
 Log = Callable[[str], None]
+LossOf = Callable[[LlamaModel, Batch], Tensor]
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftRecipe:
     """How a draft is made.
 
     start: training on the corpus, before distillation; None takes the first layers of the target's seedling.
@@ -51,12 +54,12 @@ TARGET_STAGES = {
 # The two-layer draft stops early on purpose: trained as long as the target's seedling, two layers come to agree with
 # 99 % of its tokens, which no draft of a real model does, and leave nothing to measure.
 DRAFTS = {
-    "draft": Draft(
+    "draft": DraftRecipe(
         2,
         start=Recipe(steps=1300, decay_from=0.75, min_lr_fraction=0.1, seed=1),
         distil=Recipe(steps=100, lr=5e-4, warmup=10, decay_from=0.1, min_lr_fraction=0.03, seed=4),
     ),
-    "draft-small": Draft(
+    "draft-small": DraftRecipe(
         1, start=None, distil=Recipe(steps=400, lr=3e-3, decay_from=0.1, min_lr_fraction=0.03, seed=5)
     ),
 }
@@ -77,70 +80,60 @@ def architecture(vocab_size: int, num_layers: int) -> LlamaConfig:
     )
 
 
-def train_target(
-    work: Path, rows: Sequence[TokenRow], dev: Sequence[TokenRow], vocab_size: int, pad: int, seed: int, log: Log
-) -> LlamaModel:
-    """seedling -> sapling -> target."""
-    model: LlamaModel | None = None
-    for name, (num_layers, recipe) in TARGET_STAGES.items():
-        if model is None:
-            model = LlamaModel(architecture(vocab_size, num_layers))
-            init_weights(model, seed)
-        else:
-            model = grow(model, num_layers, seed + num_layers)
-        path = work / f"{name}.safetensors"
-        if not path.exists():
-            report = _reporter(name, recipe, model, dev, pad, log)
-            fit(model, batches(rows, recipe, pad), recipe, next_token_loss, report)
-            save_weights(model, path)
-        load_weights(model, path)
-    assert model is not None
-    return model
+@dataclass(frozen=True)
+class Builder:
+    """Trains the shipped models in a work folder. dev: held-out rows, of which a stage says how well it knows them."""
 
+    work: Path
+    dev: Sequence[TokenRow]
+    pad: int
+    seed: int
+    log: Log
 
-def train_draft(
-    name: str,
-    work: Path,
-    target: LlamaModel,
-    rows: Sequence[TokenRow],
-    own_text: Sequence[TokenRow],
-    dev: Sequence[TokenRow],
-    pad: int,
-    seed: int,
-    log: Log,
-) -> LlamaModel:
-    """A draft that knows the language from `rows` or from the seedling, distilled on text that the target wrote."""
-    plan = DRAFTS[name]
-    draft = LlamaModel(architecture(target.config.vocab_size, plan.num_layers))
-    path = work / f"{name}.safetensors"
-    if not path.exists():
-        start = work / ("seedling.safetensors" if plan.start is None else f"{name}-start.safetensors")
-        if plan.start is not None and not start.exists():
-            init_weights(draft, seed)
-            report = _reporter(f"{name}, start,", plan.start, draft, dev, pad, log)
-            fit(draft, batches(rows, plan.start, pad), plan.start, next_token_loss, report)
-            save_weights(draft, start)
-        load_weights(draft, start)
-        report = _reporter(name, plan.distil, draft, dev, pad, log)
-        fit(draft, batches(own_text, plan.distil, pad), plan.distil, distillation_loss(target), report)
-        save_weights(draft, path)
-    load_weights(draft, path)
-    return draft
+    def target(self, rows: Sequence[TokenRow], vocab_size: int) -> LlamaModel:
+        """seedling -> sapling -> target."""
+        model: LlamaModel | None = None
+        for name, (num_layers, recipe) in TARGET_STAGES.items():
+            if model is None:
+                model = LlamaModel(architecture(vocab_size, num_layers))
+                init_weights(model, self.seed)
+            else:
+                model = grow(model, num_layers, self.seed + num_layers)
+            self._stage(name, model, recipe, rows, next_token_loss)
+        assert model is not None
+        return model
 
+    def draft(
+        self, name: str, target: LlamaModel, rows: Sequence[TokenRow], own_text: Sequence[TokenRow]
+    ) -> LlamaModel:
+        """A draft that knows the language from `rows` or from the seedling, distilled on text that the target wrote."""
+        plan = DRAFTS[name]
+        draft = LlamaModel(architecture(target.config.vocab_size, plan.num_layers))
+        if plan.start is None:
+            load_weights(draft, self._path("seedling"))
+        elif not self._path(name).exists():
+            init_weights(draft, self.seed)
+            self._stage(f"{name}-start", draft, plan.start, rows, next_token_loss)
+        self._stage(name, draft, plan.distil, own_text, distillation_loss(target))
+        return draft
 
-def _reporter(
-    name: str, recipe: Recipe, model: LlamaModel, dev: Sequence[TokenRow], pad: int, log: Log
-) -> Callable[[int, float], None]:
-    """Logs the loss every 50 steps, and the held-out loss every 500 and at the end."""
+    def _stage(self, name: str, model: LlamaModel, recipe: Recipe, rows: Sequence[TokenRow], loss_of: LossOf) -> None:
+        """Train, or read what was trained; the loss is said every 50 steps, the held-out one every 500 and at last."""
 
-    def report(step: int, loss: float) -> None:
-        if step % 50 == 0:
-            log(f"{name} step {step}/{recipe.steps} loss {loss:.4f}")
-        if step % 500 == 499 or step == recipe.steps - 1:
-            held_out, top1 = evaluate(model, dev, pad)
-            log(f"{name} step {step + 1}: held-out loss {held_out:.4f}, top-1 {top1:.4f}")
+        def report(step: int, loss: float) -> None:
+            if step % 50 == 0:
+                self.log(f"{name} step {step}/{recipe.steps} loss {loss:.4f}")
+            if step % 500 == 499 or step == recipe.steps - 1:
+                held_out, top1 = evaluate(model, self.dev, self.pad)
+                self.log(f"{name} step {step + 1}: held-out loss {held_out:.4f}, top-1 {top1:.4f}")
 
-    return report
+        if not self._path(name).exists():
+            train_steps(model, batches(rows, recipe, self.pad), recipe, loss_of, report)
+            save_weights(model, self._path(name))
+        load_weights(model, self._path(name))
+
+    def _path(self, name: str) -> Path:
+        return self.work / f"{name}.safetensors"
 
 
 def save_weights(model: LlamaModel, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`train eagle --features cache`: features are written as they are first computed, and read from then on.
+"""`train NAME --features cache`: features are written as they are first computed, and read from then on.
 
 A row's name is a hash of its token ids: features depend on nothing else but the target, so the order of samples, the
 number of ranks, how samples are cut or packed, and which data set they come from do not matter. Ranks and runs may
@@ -216,13 +216,13 @@ class CachedFeatures(Dataset):
         return item if features is None else {**item, "features": features}
 
 
-def check_room(cache: FeatureCache, samples: Sequence[Samples], hidden_size: int, directory: Path) -> None:
-    """Say how much the cache will hold more, and stop before the first step where the disk can not.
+def check_cache_room(cache: FeatureCache, samples: Sequence[Samples], width: int, directory: Path) -> None:
+    """Say how much the cache will hold more, and stop before the first step where the disk cannot.
 
     Raises:
         InputError: says how many bytes are needed.
     """
     tokens = cache.missing_tokens(part.item(i, 0)["input_ids"] for part in samples for i in range(len(part)))
-    needed = tokens * feature_codec.token_bytes(hidden_size, cache.dtype)
+    needed = tokens * feature_codec.token_bytes(width, cache.dtype)
     say(f"feature cache: {cache.num_rows:,} rows in {directory}; {needed:,} bytes ({needed / 1e9:,.2f} GB) to go")
     check_disk(directory, needed, "feature_cache", "Pass --feature-cache on another disk, or --feature-dtype fp8.")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from draftsmith.data.features import read_features
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.train.feature_cache import FeatureCache
 from draftsmith.train.metrics import num_ranks, rank
@@ -16,16 +17,19 @@ from draftsmith.train.metrics import num_ranks, rank
 class FeatureSource:
     """The target's features of a batch, in its own dtype, or as a cache stores them.
 
+    capture: which states they are (`DraftHead.capture`).
     shared: the target's layers are spread over all ranks (`--target-parallel tensor`), which therefore read together:
         every rank calls this, or `join`, for each of its batches, and `finish` where ranks may have unequally many.
     """
 
-    def __init__(self, target: CausalLM, cache: FeatureCache | None = None, shared: bool = False):
-        self._target, self.cache, self.shared = target, cache, shared
+    def __init__(
+        self, target: CausalLM, capture: Sequence[int] = (), cache: FeatureCache | None = None, shared: bool = False
+    ):
+        self._target, self._capture, self.cache, self.shared = target, capture, cache, shared
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Final-norm states [B, T, H] of right-padded input_ids [B, T] with `lengths` [B] real tokens each.
+        """States [B, T, L*H] of right-padded input_ids [B, T] with `lengths` [B] real tokens each.
 
         No logits are made, and what is on padding means nothing. With a cache they are written to it, and are what
         reading them from it gives.
@@ -71,7 +75,7 @@ class FeatureSource:
         return features[start : start + ids.shape[0], : ids.shape[1]]
 
     def _read(self, input_ids: Tensor) -> Tensor:
-        return self._target.features(input_ids.to(self._target.device)).to(input_ids.device)
+        return read_features(self._target, input_ids.to(self._target.device), self._capture).to(input_ids.device)
 
     def _stored(self, input_ids: Tensor, lengths: Sequence[int], features: Tensor) -> Tensor:
         assert self.cache is not None

@@ -11,7 +11,8 @@ import logging
 import shlex
 import signal
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,15 @@ from draftsmith.data.store.manifest import (
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.types import InputError
-from draftsmith.train.callbacks import BetweenSteps, ProgressBar, SaveHead, say_on_rank_zero
+from draftsmith.train.callbacks import BetweenSteps, HeadProbe, SaveHead, say_on_rank_zero
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import HeadDataModule, Samples, fitting, held_out
+from draftsmith.train.data_module import HeadDataModule, Samples, cut_to_context, held_out
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.loggers import HeadArtifact, make_loggers
 from draftsmith.train.metrics import is_first_process
 from draftsmith.train.signals import StopOnSignal, exit_code
 from draftsmith.train.strategies import trainer_arguments, world_size
-from draftsmith.train.telemetry import Telemetry
 
 READ_MODEL = "read_model"
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
@@ -56,7 +56,7 @@ STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
 class Provenance:
     """What a head was made from.
 
-    job: `acceptance` or `eagle`. inputs: name -> digest of each artefact. read_model: identity of the model whose
+    job: the kind of the head. inputs: name -> digest of each artefact. read_model: identity of the model whose
     hidden states the head reads. models: identities of all models concerned. sampling: what labels hold for, if any;
     labels: what kind they are, as the head's config.json says it.
     """
@@ -94,7 +94,9 @@ def finished(config: TrainConfig) -> Path | None:
     return None
 
 
-def split(config: TrainConfig, train: Any, val: Any | None, context: int, overlap: int = 0) -> tuple[Samples, Samples]:
+def train_and_val(
+    config: TrainConfig, train: Any, val: Any | None, context: int, overlap: int = 0
+) -> tuple[Samples, Samples]:
     """Training and validation samples; `val` is the dataset of --val, if it is given.
 
     Sequences longer than --max-length, or than the frozen model's `context`, are split and not dropped; their pieces
@@ -102,9 +104,9 @@ def split(config: TrainConfig, train: Any, val: Any | None, context: int, overla
     """
     if not len(train):
         raise InputError("data", f"{config.data} without samples", "at least one", "Check the stage that made it.")
-    train = fitting(train, config, context, overlap)
+    train = cut_to_context(train, config, context, overlap)
     if val is not None:
-        val = fitting(val, config, context, overlap)
+        val = cut_to_context(val, config, context, overlap)
         return Samples(train, range(len(train))), Samples(val, range(len(val)))
     if config.val_share == 0:
         raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
@@ -123,12 +125,7 @@ def digests(train: Any, val: Any | None) -> dict[str, str]:
 
 
 def fit(
-    module: LitHead,
-    data: HeadDataModule,
-    config: TrainConfig,
-    provenance: Provenance,
-    probe: Callable[[], dict[str, float]] | None = None,
-    probe_every: int = 0,
+    module: LitHead, data: HeadDataModule, config: TrainConfig, provenance: Provenance, probe: HeadProbe | None = None
 ) -> Path:
     """Train, or go on training, and return best/.
 
@@ -142,58 +139,50 @@ def fit(
     learned = tell_supervision(data.train)
     if is_first_process():
         _begin(config, provenance)
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # Lightning's advice to use srun on any machine that has it; processes are started by draftsmith launch.
-    warnings.filterwarnings("ignore", message="The `srun` command is available")
-    about = {"world_size": world_size(config), "strategy": config.strategy}
-    checkpoints = Checkpoints(config.keep, about, config.accumulate)
-    telemetry = Telemetry()
-    between = BetweenSteps(
-        config.output,
-        _head_saver(config, provenance, data, learned),
-        checkpoints,
-        val_every=config.val_every or data.order.steps_per_epoch,
-        log_every=config.log_every,
-        save_every=config.save_every,
-        probe=probe,
-        probe_every=probe_every,
-        telemetry=telemetry,
+    checkpoints = Checkpoints(
+        config.keep, {"world_size": world_size(config), "strategy": config.strategy}, config.accumulate
     )
-    arguments = trainer_arguments(config)
-    arguments["plugins"].append(checkpoints)
-    callbacks = [
-        telemetry,
-        between,
-        HeadArtifact(config.output / "best"),
-        StopOnSignal(),
-        ProgressBar(f"train {provenance.job}"),
-    ]
+    val_every = config.val_every or data.order.steps_per_epoch
+    between = BetweenSteps(config, val_every, _head_saver(config, provenance, data, learned), checkpoints, probe)
+    loggers = make_loggers(config, provenance.job, step, say_on_rank_zero, _made_from(provenance))
     if step:
         say_on_rank_zero(f"going on from step {step} of {module.total_steps}")
-    with warnings.catch_warnings():
-        # On any machine that has SLURM: to use srun.
-        warnings.filterwarnings("ignore", message="The `srun` command is available")
-        # About torch's pytrees, and about collectives that DeepSpeed calls by their old names.
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.|torch\.distributed\.")
+    with quiet():
+        arguments = trainer_arguments(config)
+        arguments["plugins"].append(checkpoints)
         trainer = pl.Trainer(
             **arguments,
             max_steps=module.total_steps,
-            max_epochs=1,
-            accumulate_grad_batches=config.accumulate,
-            logger=make_loggers(config, provenance.job, step, say_on_rank_zero, _made_from(provenance)),
-            callbacks=callbacks,
+            logger=loggers,
+            callbacks=[between.telemetry, between, HeadArtifact(config.output / "best"), StopOnSignal()],
             default_root_dir=config.output,
-            limit_val_batches=0,  # BetweenSteps validates
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,  # BetweenSteps logs; a larger number only warns about short runs
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,  # the data module knows its rank
         )
         # weights_only: a checkpoint is a path that the user passes, so it is read as tensors and plain values only.
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    return _end(module, trainer, between, config, provenance)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what Lightning and DeepSpeed say of themselves."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        # On any machine that has SLURM: to use srun. Processes are started by draftsmith launch.
+        warnings.filterwarnings("ignore", message="The `srun` command is available")
+        # About torch's pytrees, and about collectives that DeepSpeed calls by their old names.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.|torch\.distributed\.")
+        yield
+
+
+def _end(
+    module: LitHead, trainer: pl.Trainer, between: BetweenSteps, config: TrainConfig, provenance: Provenance
+) -> Path:
+    """best/ of a complete training, which is recorded as such.
+
+    Raises:
+        InputError: the disk took no head. SystemExit: as of `fit`.
+    """
     interrupted = module.signal_agreed or module.signal_received
     if trainer.global_step < module.total_steps:
         assert interrupted, f"stopped at step {trainer.global_step} of {module.total_steps} without a signal"

@@ -122,7 +122,7 @@ def lr_fraction(step: int, recipe: Recipe) -> float:
     return warm * (1 - (1 - recipe.min_lr_fraction) * progress)
 
 
-def fit(
+def train_steps(
     model: LlamaModel,
     data: Iterator[Batch],
     recipe: Recipe,

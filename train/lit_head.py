@@ -1,22 +1,26 @@
-"""What training any head has in common: the optimiser, and a loss that is the mean over the whole step's tokens."""
+"""The training of any head for Lightning: its optimiser, and a loss that is the mean over the whole step's tokens. What
+it learns is an `Objective`: a drafter's (drafter_objective.py) or an acceptance head's (acceptance_objective.py)."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from draftsmith.modules.drafters.base import TrainStep
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import LossOutput
 from draftsmith.train.bad_steps import BadSteps, finite
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import Part, Samples
-from draftsmith.train.metrics import Means, num_ranks, rank, total
+from draftsmith.train.data_module import Key, Part, Samples, move
+from draftsmith.train.metrics import Means, num_ranks, rank, sum_over_ranks
 from draftsmith.train.muon import MuonAdamW
 from draftsmith.train.schedules import lr_schedule
 
@@ -25,29 +29,68 @@ from draftsmith.train.schedules import lr_schedule
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class Frozen:
-    """Holds a frozen model for a LightningModule.
+@dataclass(frozen=True)
+class Given:
+    """What a part gives to its head. states: hidden states that a frozen model has made just now, if it has."""
 
-    Not a torch module, so that the model's weights are no parameters of the LightningModule: they are neither
-    optimised, nor broadcast by DDP, nor written into checkpoints.
-    """
-
-    def __init__(self, model: Any):
-        self.model = model
+    data: Any
+    states: Tensor | None
 
 
-class LitHead(pl.LightningModule):
-    """A head in training. A subclass gives `loss`, `validate` and `flops`.
+class Objective(ABC):
+    """What a head learns: the loss of a step's part, what validation measures, and what a step costs.
 
-    monitor: name of the validation metric that picks best/. larger_is_better: its direction.
+    It holds the frozen models, which so are no part of the LightningModule: they are neither optimised, nor broadcast
+    by DDP, nor written into checkpoints. The head is handed in: under ZeRO-3 validation has a whole copy of it.
+
+    monitor: name of the validation metric that picks best/. larger_is_better: its direction. model: flag of the model
+    whose states `read` gives, for errors.
     """
 
     monitor: str
     larger_is_better: bool
+    model: str
 
-    def __init__(self, head: nn.Module, config: TrainConfig, total_steps: int):
+    @abstractmethod
+    def read(self, part: Part, validating: bool = False) -> Given:
+        """What frozen models make of a part, without gradient."""
+
+    @abstractmethod
+    def loss(self, head: Any, given: Given, step: TrainStep) -> LossOutput:
+        """Mean loss over the part's tokens."""
+
+    @abstractmethod
+    def validate(self, head: Any, given: Iterable[tuple[Part, Given]]) -> dict[str, float]:
+        """Metrics over the validation samples of all ranks, the same on every rank.
+
+        Raises:
+            InputError: there is nothing to measure.
+        """
+
+    @abstractmethod
+    def flops(self, head: Any, part: Part, step: TrainStep) -> float:
+        """Model FLOPs (modules/flops.py) of a training part, forward and backward: the head's, the loss' and those of
+        the frozen model's forward where it runs in the step. From shapes, without waiting for a device."""
+
+    def end_epoch(self) -> None:
+        """What was computed in this epoch is to be read in the next."""
+        return
+
+    def state(self, head: Any) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {}
+
+    def load(self, head: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Take up what `state` gave."""
+        return
+
+
+class LitHead(pl.LightningModule):
+    """A head in training."""
+
+    def __init__(self, head: nn.Module, objective: Objective, config: TrainConfig, total_steps: int):
         super().__init__()
-        self.head, self.config, self.total_steps = head, config, total_steps
+        self.head, self.objective, self.config, self.total_steps = head, objective, config, total_steps
         self.means = Means()
         self.bad_steps = BadSteps(config.max_bad_steps)
         # The running step is left out on all ranks: something in it was not finite.
@@ -59,26 +102,58 @@ class LitHead(pl.LightningModule):
         # The part at hand is its step's last one.
         self.ends_step = True
         self._grad_norm = 0.0
+        self._epoch = 0
 
     def autocast(self) -> AbstractContextManager:
         """bf16 where the config says so, under every strategy alike; weights and optimizer stay float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
-    def loss(self, part: Part, epoch_noise: bool) -> LossOutput:
-        """Mean loss over the part's tokens. epoch_noise: with training's noise, if it has any."""
-        raise NotImplementedError
+    def loss(self, part: Part) -> LossOutput:
+        """Mean loss over the part's tokens, in training."""
+        given = self.objective.read(part)
+        if given.states is not None:
+            self.bad_steps.given(self.objective.model, given.states)
+        return self.objective.loss(self.head, given, self._step(part.keys))
 
+    @torch.no_grad()
     def validate(self, parts: Iterable[Part]) -> dict[str, float]:
-        """Metrics over the validation samples of all ranks, the same on every rank."""
-        raise NotImplementedError
+        """The objective's metrics.
+
+        Raises:
+            NonFinite: the states of a frozen model. InputError: there is nothing to measure.
+        """
+        return self.objective.validate(self.head, self._validated(parts))
+
+    def _validated(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Given]]:
+        for part in parts:
+            part = move(part, self.device)
+            given = self.objective.read(part, validating=True)
+            if given.states is not None and not bool(given.states.sum(dtype=torch.float32).isfinite()):
+                samples = cast(Any, self.trainer).datamodule.val
+                names = [samples.name(key.index) for key in part.keys if not key.filler]
+                raise NonFinite("hidden states", self.objective.model, None).of(names)
+            yield part, given
+
+    def flops(self, part: Part) -> float:
+        """As of the objective; fillers aside."""
+        return self.objective.flops(self.head, part, self._step([key for key in part.keys if not key.filler]))
+
+    def _step(self, keys: Sequence[Key]) -> TrainStep:
+        """Where the training stands, for these samples."""
+        seeds = [(self.config.seed * 1_000_003 + key.epoch) * 1_000_003 + key.index for key in keys]
+        lengths = [self.samples.lengths[key.index] for key in keys]
+        return TrainStep(self.trainer.global_step, self.total_steps, lengths, seeds)
 
     def on_train_start(self) -> None:
         self.bad_steps.watch(self.head)
 
-    def flops(self, part: Part) -> float:
-        """Model FLOPs (modules/flops.py) of a training part, forward and backward: the head's, the loss' and those of
-        the frozen model's forward where it runs in the step. From shapes, without waiting for a device."""
-        raise NotImplementedError
+    def on_train_batch_start(self, batch: Part, batch_idx: int) -> None:
+        if batch.keys[0].epoch != self._epoch:
+            self._epoch = batch.keys[0].epoch
+            self.objective.end_epoch()
+
+    def on_train_end(self) -> None:
+        self.objective.end_epoch()
 
     @property
     def samples(self) -> Samples:
@@ -94,7 +169,7 @@ class LitHead(pl.LightningModule):
         if part.first:
             self._begin_step(part.step_tokens)
         with self.autocast():
-            output = self.loss(part, epoch_noise=True)
+            output = self.loss(part)
         self.bad_steps.add(output.loss, [key.index for key in part.keys if not key.filler])
         self.means.add(finite(output))
         self.ends_step = part.last
@@ -108,7 +183,7 @@ class LitHead(pl.LightningModule):
             tokens, self.signal_agreed = float(own_tokens), self.signal_received
         else:
             flags = [own_tokens, *(self.signal_received == number for number in SIGNALS)]
-            tokens, *received = total(torch.tensor(flags, dtype=torch.float64, device=self.device)).tolist()
+            tokens, *received = sum_over_ranks(torch.tensor(flags, dtype=torch.float64, device=self.device)).tolist()
             self.signal_agreed = next((int(n) for n, count in zip(SIGNALS, received, strict=True) if count), 0)
         self._step_tokens = tokens or 1.0  # no token counts: the loss is zero
 
@@ -129,13 +204,6 @@ class LitHead(pl.LightningModule):
         elif self.config.clip:
             torch.nn.utils.clip_grads_with_norm_(params, self.config.clip, norm)
 
-    def check_given(self, model: str, part: Part, states: Tensor) -> None:
-        """Raises NonFinite where hidden states [.., H] that a frozen model gave for a validation part are none."""
-        if not bool(states.sum(dtype=torch.float32).isfinite()):
-            samples = cast(Any, self.trainer).datamodule.val
-            names = [samples.name(key.index) for key in part.keys if not key.filler]
-            raise NonFinite("hidden states", model, None).of(names)
-
     def _sample_name(self, index: int) -> str:
         return self.samples.name(index)
 
@@ -153,11 +221,13 @@ class LitHead(pl.LightningModule):
         """With what is yet to be logged, so that a continued run logs the same numbers."""
         checkpoint["means"] = self.means.state()
         checkpoint["bad_steps"] = self.bad_steps.state()
+        checkpoint |= self.objective.state(self.head)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if rank() == 0:  # the state is that of all ranks together
             self.means.load(checkpoint["means"])
         self.bad_steps.load(checkpoint["bad_steps"])
+        self.objective.load(self.head, checkpoint)
 
     def configure_optimizers(self) -> Any:
         config = self.config

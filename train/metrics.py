@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from draftsmith.modules.types import LossOutput
+
+T = TypeVar("T")
 
 
 def num_ranks() -> int:
@@ -25,7 +28,7 @@ def is_first_process() -> bool:
     return not getattr(rank_zero_only, "rank", 0)
 
 
-def total(values: Tensor) -> Tensor:
+def sum_over_ranks(values: Tensor) -> Tensor:
     """Elementwise sum over ranks, of tensors of one shape, on the device that the ranks talk through."""
     if num_ranks() > 1:
         values = values.clone()
@@ -35,16 +38,16 @@ def total(values: Tensor) -> Tensor:
 
 def gather_rows(rows: Tensor) -> Tensor:
     """[N_rank, C] of each rank -> [sum of N_rank, C] on every rank, in order of ranks."""
+    return torch.cat([part.to(rows.device) for part in gathered(rows.cpu())]) if num_ranks() > 1 else rows
+
+
+def gathered(own: T) -> list[T]:
+    """What each rank has, in order of ranks; of plain values and CPU tensors."""
     if num_ranks() == 1:
-        return rows
-    sizes = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(num_ranks())]
-    dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
-    longest = max(int(size) for size in sizes)
-    padded = rows.new_zeros(longest, rows.shape[1])
-    padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in range(num_ranks())]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
+        return [own]
+    parts: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(parts, own)
+    return parts
 
 
 class Means:
@@ -70,7 +73,7 @@ class Means:
         names = sorted(self.sums)
         if not names:
             return {}
-        stacked = total(torch.stack([torch.stack([self.sums[name], self.counts[name]]) for name in names]))
+        stacked = sum_over_ranks(torch.stack([torch.stack([self.sums[name], self.counts[name]]) for name in names]))
         return dict(zip(names, stacked.tolist(), strict=True))
 
     def load(self, state: Mapping[str, list[float]]) -> None:

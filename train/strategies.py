@@ -61,8 +61,8 @@ def model_dtype(config: TrainConfig) -> str:
 
 
 def trainer_arguments(config: TrainConfig) -> dict[str, Any]:
-    """The arguments of Lightning's Trainer that say where and how it runs. Precision is not among them: weights are
-    float32 everywhere, and the training step switches autocast on.
+    """The arguments of Lightning's Trainer that say where and how it runs, and what it leaves to us. Precision is not
+    among them: weights are float32 everywhere, and the training step switches autocast on.
 
     Raises:
         InputError: a strategy that does not fit the optimiser, or whose package is not installed.
@@ -74,6 +74,15 @@ def trainer_arguments(config: TrainConfig) -> dict[str, Any]:
         "num_nodes": nodes,
         "strategy": _strategy(config, kind, devices * nodes),
         "plugins": [_environment(place())],
+        "max_epochs": 1,
+        "accumulate_grad_batches": config.accumulate,
+        "limit_val_batches": 0,  # callbacks.BetweenSteps validates
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,  # BetweenSteps logs; a larger number only warns about short runs
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,  # the data module knows its rank
     }
 
 

@@ -123,7 +123,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 @dataclass
-class Window:
+class StepWindow:
     """One rank's work since the last log. slots: tokens of its batches, padding included. waited_s: of worked_s, the
     time in which there was no batch to work on."""
 
@@ -144,7 +144,7 @@ class Telemetry(pl.Callback):
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, peak: float | None = None):
         self._clock, self._peak = clock, peak
-        self._window, self._mark = Window(), 0.0
+        self._window, self._mark = StepWindow(), 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = cast(Any, pl_module)
@@ -180,7 +180,7 @@ class Telemetry(pl.Callback):
         and mfu (model FLOPs utilisation: FLOPs over what all ranks' devices could have done).
         """
         self._pass()
-        window, self._window = self._window, Window()
+        window, self._window = self._window, StepWindow()
         own = [*dataclasses.astuple(window), peak_memory_gb(device), self._peak or 0.0]
         rows = gather_rows(torch.tensor([own], dtype=torch.float64, device=device))
         steps, tokens, slots, total_flops, waited, worked, _, peak = rows.sum(0).tolist()

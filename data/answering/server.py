@@ -21,19 +21,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from draftsmith.data.answering.server_answer import SHOWN_CHARS, Asked, BadAnswer, Reader, named_failures
+from draftsmith.data.answering.server_answer import SHOWN_CHARS, BadAnswer, Question, ReplyReader, named_failures
+from draftsmith.data.models.checkpoint import end_tokens
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.identity import config_hash
+from draftsmith.data.models.loading import load_tokenizer, read_config
+from draftsmith.data.progress import Advance
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import volatile
 from draftsmith.data.store.reading import read_object
-from draftsmith.data.text.turns import Answer, Talk
+from draftsmith.data.store.shards import DONE, Rows, Shard, ShardContent
+from draftsmith.data.text.template import check_context, context_length, template_hash
+from draftsmith.data.text.turns import Answer, AnswerSettings, Talk, Talks, shard_content
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     import httpx
-
-    from draftsmith.data.progress import Advance
-    from draftsmith.data.responses import ResponsesConfig, Talks
-    from draftsmith.data.store.shards import Rows, Shard, ShardContent
 
 RETRIED_STATUS = {408, 409, 425, 429}  # and all of 500 and above: busy, restarting, overloaded
 ABOUT_ONE_PROMPT = {400, 413, 422}  # others of 400 and above are about the address, the key or the model
@@ -105,7 +108,7 @@ class GaveUp(BadAnswer):
 
 @dataclass
 class Outcome:
-    """Of the rows of one shard, by number: what `Talk.held` says of each conversation, and why there is none."""
+    """The rows of one shard by number: what `Talk.held` says of each conversation, and why there is none."""
 
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
@@ -117,23 +120,19 @@ class ServerEngine:
     template: hash of the chat template that the prompts were made with; messages go through the server's own.
     """
 
-    def __init__(self, config: ResponsesConfig, template: str):
-        from draftsmith.data.models.loading import config_hash, end_tokens, load_tokenizer, model_directory, read_config
-        from draftsmith.data.text.template import context_length, template_hash
-
+    def __init__(self, server: ServerConfig, settings: AnswerSettings, template: str):
         _need_extra()
-        self.config, self.server, self.params = config, config.server, config.params
-        self.tokenizer = load_tokenizer(config.target)
-        directory = model_directory(config.target)
-        raw = read_config(config.target)
-        self.eos_ids, self.context = end_tokens(directory, raw), context_length(config.target)
+        self.server, self.settings, self.params = server, settings, settings.params
+        self.tokenizer = load_tokenizer(settings.target)
+        raw = read_config(settings.target)
+        self.eos_ids = end_tokens(model_directory(settings.target), raw)
+        self.context = context_length(settings.target)
         vocab_size = (raw.get("text_config") or raw).get("vocab_size") or len(self.tokenizer)
-        self.reader = Reader(self.tokenizer, vocab_size, self.eos_ids)
+        self.reader = ReplyReader(self.tokenizer, vocab_size, self.eos_ids)
         self.key = _key(self.server.api_key_env)
         # The weights are at the server: all that is known of them is their configuration.
         self.identity = {"config": config_hash(raw)}
-        self.seed = config.seed
-        if self.server.dialect != "vllm" and config.ignore_eos:
+        if self.server.dialect != "vllm" and settings.ignore_eos:
             remedy = "Pass --server.dialect vllm, or answer in process."
             raise InputError("ignore_eos", f"dialect {self.server.dialect}", "a server that knows it: vllm", remedy)
         if self.server.dialect == "openai" and self.params.top_k:
@@ -143,19 +142,18 @@ class ServerEngine:
             remedy = "Pass --server.dialect vllm, which sends token ids, or save the template with the model."
             raise InputError("chat_template", "prompts with another one than the server's", "the target's own", remedy)
 
-    def make(self, prompts: Rows, talks: Talks) -> Callable[[Shard, Advance], ShardContent]:
-        """What makes a shard: all its rows concurrently, at most `concurrency` at once."""
-        from draftsmith.data.responses import check_context, content
+    def make(self, prompts: Rows, talks: Talks, output: Path) -> Callable[[Shard, Advance], ShardContent]:
+        """What makes a shard: all its rows concurrently, at most `concurrency` at once. output: of the stage."""
 
         def make_shard(shard: Shard, advance: Advance) -> ShardContent:
             rows = dict(enumerate(prompts.read(shard.start, shard.stop), shard.start))
             if self.context is not None:
                 for number, row in rows.items():
                     check_context(number, len(row["prompt_ids"]), self.context)
-            before = self.config.output / f"{shard.name}.answers.json"
+            before = output / f"{shard.name}.answers.json"
             outcome = Outcome(_answers_before(before, rows))
             advance(len(outcome.answers))
-            allowed = self.server.max_failed - _failed_before(self.config.output)
+            allowed = self.server.max_failed - _failed_before(output)
             try:
                 held = {number: talks(row) for number, row in rows.items() if number not in outcome.answers}
                 asyncio.run(self._answer_all(held, outcome, allowed, advance))
@@ -164,7 +162,7 @@ class ServerEngine:
                 write_json(before, outcome.answers)
                 raise
             before.unlink(missing_ok=True)
-            made = content([outcome.answers[number] for number in rows if number in outcome.answers])
+            made = shard_content([outcome.answers[number] for number in rows if number in outcome.answers])
             return replace(made, counts={**made.counts, "failed_dropped": len(outcome.failures)})
 
         return make_shard
@@ -215,7 +213,7 @@ class ServerEngine:
 
     def limit(self, row: dict[str, Any]) -> int:
         """Longest answer to this prompt, in tokens."""
-        most = self.config.max_new_tokens
+        most = self.settings.max_new_tokens
         return most if self.context is None else min(most, self.context - len(row["prompt_ids"]))
 
     def request(self, number: int, row: dict[str, Any], turn: int = 1) -> tuple[str, dict[str, Any]]:
@@ -226,7 +224,7 @@ class ServerEngine:
             top_k = params.top_k or -1
             body |= {"prompt": row["prompt_ids"], "max_tokens": limit, "temperature": params.temperature}
             body |= {"top_p": params.top_p, "top_k": top_k, "return_token_ids": True, "repetition_penalty": 1.0}
-            body |= {"ignore_eos": True} if self.config.ignore_eos else {}
+            body |= {"ignore_eos": True} if self.settings.ignore_eos else {}
             return "completions", body
         body["messages"] = json.loads(row["messages"])
         if self.server.dialect == "openai":
@@ -243,21 +241,21 @@ class ServerEngine:
 
     def row_seed(self, number: int, turn: int = 1) -> int:
         """31 bits, of this row and turn alone."""
-        name = f"{self.seed}/{number}" if turn == 1 else f"{self.seed}/{number}/{turn}"
+        name = f"{self.settings.seed}/{number}" if turn == 1 else f"{self.settings.seed}/{number}/{turn}"
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
 
     @property
     def model(self) -> str:
         """Its name at the server."""
-        return self.server.model or self.config.target
+        return self.server.model or self.settings.target
 
     def read(self, number: int, row: dict[str, Any], reply: Any) -> Answer:
-        """An answer from a server's reply. row: what was asked. Errors as of `Reader.read`."""
-        asked = Asked(f"prompt {number}", row["prompt_ids"], self.limit(row), self.model)
+        """An answer from a server's reply. row: what was asked. Errors as of `ReplyReader.read`."""
+        asked = Question(f"prompt {number}", row["prompt_ids"], self.limit(row), self.model)
         found = self.reader.read(asked, reply)
         if self.context is not None and len(found["input_ids"]) > self.context:
             raise BadAnswer(f"{len(found['input_ids']):,} tokens with the prompt, more than the context")
-        tokens, ended = found["input_ids"][found["prompt_length"] :], found["ended"] and not self.config.ignore_eos
+        tokens, ended = found["input_ids"][found["prompt_length"] :], found["ended"] and not self.settings.ignore_eos
         return Answer(tokens, ended, found["text"], found["retokenised"], found["server_tokens"])
 
     async def _ask(self, client: httpx.AsyncClient, request: tuple[str, dict[str, Any]]) -> Any:
@@ -309,7 +307,7 @@ def wait_s() -> Callable[[Any], float]:
 
 
 def retry_after_s(value: str | None) -> float:
-    """Of the header Retry-After: seconds, or a date. 0 where it says neither."""
+    """What the header Retry-After asks for, in seconds or by a date; 0 where it says neither."""
     try:
         seconds = float(value or 0)
     except ValueError:
@@ -357,8 +355,6 @@ def _answers_before(path: Path, rows: dict[int, dict[str, Any]]) -> dict[int, di
 
 def _failed_before(directory: Path) -> int:
     """Prompts that finished shards lack."""
-    from draftsmith.data.store.shards import DONE
-
     records = (read_object(path, DONE) for path in directory.glob("shard-*.done.json"))
     return sum(record["counts"].get("failed_dropped", 0) for record in records)
 

@@ -20,7 +20,7 @@ class BadAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """One prompt as the server was asked. name: as errors call it. max_tokens: the longest answer."""
 
     name: str
@@ -30,14 +30,14 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Reader:
+class ReplyReader:
     """Reads replies for one model."""
 
     tokenizer: Any
     vocab_size: int
     eos_ids: tuple[int, ...]
 
-    def read(self, asked: Asked, reply: Any) -> dict[str, Any]:
+    def read(self, asked: Question, reply: Any) -> dict[str, Any]:
         """Columns of a row of responses: input_ids, prompt_length, ended, retokenised, text, server_tokens.
 
         Raises:
@@ -71,7 +71,9 @@ class Reader:
             "server_tokens": counted,
         }
 
-    def _check_model(self, asked: Asked, reply: dict[str, Any], choice: dict[str, Any], usage: dict[str, Any]) -> None:
+    def _check_model(
+        self, asked: Question, reply: dict[str, Any], choice: dict[str, Any], usage: dict[str, Any]
+    ) -> None:
         answered = reply.get("model")
         # `transformers serve` adds the revision.
         if isinstance(answered, str) and asked.model not in (answered, answered.rpartition("@")[0]):
@@ -96,7 +98,7 @@ class Reader:
             raise BadAnswer(f"token id {_short(odd[0])}, expected whole numbers below {self.vocab_size:,}")
         return ids
 
-    def _tokenised(self, text: str, asked: Asked) -> list[int]:
+    def _tokenised(self, text: str, asked: Question) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) > LONGER * asked.max_tokens:
             raise BadAnswer(f"a text of {len(ids):,} tokens where at most {asked.max_tokens:,} were asked for")

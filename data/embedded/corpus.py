@@ -1,8 +1,8 @@
 """Functions and import blocks of permissively licensed Python packages: the raw material of the embedded pair.
 
-Everything read here is on every machine that installed Draftsmith: Python's standard library and the packages the
-project depends on anyway. Code is normalised with `ast.unparse`, so that an edit is an edit of the syntax tree and its
-result is exact.
+Python's standard library and packages that are on every machine that installed Draftsmith; those that are not there
+(jsonargparse, which earlier versions depended on) are left out. Code is normalised with `ast.unparse`, so that an edit
+is an edit of the syntax tree and its result is exact.
 """
 
 from __future__ import annotations

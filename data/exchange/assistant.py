@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.models.loading import load_tokenizer, load_transformers, model_directory, tokenizer_identity
+from draftsmith.data.models.checkpoint import INDEX, weight_map
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.loading import load_tokenizer, load_transformers, tokenizer_identity
 from draftsmith.data.store.files import copy_file, whole_directory, write_json
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.interop import hf_assisted
@@ -20,7 +22,6 @@ from draftsmith.modules.types import InputError
 
 SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model"}
 SETTINGS = "generation_config.json"
-INDEX = "model.safetensors.index.json"
 FETCH = "Fetch the model again."
 PROMPTS = ("def add(a, b):", "The first of them is")
 MAX_NEW_TOKENS = 24
@@ -57,11 +58,7 @@ def _files(source: Path) -> list[Path]:
     if not any(name.endswith(".safetensors") for name in names):
         remedy = "Save it as safetensors first."
         raise InputError("draft", f"{source} without safetensors", "model.safetensors", remedy)
-    shards = (
-        set(read_object(source / INDEX, {"weight_map": {"*": str}}, FETCH)["weight_map"].values())
-        if INDEX in names
-        else set()
-    )
+    shards = set(weight_map(source / INDEX, FETCH).values()) if INDEX in names else set()
     if shards - names:
         found = f"{INDEX} that names {', '.join(sorted(shards - names)[:3])}"
         raise InputError("draft", found, f"files of {source}", "Fetch the model again.")

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.models.checkpoint import MOST, MOST_POSITIONS, MOST_SIZE
-from draftsmith.data.models.loading import model_directory, read_object
+from draftsmith.data.models.checkpoint import MOST, MOST_POSITIONS, MOST_SIZE, read_model_json, weight_map
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.store.reading import open_tensors
 from draftsmith.modules.interop.base import Package
 from draftsmith.modules.types import InputError
 
@@ -42,7 +43,7 @@ def read_package(path: str) -> Package:
         InputError: a file is absent, damaged, outside the directory, or holds more than tensors; weights are ambiguous.
     """
     directory = package_directory(path)
-    config = read_object(member(directory, "config.json", "the directory"))
+    config = read_model_json(member(directory, "config.json", "the directory"))
     files, index = _chosen(directory)
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
@@ -112,7 +113,7 @@ def _chosen(directory: Path) -> tuple[tuple[Path, ...], Path | None]:
         if not indexes and len(files) == 1:
             return (member(directory, files[0], "the directory"),), None
         index = member(directory, indexes[0], "the directory") if indexes else None
-        shards = sorted(set(_weight_map(index).values())) if index is not None else []
+        shards = sorted(set(weight_map(index, FETCH).values())) if index is not None else []
         if index is not None and len(indexes) == 1 and not set(files) - set(shards):
             return tuple(member(directory, name, index.name) for name in shards), index
         found = f"several weights ({', '.join([*indexes, *files][:4])})"
@@ -140,30 +141,16 @@ def member(directory: Path, name: str, named_by: str) -> Path:
     return directory / name
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> file."""
-    found = read_object(index).get("weight_map")
-    if not isinstance(found, dict) or not found or not all(isinstance(value, str) for value in found.values()):
-        raise InputError(str(index), "no weight_map", "a map of tensors to file names", FETCH)
-    return found
-
-
 def _check_index(index: Path, tensors: Mapping[str, Tensor]) -> None:
-    if wrong := sorted(_weight_map(index).keys() ^ tensors.keys()):
+    if wrong := sorted(weight_map(index, FETCH).keys() ^ tensors.keys()):
         found = f"{len(wrong)} tensors that only it or only its files have ({', '.join(wrong[:3])})"
         raise InputError(str(index), found, "the tensors of its files", FETCH)
 
 
 def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of one file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as opened:
-            names = list(opened.keys())
-            return {name: opened.get_tensor(name) for name in names}, opened.metadata() or {}
-    except SafetensorError as error:
-        raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", FETCH) from error
+    with open_tensors(file, FETCH) as opened:
+        return {name: opened.get_tensor(name) for name in list(opened.keys())}, opened.metadata() or {}
 
 
 def read_torch(file: Path) -> dict[str, Tensor]:
@@ -216,7 +203,8 @@ def _not_plain(name: Any, value: Any) -> str:
 def _check_equal(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], other: Mapping[str, Tensor], name: str
 ) -> None:
-    """Of tensors that share storage safetensors keeps one; its metadata maps the others' names to that one."""
+    """One set of weights in both files. Of tensors that share storage safetensors keeps one; its metadata maps the
+    others' names to that one."""
     full = {**tensors, **{alias: tensors[stored] for alias, stored in metadata.items() if stored in tensors}}
     wrong = sorted(full.keys() ^ other.keys())
     wrong += [key for key in full if key in other and not _same(full[key], other[key])]

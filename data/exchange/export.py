@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from torch import Tensor, nn
 
 from draftsmith.data.exchange.assistant import write_assistant
 from draftsmith.data.exchange.check import (
-    Format,
+    FormatName,
     Report,
     check_head,
-    drafter_for,
     original,
     print_report,
     report_of_assistant,
 )
 from draftsmith.data.exchange.directory import SAFEAI
 from draftsmith.data.exchange.record import RECORD, make_record
-from draftsmith.data.heads.card import model_card
-from draftsmith.data.heads.directory import build_head, head_config, head_fields
+from draftsmith.data.exchange.states import StateSource, state_source
+from draftsmith.data.heads.card import draft_model_card, model_card
+from draftsmith.data.heads.directory import build_head, head_config, head_fields, named_kind
 from draftsmith.data.heads.measured import measured_of
-from draftsmith.data.models.hub import loadable
-from draftsmith.data.models.loading import DTYPES, load_lm, model_directory, read_config, tokenizer_identity
+from draftsmith.data.models.checkpoint import INDEX
+from draftsmith.data.models.hub import loadable, model_directory
+from draftsmith.data.models.loading import DTYPES, load_lm, tokenizer_identity
+from draftsmith.data.settings import Dtype, Loading
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text, write_torch
 from draftsmith.data.store.manifest import git_commit, package_versions
-from draftsmith.data.store.reading import read_object
+from draftsmith.data.store.reading import open_tensors, read_object
 from draftsmith.data.store.writer import occupied, sole_writer
-from draftsmith.modules.interop import FORMATS, hf_assisted
-from draftsmith.modules.interop.base import Package
+from draftsmith.modules.interop import formats, formats_of, hf_assisted
+from draftsmith.modules.interop.base import HeadFormat, Package, Served
 from draftsmith.modules.types import InputError
 
 HEAD_MANIFEST = {"sha256": {"model.safetensors": str}, "config?": (dict, None), "imported?": (dict, None)}
@@ -42,17 +42,11 @@ RESULTS = {
     "meta": {"methods": {"*": dict}, "models?": dict, "prompts?": (dict, None)},
     "methods": [{"method": str, "tokens_per_s": float}],
 }
-INDEX, TARGET_INDEX = "model.safetensors.index.json", "target-index.json"
-SAFEAILAB_NOTES = (
-    "Its tree of total_token 60, depth 5 and top_k 10 counts the root: here it is eagle2:nodes=59:depth=5:topk=10.",
-)
-CHAIN = re.compile(r"eagle:k=(\d+)")
-# Drafted tokens a round in the printed command where nothing was measured: of a chain, and at most with a stop rule.
-NUM_DRAFTED = {"eagle": 5, "acceptance": 20}
+TARGET_INDEX = "target-index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig:
+class ExportConfig(Loading):
     """Write a head as another system loads it, check it by that system's rules, and print the command that serves it.
 
     Attributes:
@@ -62,22 +56,18 @@ class ExportConfig:
         output: The directory to write; new or empty.
         head: The head's directory, such as runs/eagle-head/best.
         target: The target model. Default: the one named in the head's manifest.
-        draft: The draft model to be exported as hf-assisted, or whose hidden states an acceptance head reads (default:
-            the one named in its manifest).
-        eagle: The EAGLE head whose hidden states an acceptance head reads, where it is not a draft model (default: the
-            one named in its manifest).
+        draft: The draft model to be exported as hf-assisted; or the draft whose hidden states an acceptance head reads:
+            a model, or the directory of a drafting head (default: the one named in its manifest).
+        eagle: The old name of --draft for a head.
         results: Directory of an `eval bench` with this draft, for hf-assisted: the fastest settings are taken from it.
         num_drafted: Drafted tokens a round in the printed command; 0 takes the fastest chain of `eval bench --card`,
             else 5 (20 with a stop rule).
         weights: Type of the exported weights; auto keeps the head's.
         license: Licence of the head, for the card.
         dtype: Type of the model that gives hidden states for the check; auto takes what its checkpoint holds.
-        device: Where that model runs.
-        engine: How it runs; lean for Llama-family weights, hf for any transformers model.
-        trust_remote_code: Let the model's repository run its own code.
     """
 
-    format: Format
+    format: FormatName
     output: Path
     head: Path | None = None
     target: str | None = None
@@ -85,12 +75,9 @@ class ExportConfig:
     eagle: Path | None = None
     results: Path | None = None
     num_drafted: int = 0
-    weights: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: Dtype = "auto"
     license: str = ""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "cpu"
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    trust_remote_code: bool = False
+    dtype: Dtype = "auto"
 
 
 class Refused(Exception):
@@ -106,7 +93,7 @@ def run(config: ExportConfig) -> int:
     """
     if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another.")
-    write = export_assistant if config.format == "hf-assisted" else export_head
+    write = export_assistant if config.format == hf_assisted.NAME else export_head
     try:
         with whole_directory(config.output) as partial:
             report, command = write(config, partial)
@@ -121,66 +108,79 @@ def run(config: ExportConfig) -> int:
 
 
 def export_head(config: ExportConfig, directory: Path) -> tuple[Report, str]:
-    """Write and check an EAGLE or acceptance head; the report, and the command that serves it."""
-    if config.head is None:
-        raise InputError("head", "none", "the head's directory", "Pass --head.")
-    kind = FORMATS[config.format]
-    if head_config(config.head)["kind"] != kind:
-        found = f"{config.head}, an {head_config(config.head)['kind']} head"
-        raise InputError("head", found, f"an {kind} head, which {config.format} holds", "Choose another format.")
-    manifest = read_object(config.head / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
+    """Write and check a head; the report, and the command that serves it."""
+    format = formats()[config.format]
+    manifest = _head_manifest(config, format)
     recorded = manifest.get("config") or manifest.get("imported") or {}
-    if kind == "acceptance" and config.weights not in ("auto", "float32"):
-        raise InputError("weights", config.weights, f"float32: {config.format} reads nothing else", "Leave it out.")
-    paths = {flag: getattr(config, flag) or recorded.get(flag) for flag in ("target", "draft", "eagle")}
-    drafter = drafter_for(config.format, paths, config)
-    head: Any = original(config.head, kind, drafter)
+    target, draft = config.target or recorded.get("target"), _draft(config, recorded)
+    source = state_source(format, target, draft, config.loading)
+    head: Any = original(_head_of(config), format.kind, source)
     state = exported_state(head, config.weights)
-    module = importlib.import_module(f"draftsmith.modules.interop.{config.format}")
-    package: Package = module.write(head.config, state, next(iter(state.values())).dtype)
-    if kind == "eagle":
-        package = dataclasses.replace(package, config={**package.config, **served_dtype(drafter.path)})
-    elif config.format == "acceptance":
-        known = {name: manifest.get(name) for name in ("drafter", "sampling")}
-        package = dataclasses.replace(package, config={**package.config, **known})
+    package = format.write(head.config, state, next(iter(state.values())).dtype)
+    fields = {**package.config, **format.completed(source.facts.raw, manifest)}
+    package = Package(fields, package.tensors, package.metadata)
     write_package(directory, package)
-    if config.format == "specdec_pp":
-        # What huggingface_hub before 0.18 reads, which their environment pins; later ones read the safetensors.
+    if format.torch_copy:
         write_torch(directory / SAFEAI, {**package.tensors, **aliases_of(package)})
     origin = {
         "path": str(config.head),
         "sha256": manifest["sha256"]["model.safetensors"],
         "target": manifest.get("target"),
     }
-    # By the names that the check reads: ours for EAGLE heads, the format's own for acceptance heads.
-    tensors = state if kind == "eagle" else package.tensors
-    write_json(directory / RECORD, make_record(config.format, head.config, tensors, origin, made_with()))
-    report = check_head(directory, config.format, drafter, build_head(kind, head.config, state))
-    more = {"verifier": loadable(config.target)} if config.format == "specdec_pp" and config.target else {}
-    if config.format == "acceptance" and drafter.eagle is not None:
-        more["eagle"] = str(paths["eagle"])
-    command = module.serve(loadable(drafter.path), str(config.output), num_drafted(config, kind), **more)
+    record = make_record(format.name, head.config, format.recorded(state, package), origin, made_with())
+    write_json(directory / RECORD, record)
+    report = check_head(directory, format, source, build_head(format.kind, head.config, state))
+    command = format.serve(served(config, format, source))
+    notes = list(format.notes)
+    if format.target_index and (note := index_for_target(source.path, directory)):
+        notes.append(note)
     export = {
-        "format": config.format,
+        "format": format.name,
         "command": command,
         "checks": passed(report),
         "head": origin,
         "weights": str(next(iter(state.values())).dtype).removeprefix("torch."),
+        "notes": notes,
     }
-    notes = [*SAFEAILAB_NOTES, index_for_target(drafter.path, directory)] if config.format == "eagle" else []
-    export["notes"] = notes = [note for note in notes if note]
     facts = {**manifest, "head": head_fields(head), "license": config.license}
-    card = model_card(kind, facts, measured=measured_of(config.head), export=export)
+    card = model_card(format.kind, facts, measured=measured_of(_head_of(config)), export=export)
     write_text(directory / "README.md", card)
     return report, "\n\n".join([command, *notes])
 
 
-def served_dtype(target: str) -> dict[str, str]:
-    """The fields of a config that say in what type to run: the target's, whatever type the weights are stored in.
-    SGLang would otherwise run a head in another type than its target."""
-    raw = read_config(target)
-    named = raw.get("dtype") or raw.get("torch_dtype")
-    return {"torch_dtype": named, "dtype": named} if named else {}
+def _head_of(config: ExportConfig) -> Path:
+    if config.head is None:
+        raise InputError("head", "none", "the head's directory", "Pass --head.")
+    return config.head
+
+
+def _head_manifest(config: ExportConfig, format: HeadFormat) -> dict[str, Any]:
+    """The manifest of the head that is to be exported.
+
+    Raises:
+        InputError: no head, or not one that the format holds in the type that is asked for.
+    """
+    kind = head_config(_head_of(config))["kind"]
+    if kind != format.kind:
+        holds = [other.name for other in formats_of(kind)]
+        remedy = f"Choose {' or '.join(holds)}." if holds else f"No format holds {named_kind(kind)} head yet."
+        expected = f"{named_kind(format.kind)} head, which {format.name} holds"
+        raise InputError("head", f"{config.head}, {named_kind(kind)} head", expected, remedy)
+    if format.float32 and config.weights not in ("auto", "float32"):
+        raise InputError("weights", config.weights, f"float32: {format.name} reads nothing else", "Leave it out.")
+    return read_object(_head_of(config) / "manifest.json", HEAD_MANIFEST, "Copy or train the head again.")
+
+
+def _draft(config: ExportConfig, recorded: dict[str, Any]) -> str | Path | None:
+    """What an acceptance head reads: as given, or as its training recorded it; earlier versions name a head apart."""
+    return config.draft or config.eagle or recorded.get("draft") or recorded.get("eagle")
+
+
+def served(config: ExportConfig, format: HeadFormat, source: StateSource) -> Served:
+    """What the printed command names."""
+    verifier = loadable(config.target) if format.predicts and source.head_path is None and config.target else None
+    count = config.num_drafted or num_drafted(_head_of(config), format)
+    return Served(loadable(source.path), str(config.output), count, source.head_path, verifier)
 
 
 def exported_state(head: nn.Module, weights: str) -> dict[str, Tensor]:
@@ -209,24 +209,22 @@ def index_for_target(target: str, directory: Path) -> str:
     """SafeAILab's code finds a target's embedding through an index of shards, also where there is one file. Where the
     target has none it is written into the export, never beside the target; returns what to do with it.
     """
-    from safetensors import safe_open
-
     source = model_directory(target)
     if (source / INDEX).exists() or not (source / "model.safetensors").exists():
         return ""
-    with safe_open(source / "model.safetensors", framework="pt") as file:
+    with open_tensors(source / "model.safetensors") as file:
         names = list(file.keys())
     size = {"total_size": (source / "model.safetensors").stat().st_size}
     write_json(directory / TARGET_INDEX, {"metadata": size, "weight_map": dict.fromkeys(names, "model.safetensors")})
     return f"{source} has no {INDEX}, which this code needs beside the target: copy {TARGET_INDEX} there by that name."
 
 
-def num_drafted(config: ExportConfig, kind: str) -> int:
-    """Drafted tokens a round: as asked for, or of the fastest `eagle:k=K` that was measured of this head."""
-    assert config.head is not None
-    measured = measured_of(config.head) or {"methods": []}
-    speeds = {int(k[1]): row["speedup"] for row in measured["methods"] if (k := CHAIN.fullmatch(row["method"]))}
-    return config.num_drafted or max(speeds, key=speeds.__getitem__, default=NUM_DRAFTED[kind])
+def num_drafted(head: Path, format: HeadFormat) -> int:
+    """Drafted tokens a round: of the fastest chain that was measured of this head, else the format's own."""
+    measured = measured_of(head) or {"methods": []}
+    chains = ((re.fullmatch(rf"{format.kind}:k=(\d+)", row["method"]), row["speedup"]) for row in measured["methods"])
+    speeds = {int(chain[1]): speedup for chain, speedup in chains if chain}
+    return max(speeds, key=speeds.__getitem__, default=format.num_drafted)
 
 
 def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str]:
@@ -246,7 +244,7 @@ def export_assistant(config: ExportConfig, directory: Path) -> tuple[Report, str
     export = {"format": config.format, "command": command, "target": target, "draft": draft, "checks": passed(report)}
     export["notes"] = [f"settings: {tuning.measured}"]
     facts = {"models": {"draft": identity, **tokenizer_identity(draft)}, "license": config.license, **made_with()}
-    write_text(directory / "README.md", model_card("hf-assisted", facts, export=export))
+    write_text(directory / "README.md", draft_model_card(facts, export))
     return report, command
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
-from draftsmith.data.exchange.facts import facts_of
 from draftsmith.data.exchange.record import read_record
+from draftsmith.data.exchange.states import StateSource, state_source
 from draftsmith.data.heads.card import model_card
-from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, save_head
-from draftsmith.data.models.loading import load_lm, tokenizer_identity
+from draftsmith.data.heads.directory import build_head, check_sizes, head_fields, named_kind, save_head
+from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.progress import say
 from draftsmith.data.store.manifest import (
     compare_identity,
@@ -26,8 +25,9 @@ from draftsmith.data.store.manifest import (
     warn_not_compared,
 )
 from draftsmith.data.store.writer import occupied, sole_writer
-from draftsmith.modules.interop import FORMATS
-from draftsmith.modules.interop.base import Package, Parsed, TargetFacts
+from draftsmith.modules.drafters import head_class, learned
+from draftsmith.modules.interop import formats
+from draftsmith.modules.interop.base import HeadFormat, Package, Parsed
 from draftsmith.modules.interop.detect import detect
 from draftsmith.modules.interop.specdec_pp import UNCORRECTED
 from draftsmith.modules.types import InputError
@@ -35,9 +35,10 @@ from draftsmith.modules.types import InputError
 if TYPE_CHECKING:
     from torch import nn
 
-# Kind of head -> flag of the model whose hidden states it reads.
-READS = {"eagle": "target", "acceptance": "draft"}
-SYSTEMS = {"eagle": "SafeAILab/EAGLE", "vllm": "vLLM", "sglang": "SGLang", "specdec_pp": "SpecDec_pp"}
+    Producer = str
+else:
+    Producer = Literal[("auto", *formats())]
+
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -62,7 +63,7 @@ class ImportConfig:
     output: Path
     target: str | None = None
     draft: str | None = None
-    format: Literal["auto", "eagle", "vllm", "sglang", "specdec_pp", "acceptance"] = "auto"
+    format: Producer = "auto"
     w_rej: float = 1.0
     engine: Literal["auto", "lean", "hf"] = "auto"
     trust_remote_code: bool = False
@@ -72,61 +73,60 @@ class ImportConfig:
             raise InputError("w_rej", self.w_rej, "a number above 0", "Pass 1 where rejected tokens weighed no more.")
 
 
-@dataclass(frozen=True)
-class ReadModel:
-    """The model whose hidden states the head reads, as far as it was given."""
-
-    path: str | None = None
-    facts: TargetFacts | None = None
-    info: Any = None  # ModelInfo
-    models: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
 @sole_writer()
 def run(config: ImportConfig) -> Path:
     """Import one head; the path of its new directory.
 
     Raises:
-        InputError: the directory is not what it should be, our head can not be it, or it does not fit the model.
+        InputError: the directory is not what it should be, our head cannot be it, or it does not fit the model.
     """
     if occupied(config.output):
         raise InputError("output", f"{config.output}, which exists", "a new directory", "Choose another, or remove it.")
     package = read_package(config.directory)
     shapes = {name: tuple(tensor.shape) for name, tensor in package.tensors.items()}
-    producer = detect(package.config, shapes) if config.format == "auto" else config.format
-    kind = FORMATS[producer]
-    _check_flags(config, kind, producer)
-    model = _read_model(config, READS[kind])
-    parsed = importlib.import_module(f"draftsmith.modules.interop.{producer}").parse(package, model.facts)
-    parsed = _with_run_time_values(config, parsed)
-    if model.info is not None:
-        settings = dataclasses.asdict(parsed.config)
-        check_sizes("head", config.directory, settings, model.info.hidden_size, model.info.vocab_size)
-        _check_record(config, READS[kind], model)
-    head = build(kind, parsed, package)
-    manifest = _manifest(config, kind, producer, parsed, model)
-    save_head(config.output, head, manifest, model_card(kind, {**manifest, "head": head_fields(head)}))
-    _report(config, kind, producer, parsed, model, unsound(package, producer, model))
+    format = formats()[detect(package.config, shapes) if config.format == "auto" else config.format]
+    _check_flags(config, format)
+    source = _source(config, format)
+    facts = None if source is None else source.facts
+    parsed = _with_run_time_values(config, format.parse(package, facts))
+    if source is not None:
+        info = source.drafter.lm.info
+        check_sizes("head", config.directory, parsed.config, info.hidden_size, info.vocab_size)
+        _check_record(config, reads(format), source)
+    head = build(format, parsed, package)
+    manifest = _manifest(config, format, parsed, source)
+    save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}))
+    # What the system itself would not compute of the directory as it lies there.
+    errors = [f"{finding.where}: {finding.text}" for finding in format.read(package, facts).errors]
+    _report(config, format, parsed, errors)
     return config.output
 
 
-def unsound(package: Package, producer: str, model: ReadModel) -> list[str]:
-    """What the system itself would not compute of the directory as it lies there."""
-    reading = importlib.import_module(f"draftsmith.modules.interop.{producer}").read(package, model.facts)
-    return [f"{finding.where}: {finding.text}" for finding in reading.findings if finding.level == "error"]
+def reads(format: HeadFormat) -> Literal["target", "draft"]:
+    """The flag of the model whose hidden states a head of this format reads."""
+    return "draft" if format.predicts else "target"
 
 
-def _check_flags(config: ImportConfig, kind: str, producer: str) -> None:
+def _check_flags(config: ImportConfig, format: HeadFormat) -> None:
     """Raises InputError for flags of the other kind of head, which would be passed over."""
-    for other, flag in READS.items():
-        if other != kind and getattr(config, flag) is not None:
-            expected = f"--{READS[kind]}: this is an {kind} head ({producer})"
-            raise InputError(flag, getattr(config, flag), expected, f"Pass --{READS[kind]} in its place.")
-    if producer != "specdec_pp" and config.w_rej != 1.0:
-        raise InputError("w_rej", config.w_rej, f"a head of specdec_pp: this is one of {producer}", "Leave it out.")
+    flag, other = reads(format), "target" if format.predicts else "draft"
+    if getattr(config, other) is not None:
+        expected = f"--{flag}: this is {named_kind(format.kind)} head ({format.name})"
+        raise InputError(other, getattr(config, other), expected, f"Pass --{flag} in its place.")
+    if not format.w_rej and config.w_rej != 1.0:
+        wanted = " or ".join(name for name, known in formats().items() if known.w_rej)
+        raise InputError("w_rej", config.w_rej, f"a head of {wanted}: this is one of {format.name}", "Leave it out.")
 
 
-def _check_record(config: ImportConfig, flag: str, model: ReadModel) -> None:
+def _source(config: ImportConfig, format: HeadFormat) -> StateSource | None:
+    """What gives the hidden states that the head reads, where it was given."""
+    if getattr(config, reads(format)) is None:
+        return None
+    own = {"engine": config.engine, "trust_remote_code": config.trust_remote_code}
+    return state_source(format, config.target, config.draft, {"dtype": "auto", **own})
+
+
+def _check_record(config: ImportConfig, flag: str, source: StateSource) -> None:
     """A head that this project exported says what it was trained for, which another model's name would cover up.
 
     Raises:
@@ -134,25 +134,16 @@ def _check_record(config: ImportConfig, flag: str, model: ReadModel) -> None:
     """
     record = read_record(package_directory(config.directory))
     recorded = (record or {}).get("head", {}).get("target") or {}
-    of_model = {key: value for key, value in recorded.items() if key != "eagle"}
+    of_model = {key: value for key, value in recorded.items() if key not in learned()}
     if not of_model:
         return
-    differing, unrecorded = compare_identity({flag: model.info.identity}, {flag: of_model})
+    differing, unrecorded = compare_identity({flag: source.drafter.identity}, {flag: of_model})
     if differing:
         names = ", ".join(key.removeprefix(f"{flag}.") for key, _, _ in differing)
-        found = f"{model.path}, which is another model than the head was trained for ({names} differ)"
+        found = f"{source.path}, which is another model than the head was trained for ({names} differ)"
         remedy = f"Pass that one; or leave --{flag} out, and train the head on with --init."
         raise InputError(flag, found, "the model it was trained for", remedy)
     warn_not_compared(str(config.directory), unrecorded)
-
-
-def _read_model(config: ImportConfig, flag: str) -> ReadModel:
-    path = getattr(config, flag)
-    if path is None:
-        return ReadModel()
-    lm = load_lm(path, "auto", "cpu", config.engine, config.trust_remote_code)
-    models = {flag: lm.info.identity, **tokenizer_identity(path)}
-    return ReadModel(path, facts_of(path, lm), lm.info, models)
 
 
 def _with_run_time_values(config: ImportConfig, parsed: Parsed) -> Parsed:
@@ -163,7 +154,7 @@ def _with_run_time_values(config: ImportConfig, parsed: Parsed) -> Parsed:
     return dataclasses.replace(parsed, config=changed, notes=(*notes, f"w_rej {config.w_rej:g} is taken, as given"))
 
 
-def build(kind: str, parsed: Parsed, package: Package) -> nn.Module:
+def build(format: HeadFormat, parsed: Parsed, package: Package) -> nn.Module:
     """The head, with exactly the parsed weights, in the dtype of the file; an acceptance head is float32.
 
     Raises:
@@ -174,54 +165,57 @@ def build(kind: str, parsed: Parsed, package: Package) -> nn.Module:
     stored = {name.removeprefix("model."): tensor.dtype for name, tensor in package.tensors.items()}
     state = {
         # Formats parse into float32, from which the narrower dtypes come back as they were.
-        name: tensor.to(stored[name]) if kind == "eagle" and stored.get(name) in NARROW else tensor
+        name: tensor.to(stored[name]) if not format.float32 and stored.get(name) in NARROW else tensor
         for name, tensor in parsed.state.items()
     }
-    return build_head(kind, parsed.config, state)
+    return build_head(format.kind, parsed.config, state)
 
 
-def _manifest(config: ImportConfig, kind: str, producer: str, parsed: Parsed, model: ReadModel) -> dict[str, Any]:
+def _manifest(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: StateSource | None) -> dict[str, Any]:
     """What is known of the head: no settings, data or losses of a training."""
     files = weight_files(package_directory(config.directory))
-    source = {
-        "producer": producer,
+    flag, identity = reads(format), None if source is None else source.drafter.identity
+    imported = {
+        "producer": format.name,
         "path": config.directory,
         "sha256": {file.name: file_sha256(file) for file in files},
-        READS[kind]: model.path,
+        flag: getattr(config, flag),
         "notes": list(parsed.notes),
     }
     return {
-        "target": None if model.info is None else model.info.identity,
-        "models": model.models,
+        "target": identity,
+        "models": {} if source is None else {flag: identity, **tokenizer_identity(source.path)},
         "sampling": None,
-        "imported": source,
+        "imported": imported,
         "packages": package_versions(),
         "git_commit": git_commit(),
     }
 
 
-def _report(
-    config: ImportConfig, kind: str, producer: str, parsed: Parsed, model: ReadModel, errors: list[str]
-) -> None:
-    """What came of it, what a user should know of it, and what to do next. errors: as of `unsound`."""
-    out, flag = shlex.quote(str(config.output)), READS[kind]
-    path = shlex.quote(model.path) if model.path else flag.upper()
-    system = SYSTEMS.get(producer, producer)
-    say(f"{kind} head in the format of {system}: {config.output}")
+def _report(config: ImportConfig, format: HeadFormat, parsed: Parsed, errors: list[str]) -> None:
+    """What came of it, what a user should know of it, and what to do next.
+
+    errors: what the system would not compute of the directory.
+    """
+    out, flag = shlex.quote(str(config.output)), reads(format)
+    given = getattr(config, flag)
+    path = shlex.quote(given) if given else flag.upper()
+    say(f"{format.kind} head in the format of {format.system}: {config.output}")
     for note in parsed.notes:
         say(f"  note: {note}")
-    if model.path is None:
+    if given is None:
         say(f"  note: no --{flag} was given: nothing is recorded of it, and other models are not refused")
     for error in errors:
-        say(f"  note: {system} would not compute this head from the directory as it is: {error}")
+        say(f"  note: {format.system} would not compute this head from the directory as it is: {error}")
     say("Next:")
     if not errors:
-        say(f"  draftsmith check {shlex.quote(config.directory)} --format {producer} --{flag} {path}")
+        say(f"  draftsmith check {shlex.quote(config.directory)} --format {format.name} --{flag} {path}")
     elif not getattr(parsed.config, "fc_bias", False):  # no format keeps that one
-        say(f"  draftsmith export --format {producer} --head {out} --{flag} {path} --output DIR")
-    if kind == "eagle":
-        say(f"  draftsmith eval bench --target {path} --eagle {out} --methods eagle:k=5 --prompts FILE")
-        say(f"  draftsmith train eagle --init {out} --target {path} --data FILE --output DIR")
-    else:
+        say(f"  draftsmith export --format {format.name} --head {out} --{flag} {path} --output DIR")
+    if format.predicts:
         models = f"--target TARGET --draft {path} --acceptance {out}"
         say(f"  draftsmith eval bench {models} --methods specdec++:h=0.7 --prompts FILE")
+    else:
+        method = head_class(format.kind).card({}).method
+        say(f"  draftsmith eval bench --target {path} --draft {out} --methods {method} --prompts FILE")
+        say(f"  draftsmith train {format.kind} --init {out} --target {path} --data FILE --output DIR")

@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.store.reading import read_object
-from draftsmith.modules.interop import FORMATS
-from draftsmith.modules.interop.base import Finding, Reading
-from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
+from draftsmith.modules.interop import formats
+from draftsmith.modules.interop.base import Finding, HeadFormat, Reading
 
 RECORD = "draftsmith.json"
-SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps")
 
 
 def content_hash(tensor: Tensor) -> str:
-    """Of the values in float32, whatever type they are stored in."""
+    """Hash of the values in float32, whatever type they are stored in."""
     data = tensor.detach().to("cpu", torch.float32).contiguous()
     return hashlib.sha256(str(tuple(data.shape)).encode() + data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
@@ -57,9 +55,10 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     return read_object(path, shape, "Export the head again.")
 
 
-def against_record(record: Mapping[str, Any], reading: Reading, kind: str) -> list[Finding]:
-    """What a system holds in memory against what was exported. kind: of head that the system reads."""
-    if FORMATS.get(record["format"]) != kind:
+def against_record(record: Mapping[str, Any], reading: Reading, format: HeadFormat) -> list[Finding]:
+    """What a system holds in memory against what was exported. format: by which it was read."""
+    written = formats().get(record["format"])
+    if written is None or written.kind != format.kind:
         return [Finding("error", RECORD, f"this was exported as {record['format']}")]
     found = []
     for name, expected in record["tensors"].items():
@@ -71,21 +70,4 @@ def against_record(record: Mapping[str, Any], reading: Reading, kind: str) -> li
         extra = name not in record["tensors"] and name != "embed_tokens.weight"
         if extra and not (name.endswith(".bias") and not tensor.any()):
             found.append(Finding("error", name, "was not exported, and this system computes with it"))
-    return found + (settings_differ(record["config"], reading) if kind == "eagle" else [])
-
-
-def settings_differ(config: Mapping[str, Any], reading: Reading) -> list[Finding]:
-    """Sizes and rotary frequencies of the exported head against those that the system takes."""
-    llama = LlamaConfig(**{**config["llama"], "rope_scaling": RopeScaling(**config["llama"]["rope_scaling"])})
-    settings = reading.settings
-    found = [
-        Finding("error", name, f"{settings[name]} in this system, exported with {value}")
-        for name in SIZES
-        if settings[name] != (value := config["llama"][name])
-    ]
-    frequencies = rope_frequencies(llama)
-    if settings["inv_freq"].shape != frequencies.shape or not torch.allclose(
-        settings["inv_freq"].float(), frequencies, rtol=1e-5
-    ):
-        found.append(Finding("error", "rope", "other rotary frequencies than the head was exported with"))
-    return found
+    return found + format.settings_differ(record["config"], reading)

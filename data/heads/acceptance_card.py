@@ -1,25 +1,90 @@
-"""What the model card of an acceptance head says beside what every head's card does: inputs, calibration, methods.
-
-Pure, from the head's settings and its manifest, as data/heads/card.py is.
-"""
+"""The card of an acceptance head: beside what every head's card says, its inputs, calibration and methods."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from draftsmith.data.heads.markdown import code, markdown_lines
+from draftsmith.data.heads.sections import ModelCard
+from draftsmith.modules.drafters import head_class, learned
+from draftsmith.modules.drafters.base import HeadCard
+from draftsmith.modules.interop import formats_of
 from draftsmith.modules.interop.acceptance import JUDGES, LAW, inputs_of
 
+WHAT = (
+    "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
+    "2024). It stops drafts that are likely to fail."
+)
 
-def described(head: Mapping[str, Any]) -> list[str]:
+
+class AcceptanceCard(ModelCard):
+    """The card of an acceptance head."""
+
+    @property
+    def about(self) -> HeadCard:
+        method = method_of(self.head, self.drafter)
+        return HeadCard("Acceptance head", WHAT, ("specdec++",), method, shape=described(self.head))
+
+    @cached_property
+    def drafter(self) -> str | None:
+        """Kind of the drafting head whose hidden states it reads; None where it reads a draft model's."""
+        return next((kind for kind in learned() if kind in (self.manifest.get("target") or {})), None)
+
+    @property
+    def reads(self) -> str:
+        return "draft"
+
+    @property
+    def read_model(self) -> str | None:
+        # Earlier versions recorded a drafting head by its kind.
+        return self.recorded("draft") or (self.recorded(self.drafter) if self.drafter else None)
+
+    @property
+    def reads_name(self) -> str:
+        return head_class(self.drafter).card({}).title if self.drafter else "draft"
+
+    @property
+    def base_model(self) -> str | None:
+        return self.target if self.drafter else self.read_model
+
+    @property
+    def models_words(self) -> str:
+        drafter = shlex.quote(self.read_model or "DRAFT")
+        return f"--target {shlex.quote(self.target or 'TARGET')} --draft {drafter} --acceptance DIR"
+
+    def own_settings(self) -> list[str]:
+        return ["num_blocks", "tied", "state", "judges", "w_acc", "w_rej", "mix", "calibrate"]
+
+    def tables(self) -> list[str]:
+        return [inputs_table(self.head)] if "num_blocks" in self.head else []
+
+    def verdicts(self) -> list[str]:
+        return [f"- identity of the target, whose verdicts it predicts: {self.known(self.models.get('target'))}"]
+
+    def exports(self) -> list[str]:
+        names = [format.name for format in formats_of(self.kind) if format.holds(self.head)]
+        return [f"draftsmith export --head DIR --format {name} --output DIR-{name}" for name in names]
+
+    def calibration_section(self) -> str:
+        return calibration_text(self.manifest, self.unknown)
+
+    def licence_section(self, others: str = "of the target, whose verdicts it predicts, and of the data") -> str:
+        return super().licence_section(others)
+
+
+def described(head: Mapping[str, Any]) -> tuple[str, ...]:
     """Lines on what the head is."""
+    if "num_blocks" not in head:
+        return ()
     blocks = f"{head['num_blocks']} {'tied ' if head.get('tied') else ''}residual block(s)"
-    return [
+    return (
         f"- {blocks} of width {head.get('width') or head['hidden_size']}, then one logit",
         f"- judges {JUDGES[head.get('judges', 'chain')]}",
-    ]
+    )
 
 
 def inputs_table(head: Mapping[str, Any]) -> str:
@@ -66,18 +131,10 @@ def corrections(head: Mapping[str, Any], assumed: bool) -> str:
     )
 
 
-def method_of(head: Mapping[str, Any], by_eagle: bool) -> str:
-    """The method that decodes with the head, as `decode` and `eval bench` are told it. by_eagle: it judges the drafts
-    of an EAGLE head."""
+def method_of(head: Mapping[str, Any], drafter: str | None) -> str:
+    """The method that decodes with the head, as `decode` and `eval bench` are told it. drafter: as of the card."""
     if head.get("judges") == "tree":
-        return "eagle2:value=head"
-    drafter = ":drafter=eagle" if by_eagle else ""
-    return f"cost{drafter}" if head.get("state") == "before" else f"specdec++:h=0.7{drafter}"
-
-
-def export_formats(head: Mapping[str, Any]) -> list[str]:
-    """Formats of `draftsmith export` that hold it. SpecDec_pp's layout holds one block, or several that are the same
-    one, and its class is fed the state after the token alone."""
-    blocks = bool(head.get("tied")) or head.get("num_blocks", 2) <= 1
-    published = head.get("state", "after") == "after" and not head.get("features") and head.get("judges") != "tree"
-    return ["specdec_pp"] * (blocks and published) + ["acceptance"]
+        methods = (head_class(kind).card({}).tree_method for kind in ([drafter] if drafter else learned()))
+        return next(filter(None, methods), "METHOD")
+    by = f":drafter={drafter}" if drafter else ""
+    return f"cost{by}" if head.get("state") == "before" else f"specdec++:h=0.7{by}"

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from draftsmith.data.store.files import whole_directory, write_json, write_tensors, write_text
 from draftsmith.data.store.manifest import compare_identity, file_sha256, warn_not_compared
-from draftsmith.data.store.reading import check_shape, read_object
-from draftsmith.modules.layers import LlamaConfig, RopeScaling
+from draftsmith.data.store.reading import check_shape, read_object, read_tensors
+from draftsmith.modules import drafters
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -23,28 +24,27 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SCHEMA_VERSION = 1
-# Registry name -> the module below `modules` with the classes that hold a head's settings and its weights.
-HEADS = {
-    "acceptance": ("acceptance.head", "AcceptanceHeadConfig", "AcceptanceHead"),
-    "eagle": ("drafters.eagle.head", "EagleConfig", "EagleHead"),
-}
-
-# Of their settings, what is read before they are built.
-SIZES = {"acceptance": {"hidden_size": int}, "eagle": {"llama": {"hidden_size": int, "vocab_size": int}}}
-# What an acceptance head says of its labels: mix or rollout, sampling or greedy, of a draft model or of an EAGLE head.
+# What an acceptance head says of its labels: mix or rollout, sampling or greedy, of a draft model or a drafter's kind.
 LABELS = ("labels", "mode", "drafter")
 
 
-def head_classes(kind: str) -> tuple[Any, Any]:
-    """The classes that hold a head's settings and its weights, by its registry name."""
-    path, config_class, head_class = HEADS[kind]
-    module = importlib.import_module(f"draftsmith.modules.{path}")
-    return getattr(module, config_class), getattr(module, head_class)
+def head_kinds() -> list[str]:
+    """Kinds of heads: acceptance heads, and what modules/drafters holds."""
+    return sorted([AcceptanceHead.kind, *drafters.learned()])
 
 
-def kind_of(head: nn.Module) -> str:
-    """The registry name of a head."""
-    return next(kind for kind, (_, _, name) in HEADS.items() if name == type(head).__name__)
+def class_of(kind: str) -> Any:
+    """The class of heads of a kind; its `Config` is that of their settings."""
+    return AcceptanceHead if kind == AcceptanceHead.kind else drafters.head_class(kind)
+
+
+def kind_at(path: str | Path) -> str | None:
+    """The kind of the head in a directory; None for anything else, as a language model is."""
+    directory = Path(path)
+    if not (directory / "manifest.json").exists() or not (directory / "config.json").exists():
+        return None
+    kind = read_object(directory / "config.json", {}).get("kind")
+    return kind if kind in head_kinds() else None
 
 
 def head_fields(head: nn.Module) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def head_fields(head: nn.Module) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any], card: str) -> Path:
+def save_head(directory: str | Path, head: Any, manifest: Mapping[str, Any], card: str) -> Path:
     """Write a head directory under a temporary name and rename it; an older one of that name is replaced.
 
     manifest: what it was made from: `target` (identity), `sampling`, what LABELS names, inputs, seed, versions,
@@ -61,7 +61,7 @@ def save_head(directory: str | Path, head: nn.Module, manifest: Mapping[str, Any
     """
     directory = Path(directory)
     config = {
-        "kind": kind_of(head),
+        "kind": head.kind,
         "schema_version": SCHEMA_VERSION,
         "head": head_fields(head),
         "target": manifest.get("target"),
@@ -100,17 +100,46 @@ def head_config(directory: str | Path) -> dict[str, Any]:
             )
     known = {"target?": (dict, None), "sampling?": (dict, None)}
     config = read_object(directory / "config.json", {"kind": object, "head": dict, **known}, again)
-    if config["kind"] not in list(HEADS):  # a list: what is read may not be hashable
-        raise InputError("kind", config["kind"], " or ".join(HEADS), f"{directory} is no head of this version.")
-    check_shape(directory / "config.json", config["head"], SIZES[config["kind"]], again, "head")
+    if config["kind"] not in head_kinds():
+        raise InputError("kind", config["kind"], " or ".join(head_kinds()), f"{directory} is no head of this version.")
+    check_shape(directory / "config.json", config["head"], shape_of(class_of(config["kind"]).Config), again, "head")
     return config
 
 
-def eagle_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
-    """What an acceptance head records of an EAGLE head that drafts for `owner`, whose own identity it keeps: the hidden
-    states that it reads come from both."""
+def shape_of(config_class: type) -> dict[str, Any]:
+    """What JSON of a config dataclass has to hold before it is built: its required numbers, and those of what is nested
+    in it."""
+    hints, found = get_type_hints(config_class), {}
+    for field in dataclasses.fields(config_class):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and dataclasses.is_dataclass(hints[field.name]):
+            found[field.name] = shape_of(hints[field.name])
+        elif required and hints[field.name] in (int, float, str, bool):
+            found[field.name] = hints[field.name]
+    return found
+
+
+def config_from_json(config_class: type, values: Mapping[str, Any]) -> Any:
+    """A config dataclass of JSON values, nested ones too; JSON's lists are tuples.
+
+    Raises:
+        TypeError, KeyError: a name that is absent or unknown.
+    """
+    hints = get_type_hints(config_class)
+    nested = {name: hints[name] for name in values if dataclasses.is_dataclass(hints[name])}
+    built = {name: config_from_json(kind, values[name]) for name, kind in nested.items()}
+    return config_class(**{name: built.get(name, _frozen(value)) for name, value in values.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def drafter_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
+    """What an acceptance head records of a head that drafts for `owner`, whose own identity it keeps: the hidden states
+    that it reads come from both."""
     weights = (Path(directory) / "model.safetensors").read_bytes()
-    return {**owner.info.identity, "eagle": hashlib.sha256(weights).hexdigest()[:16]}
+    return {**owner.info.identity, head_config(directory)["kind"]: hashlib.sha256(weights).hexdigest()[:16]}
 
 
 def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
@@ -136,7 +165,7 @@ def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
     mode = "greedy" if params.greedy else f"sampling --temperature {params.temperature:g}"
     kept = {"top-k": params.top_k, "top-p": params.top_p} if not params.greedy else {}
     mode += "".join(f" --{name} {value:g}" for name, value in kept.items() if value != made.get(name.replace("-", "_")))
-    drafter = "--eagle EAGLE" if config.get("drafter") == "eagle" else "--draft DRAFT"
+    drafter = "--draft HEAD" if config.get("drafter", "draft") != "draft" else "--draft DRAFT"
     return (
         f"{directory} was trained on labels of another mode ({'; '.join(differing)}): it may stop at the wrong places. "
         f"Labels of this mode: draftsmith data acceptance --labels {config.get('labels', 'rollout')} --mode {mode} "
@@ -152,44 +181,54 @@ def load_head(
 ) -> nn.Module:
     """A frozen head, ready to decode, on the target's device.
 
-    target: the model whose hidden states it reads: the target for an EAGLE head, the DRAFT for an acceptance head, and
-        for one that reads an EAGLE head's the model which that head drafts for. Its width must fit, and its identity be
-        the recorded one.
-    kind: the registry name that is expected.
-    identity: of what the head reads, where that is not the model alone (`eagle_identity`).
+    target: the model whose hidden states it reads: the target for a drafter, the DRAFT for an acceptance head, and for
+        one that reads a drafter's the model which that drafts for. Its width must fit, and its identity be the recorded
+        one.
+    kind: the kind that is expected.
+    identity: of what the head reads, where that is not the model alone (`drafter_identity`).
     """
     config = _config_of_kind(directory, kind)
     if target is not None:
-        check_sizes("head", directory, config["head"], target.info.hidden_size, target.info.vocab_size)
+        check_sizes("head", directory, _settings(config), target.info.hidden_size, target.info.vocab_size)
         _check_identity(directory, config, target.info.identity if identity is None else identity)
     head = _read_head(directory, config).eval().requires_grad_(False)
-    return head if target is None else head.to(target.device, target.dtype if config["kind"] == "eagle" else None)
+    computes_with = isinstance(head, DraftHead)
+    return head if target is None else head.to(target.device, target.dtype if computes_with else None)
+
+
+def load_draft_head(directory: str | Path, target: CausalLM) -> DraftHead:
+    """A trained drafter of any kind, as `load_head` has it.
+
+    Raises:
+        InputError: no head, one that does not draft, or one for another target.
+    """
+    kind = head_config(directory)["kind"]
+    if kind not in drafters.learned():
+        raise InputError("head", f"{directory}, {named_kind(kind)} head", "a drafter", "Pass it with its own flag.")
+    head = load_head(directory, target)
+    assert isinstance(head, DraftHead)
+    return head
 
 
 def _config_of_kind(directory: str | Path, kind: str | None) -> dict[str, Any]:
     config = head_config(directory)
     if kind is not None and config["kind"] != kind:
-        raise InputError(
-            "head", f"{directory}, an {config['kind']} head", f"an {kind} head", "Pass it with its own flag."
-        )
+        found, expected = f"{directory}, {named_kind(config['kind'])} head", f"{named_kind(kind)} head"
+        raise InputError("head", found, expected, "Pass it with its own flag.")
     return config
+
+
+def named_kind(kind: str) -> str:
+    """A kind with its article."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _settings(config: dict[str, Any]) -> Any:
     """The head's own config dataclass."""
-    config_class, _ = head_classes(config["kind"])
-    fields = dict(config["head"])
     try:
-        if "llama" in fields:
-            layer = dict(fields["llama"])
-            fields["llama"] = LlamaConfig(**{**layer, "rope_scaling": RopeScaling(**layer["rope_scaling"])})
-        # JSON has lists only.
-        fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
-        if "knots" in fields:
-            fields["knots"] = tuple(tuple(knot) for knot in fields["knots"])
-        return config_class(**fields)
+        return config_from_json(class_of(config["kind"]).Config, config["head"])
     except (TypeError, KeyError) as error:  # a name that is absent, unknown, or of another type
-        found = f"settings that are none of an {config['kind']} head ({error})"
+        found = f"settings that are none of {named_kind(config['kind'])} head ({error})"
         raise InputError("config.json", found, "what training wrote", "Copy or train the head again.") from error
 
 
@@ -201,8 +240,7 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
     Raises:
         InputError: a tensor is missing, unknown or of another shape.
     """
-    _, head_class = head_classes(kind)
-    head = head_class(config)
+    head = class_of(kind)(config)
     expected = {name: tensor.shape for name, tensor in head.named_parameters()}
     wrong = sorted(set(expected) ^ set(state))
     wrong += sorted(name for name in set(expected) & set(state) if state[name].shape != expected[name])
@@ -225,32 +263,23 @@ def head_settings(directory: str | Path, kind: str) -> Any:
 
 def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
     """On the CPU, in the type of its file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    file = Path(directory) / "model.safetensors"
-    try:
-        state = load_file(file)
-    except (SafetensorError, OSError) as error:
-        remedy = "Copy or train the head again."
-        raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", remedy) from error
+    state = read_tensors(Path(directory) / "model.safetensors", "Copy or train the head again.")
     return build_head(config["kind"], _settings(config), state)
 
 
-def check_sizes(field: str, named: str | Path, head: Mapping[str, Any], width: int, vocab_size: int | None) -> None:
-    """Does a head (its settings as in `config.json`) fit a model of this width and vocabulary? vocab_size: None where
-    the model's is of no concern.
+def check_sizes(field: str, named: str | Path, head: Any, width: int, vocab_size: int | None) -> None:
+    """Does a head of these settings fit a model of this width and vocabulary? vocab_size: None where the model's is of
+    no concern.
 
     field, named: what the user passed the head as, and what the message calls it.
 
     Raises:
         InputError: it has another width or vocabulary.
     """
-    own_width = head.get("hidden_size") or head["llama"]["hidden_size"]
-    if own_width != width:
-        found = f"{named} of width {own_width}"
+    if head.hidden_size != width:
+        found = f"{named} of width {head.hidden_size}"
         raise InputError(field, found, f"width {width}", "Pass the model it was trained for.")
-    own_vocab = head.get("llama", {}).get("vocab_size")
+    own_vocab = getattr(head, "vocab_size", None)  # an acceptance head has none
     if None not in (own_vocab, vocab_size) and own_vocab != vocab_size:
         raise InputError(field, f"{named} of vocabulary {own_vocab}", f"{vocab_size}", "Pass its own target.")
 
@@ -266,7 +295,8 @@ def _check_identity(directory: str | Path, config: dict[str, Any], identity: Map
     differing, unrecorded = compare_identity({"model": identity}, {"model": recorded})
     if differing:
         names = ", ".join(key.removeprefix("model.") for key, _, _ in differing)
-        reads = "--target TARGET" if config["kind"] == "eagle" or "eagle" in recorded else "--draft DRAFT"
+        learned = drafters.learned()
+        reads = "--target TARGET" if config["kind"] in learned or learned.keys() & recorded.keys() else "--draft DRAFT"
         start = f"draftsmith train {config['kind']} --init {directory} {reads} --data DATA --output DIR"
         raise InputError(
             "head",
@@ -288,10 +318,10 @@ def starting_settings(directory: str | Path, kind: str, width: int | None = None
     """
     if not Path(directory).is_dir():
         raise InputError("init", directory, "one of the names in --help, or a head directory", "Check the path.")
-    config = _config_of_kind(directory, kind)
+    settings = _settings(_config_of_kind(directory, kind))
     if width is not None:
-        check_sizes("init", directory, config["head"], width, vocab_size)
-    return _settings(config)
+        check_sizes("init", directory, settings, width, vocab_size)
+    return settings
 
 
 def starting_head(directory: str | Path, kind: str, width: int, vocab_size: int | None = None) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def code(value: Any) -> str:
-    """As Markdown code, on one line; nothing for nothing."""
+    """A value as Markdown code, on one line; nothing for nothing."""
     if value is None or value == {}:
         return ""
     return f"`{value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)}`"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftsmith.data.store import reading
+from draftsmith.data.store.reading import open_tensors, read_object, read_tensors
 from draftsmith.modules.types import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -34,14 +35,14 @@ MOST = dict.fromkeys(LAYERS, 10_000) | dict.fromkeys(("num_attention_heads", "nu
 AGAIN = "Fetch or build it again."
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+def read_model_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model.
 
     Raises:
         InputError: absent, damaged, or JSON of another kind.
     """
     try:
-        return reading.read_object(file, {}, AGAIN)
+        return read_object(file, {}, AGAIN)
     except OSError as error:
         raise InputError(str(file), error.strerror or "unreadable", "a file with JSON", AGAIN) from error
 
@@ -53,7 +54,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
         InputError: damaged, or with values that no model can have.
     """
     file = directory / "config.json"
-    raw = read_object(file)
+    raw = read_model_json(file)
     nested = raw.get("text_config")
     if nested is not None and not isinstance(nested, Mapping):
         raise InputError(f"text_config of {file}", repr(nested)[:80], "an object", AGAIN)
@@ -102,17 +103,12 @@ def check_proportions(raw: Mapping[str, Any], files: list[Path]) -> None:
     Raises:
         InputError: names the setting.
     """
-    from safetensors import SafetensorError, safe_open
-
     tensors = values = 0
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-                    tensors += 1
-                    values += _product(opened.get_slice(name).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", AGAIN) from error
+        with open_tensors(file, AGAIN) as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                tensors += 1
+                values += math.prod(opened.get_slice(name).get_shape())
     for section in (raw, raw.get("text_config") or {}):
         for name in SIZES:
             # Quantised weights are packed, at most eight to a stored value.
@@ -122,11 +118,16 @@ def check_proportions(raw: Mapping[str, Any], files: list[Path]) -> None:
                 raise InputError(f"{name} of config.json", found, f"at most {most:,}", "Check the checkpoint.")
 
 
-def _product(shape: list[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def weight_map(index: Path, remedy: str = AGAIN) -> dict[str, str]:
+    """Tensor -> file, of an index of shards.
+
+    Raises:
+        InputError: it does not say.
+    """
+    found = read_model_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise InputError(str(index), "no weight_map of names", "a tensor's name -> its file", remedy)
+    return found
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -139,10 +140,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
     if whole.exists():
         return [whole]
     if index.exists():
-        shards = read_object(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards or not all(isinstance(n, str) for n in shards.values()):
-            raise InputError(str(index), "no weight_map of names", "a tensor's name -> its file", AGAIN)
-        files = [directory / name for name in sorted(set(shards.values()))]
+        files = [directory / name for name in sorted(set(weight_map(index).values()))]
         if outside := [file.name for file in files if file.parent != directory or file.name in ("", "..")]:
             raise InputError(str(index), f"a shard in another place ({outside[0]})", "files of the directory", AGAIN)
         if absent := [file.name for file in files if not file.is_file()]:
@@ -158,15 +156,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 def read_state(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a model, as stored."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     state: dict[str, torch.Tensor] = {}
     for file in checkpoint_files(directory):
-        try:
-            state.update(load_file(file))
-        except (SafetensorError, OSError) as error:
-            raise InputError(str(file), f"damaged ({error})", "a whole safetensors file", AGAIN) from error
+        state |= read_tensors(file, AGAIN)
     return state
 
 
@@ -181,7 +173,7 @@ def end_tokens(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     ids, file = raw.get("eos_token_id"), directory / "config.json"
     generation = directory / "generation_config.json"
     if generation.exists():
-        settings = read_object(generation)
+        settings = read_model_json(generation)
         if "eos_token_id" in settings:
             ids, file = settings["eos_token_id"], generation
     several = ids if isinstance(ids, list) else [] if ids is None else [ids]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.store.files import CannotWrite, make_directory, write_json
-from draftsmith.modules.types import InputError
+from draftsmith.data.store.reading import open_tensors
 
 VERSION = 1  # of what a remembered file means
 CHUNK = 1 << 22  # values read at once: a model is never in memory for this
@@ -44,7 +44,7 @@ class TensorDigest:
 
 
 def tensor_digests(files: Iterable[Path]) -> dict[str, TensorDigest]:
-    """By name, of all tensors in safetensors files: remembered ones, or read and then remembered.
+    """Digests by name of all tensors in safetensors files: remembered ones, or read and then remembered.
 
     Raises:
         InputError: a damaged file.
@@ -60,9 +60,9 @@ def tensor_digests(files: Iterable[Path]) -> dict[str, TensorDigest]:
 
 
 def weights_hash(digests: dict[str, TensorDigest]) -> str:
-    """Of a whole checkpoint. An output embedding that equals another tensor is not counted: files of a model that ties
-    them may have it or not."""
-    by_name = {_plain(name): digest for name, digest in digests.items() if not name.endswith("rotary_emb.inv_freq")}
+    """Hash of a whole checkpoint. An output embedding that equals another tensor is not counted: files of a model that
+    ties them may have it or not."""
+    by_name = {_bare_name(name): digest for name, digest in digests.items() if not name.endswith("rotary_emb.inv_freq")}
     others = {digest for name, digest in by_name.items() if not _is_output(name)}
     kept = {name: digest for name, digest in by_name.items() if not (_is_output(name) and digest in others)}
     listed = [[name, digest.shape, digest.kind, digest.sha256] for name, digest in sorted(kept.items())]
@@ -70,9 +70,9 @@ def weights_hash(digests: dict[str, TensorDigest]) -> str:
 
 
 def output_hash(digests: dict[str, TensorDigest], names: Iterable[str]) -> str | None:
-    """Of the first of these tensors that the files have, as `tensor_hash` gives it."""
-    by_name = {_plain(name): digest for name, digest in digests.items()}
-    return next((by_name[_plain(name)].sha256[:16] for name in names if _plain(name) in by_name), None)
+    """Hash of the first of these tensors that the files have, as `tensor_hash` gives it."""
+    by_name = {_bare_name(name): digest for name, digest in digests.items()}
+    return next((by_name[_bare_name(name)].sha256[:16] for name in names if _bare_name(name) in by_name), None)
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
@@ -80,7 +80,7 @@ def tensor_hash(tensor: torch.Tensor) -> str:
     return hashlib.sha256(_bytes(tensor.detach().to("cpu"), "float")).hexdigest()[:16]
 
 
-def _plain(name: str) -> str:
+def _bare_name(name: str) -> str:
     """Base models are saved with the prefix of their place in the whole, or without."""
     return name.removeprefix("model.").removeprefix("transformer.")
 
@@ -99,15 +99,9 @@ def _read_and_remember(file: Path) -> dict[str, TensorDigest]:
 
 
 def _read(file: Path) -> dict[str, TensorDigest]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as opened, ThreadPoolExecutor(THREADS) as pool:
-            names = list(opened.keys())
-            return dict(zip(names, pool.map(lambda name: _digest(opened, name), names), strict=True))
-    except SafetensorError as error:
-        found = f"damaged ({error})"
-        raise InputError(str(file), found, "a whole safetensors file", "Fetch or build it again.") from error
+    with open_tensors(file, "Fetch or build it again.") as opened, ThreadPoolExecutor(THREADS) as pool:
+        names = list(opened.keys())
+        return dict(zip(names, pool.map(lambda name: _digest(opened, name), names), strict=True))
 
 
 def _digest(opened: Any, name: str) -> TensorDigest:

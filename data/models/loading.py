@@ -12,24 +12,17 @@ from draftsmith.data.models.checkpoint import (
     check_proportions,
     checkpoint_files,
     end_tokens,
-    read_object,
+    read_model_json,
     read_settings,
     read_state,
 )
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.digests import tensor_hash
-from draftsmith.data.models.hub import EMBEDDED, model_directory, resolve_model
-from draftsmith.data.models.identity import config_hash, encoding_hash, model_identity, template_hash, vocabulary_hash
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.identity import encoding_hash, model_identity, template_hash, vocabulary_hash
 from draftsmith.data.models.parallel import check_placed, placement
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.types import InputError
-
-__all__ = [
-    "DTYPES", "EMBEDDED", "check_same_tokenizer", "config_hash", "end_tokens", "load_lm", "load_tokenizer",
-    "load_transformers", "model_directory", "read_config", "read_object", "resolve_model", "tensor_hash",
-    "text_identity",
-    "tokenizer_identity", "trust_code",
-]  # fmt: skip
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -52,7 +45,7 @@ def load_lm(
     dtype: float32, bfloat16, float16, or auto (the checkpoint's own).
     engine: lean (Llama family), hf (any transformers causal model), or auto: lean where it applies.
     packed: for decoding on a CPU: the lean engine holds its weights in the layout of the CPU's kernels only. Such a
-        model can not be differentiated through.
+        model cannot be differentiated through.
     parallel: for a model larger than one device, on the hf engine: device_map spreads its layers over the devices of
         this process; tensor splits every layer over all processes, which then call it together, with the same input
         (`data/models/parallel.py`). none is one device.
@@ -232,7 +225,7 @@ def load_tokenizer(path: str) -> Any:
     read_settings(directory)  # which the library asks for the tokenizer's class
     for file in (directory / name for name in TOKENIZERS[:2]):
         if file.exists():
-            read_object(file)
+            read_model_json(file)
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=_trusted)
     except Exception as error:  # the library in Rust raises plain exceptions
@@ -267,7 +260,7 @@ def _tokenizer_identity(directory: str, written: tuple[tuple[str, int, int, int]
 
 
 def text_identity(path: str) -> dict[str, str]:
-    """Of `tokenizer_identity` what text's token ids depend on."""
+    """The part of `tokenizer_identity` that text's token ids depend on."""
     found = tokenizer_identity(path)
     return {name: found[name] for name in ("tokenizer", "encoding")}
 

@@ -45,7 +45,28 @@ class AcceptanceTokens:
     attention_mask: Tensor  # [B, T] bool, false on padding
 
 
-class AcceptanceDataset(Dataset):
+class ArtefactDataset(Dataset):
+    """Rows of an artefact as samples. manifest: its own. answers: where they are in each row."""
+
+    manifest: Manifest
+    answers: Answers
+
+    def _read_table(self, directory: Path, manifest: Manifest, columns: Sequence[str]) -> pa.Table:
+        """These columns, and those that say where the answers are."""
+        table = Rows(directory, manifest, [*columns, *answer_columns(manifest)]).table()
+        self.manifest, self.answers = manifest, Answers(table)
+        self._names = Rows(directory, manifest, ["id"])
+        return table
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def name(self, row: int) -> str:
+        """The row's id."""
+        return self._names.read(row, row + 1)[0]["id"]
+
+
+class AcceptanceDataset(ArtefactDataset):
     """Rows of an `acceptance` artefact with tokens mixed anew in every epoch (SpecDec++, section 3.3).
 
     z_t is the target's token x_t with probability `mix`, else the drafted y_t; the loss counts the latter only.
@@ -54,14 +75,11 @@ class AcceptanceDataset(Dataset):
     def __init__(self, directory: Path, mix: float = 0.15, seed: int = 0, identity: Mapping[str, Any] | None = None):
         if not 0 <= mix < 1:
             raise InputError("mix", mix, "a probability in [0, 1)", "The paper's is 0.15.")
-        self.manifest: Manifest = open_artefact(directory, "acceptance", identity)
-        self.mix, self.seed = mix, seed
         columns = ["input_ids", "draft_ids", "accept_prob", "log_q", "overlap"]
-        self._table = Rows(directory, self.manifest, [*columns, *answer_columns(self.manifest)]).table()
-        self._names = Rows(directory, self.manifest, ["id"])
-        self._lists = {name: Lists(self._table[name]) for name in columns}
-        self.answers = Answers(self._table)
-        check_labels(directory, self._names, self._lists["accept_prob"])
+        table = self._read_table(directory, open_artefact(directory, "acceptance", identity), columns)
+        self.mix, self.seed = mix, seed
+        self._lists = {name: Lists(table[name]) for name in columns}
+        check_finite_labels(directory, self._names, self._lists["accept_prob"])
         # Shared memory, so that reader processes that live on into the next epoch see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -70,16 +88,9 @@ class AcceptanceDataset(Dataset):
         """Tokens of each row."""
         return self._lists["input_ids"].lengths.tolist()
 
-    def name(self, row: int) -> str:
-        """The row's id."""
-        return self._names.read(row, row + 1)[0]["id"]
-
     def set_epoch(self, epoch: int) -> None:
         """Redraw which tokens are mixed in."""
         self._epoch.fill_(epoch)
-
-    def __len__(self) -> int:
-        return len(self.answers)
 
     def __getitem__(self, row: int) -> Item:
         """The row in the epoch that `set_epoch` has set."""
@@ -101,33 +112,24 @@ class AcceptanceDataset(Dataset):
         return item
 
 
-class FeatureDataset(Dataset):
+class FeatureDataset(ArtefactDataset):
     """Rows of a `features` artefact; the safetensors files stay open, and only what is asked for is read.
 
     check: `sha256` reads the whole artefact once at the start to see that it is intact; `size` does not.
     """
 
     def __init__(self, directory: Path, identity: Mapping[str, Any] | None = None, check: str = "sha256"):
-        self.manifest: Manifest = open_artefact(directory, "features", identity, check)
+        manifest = open_artefact(directory, "features", identity, check)
+        table = self._read_table(directory, manifest, ["row", "shard", "input_ids"])
         self._directory = Path(directory)
-        columns = ["row", "shard", "length", "input_ids", *answer_columns(self.manifest)]
-        self._table = Rows(directory, self.manifest, columns).table()
-        self._names = Rows(directory, self.manifest, ["id"])
-        self._rows, self._shards = self._table["row"].to_numpy(), self._table["shard"].to_pylist()
-        self._ids, self.answers = Lists(self._table["input_ids"]), Answers(self._table)
+        self._rows, self._shards = table["row"].to_numpy(), table["shard"].to_pylist()
+        self._ids = Lists(table["input_ids"])
         self._files: dict[tuple[int, str], Any] = {}
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each row."""
-        return self._table["length"].to_pylist()
-
-    def name(self, row: int) -> str:
-        """The row's id."""
-        return self._names.read(row, row + 1)[0]["id"]
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        return self._ids.lengths.tolist()
 
     def __getitem__(self, row: int) -> Item:
         """Fields of FeatureBatch for one row: input_ids [T], features [T, H] bf16, loss_mask [T], position_ids [T]."""
@@ -161,23 +163,19 @@ class FeatureDataset(Dataset):
         return {**self.__dict__, "_files": {}}  # open files do not travel to a spawned reader
 
 
-class ResponsesDataset(Dataset):
+class ResponsesDataset(ArtefactDataset):
     """Rows of a `responses` artefact, or of supervised prompts: those of the `features` artefact that would be made of
     it, without the features."""
 
     def __init__(self, directory: Path, target: str, identity: Mapping[str, str]):
         """identity: the target's; responses must be its own, and supervised prompts of its tokenizer."""
-        self.manifest: Manifest = open_texts(directory, target, identity, "data")
-        table = Rows(directory, self.manifest, ["input_ids", *answer_columns(self.manifest)]).table()
-        self._ids, self.answers = Lists(table["input_ids"]), Answers(table)
+        table = self._read_table(directory, open_texts(directory, target, identity, "data"), ["input_ids"])
+        self._ids = Lists(table["input_ids"])
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each row."""
         return self._ids.lengths.tolist()
-
-    def __len__(self) -> int:
-        return len(self._ids.lengths)
 
     def __getitem__(self, row: int) -> Item:
         """Fields of FeatureBatch for one row: input_ids [T], loss_mask [T], position_ids [T]."""
@@ -224,7 +222,7 @@ class Pieces(Dataset):
         return cut | ({"position_ids": torch.arange(stop - start)} if "position_ids" in cut else {})
 
     def name(self, index: int) -> str:
-        """That of the sample it is a piece of."""
+        """The name of the sample it is a piece of."""
         return name_of(self.dataset, self._places[index][0])
 
 
@@ -263,12 +261,12 @@ def name_of(dataset: Any, index: int) -> str:
 
 
 def broken_features(path: Path, row: str, position: int) -> InputError:
-    """Of features that were read from a file and are NaN or infinite at a token."""
+    """The error of features that were read from a file and are NaN or infinite at a token."""
     remedy = "Its target was broken, or it was damaged: check the target, delete the file and make it again."
     return InputError(str(path), f"NaN or infinity in {row}, position {position}", "finite features", remedy)
 
 
-def check_labels(directory: Path, names: Rows, labels: Lists) -> None:
+def check_finite_labels(directory: Path, names: Rows, labels: Lists) -> None:
     """Raises InputError where acceptance probabilities are not finite."""
     place = labels.first_broken()
     if place is not None:
@@ -298,7 +296,7 @@ class Lists:
         return int(np.searchsorted(self._offsets, broken[0], "right")) - 1 if len(broken) else None
 
     def answer_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of a column of loss masks: tokens of every answer, and which row each is of."""
+        """Tokens of every answer in a column of loss masks, and which row each is of."""
         return answer_lengths(self._values, self._offsets)
 
 
@@ -340,7 +338,7 @@ class Answers:
 
 
 def answer_columns(manifest: Manifest) -> list[str]:
-    """Of this artefact's columns, those that say where the answers are."""
+    """The columns of this artefact that say where the answers are."""
     names = {spec.name for spec in manifest.fields}
     return [*(["loss_mask"] if "loss_mask" in names else ["prompt_length"]), *(["turn"] if "turn" in names else [])]
 

@@ -22,6 +22,7 @@ from typing import Any
 from draftsmith.data.ranks import place
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.reading import check_shape, read_object
+from draftsmith.modules.drafters import learned
 from draftsmith.modules.types import InputError
 
 SCHEMA_VERSION = 1
@@ -179,22 +180,27 @@ def compare_identity(
     """(key, given, recorded) of what differs, and the keys that were not recorded, which nobody can compare.
 
     given: nested hashes. What is recorded of models that are not given does not count; a model that is given and of
-    which nothing is recorded differs, and so does one with an EAGLE head from one without.
+    which nothing is recorded differs, and so does one with a trained drafter from one without.
     """
     ours, theirs = flatten(given), flatten(recorded)
-    for key in [key for key in theirs if key.endswith(".eagle") and key.split(".")[0] in given]:
+    for key in [key for key in theirs if _is_drafter(key) and key.split(".")[0] in given]:
         ours.setdefault(key, None)
     unrecorded = [
         key
         for key in ours.keys() - theirs.keys()
-        if not key.endswith(".eagle") and (key.split(".")[0] in recorded or key in LATER)
+        if not _is_drafter(key) and (key.split(".")[0] in recorded or key in LATER)
     ]
     compared = {key: value for key, value in ours.items() if key not in unrecorded}
     return differences(compared, {key: theirs.get(key) for key in compared}), sorted(unrecorded)
 
 
+def _is_drafter(key: str) -> bool:
+    """The hash of a trained drafter, which stands beside those of the model that it drafts for."""
+    return key.split(".")[-1] in learned()
+
+
 def without_unrecorded(differing: Iterable[tuple[str, Any, Any]]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
-    """Of `differences`: those that count, and the keys of hashes that one side lacks because an earlier version did not
+    """Those of `differences` that count, and the keys of hashes that one side lacks because an earlier version did not
     take them."""
     listed = list(differing)
     lacking = [key for key, one, other in listed if key.split(".")[-1] in LATER and None in (one, other)]
@@ -266,7 +272,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def source_version() -> str | None:
-    """Of the checkout this package runs from; None where it is not one."""
+    """The version of the checkout this package runs from; None where it is not one."""
     project = ROOT / "pyproject.toml"
     if not project.exists():
         return None
@@ -318,7 +324,7 @@ def command_line(stage: str, config: Any) -> str:
 
 
 def _arguments(config: Any, prefix: str) -> Iterable[str]:
-    for spec in dataclasses.fields(config):
+    for spec in sorted(dataclasses.fields(config), key=lambda field: field.kw_only):  # shared settings last
         value = getattr(config, spec.name)
         if dataclasses.is_dataclass(value):
             yield from _arguments(value, f"{prefix}{spec.name}.")

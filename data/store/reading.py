@@ -1,14 +1,18 @@
-"""How JSON files are read that this program wrote, and that a disk, an editor or another program may have changed:
-what is not as it was written is one line that names the file, the place in it and the remedy."""
+"""How files are read that a disk, an editor or another program may have changed: what is not as it was written is one
+line that names the file, the place in it and the remedy."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.modules.types import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REMEDY = "Delete it and give the command that wrote it again."
 NUMBER = (int, float)
@@ -63,6 +67,28 @@ def read_lines(path: Path, shape: Mapping[str, Shape], remedy: str = REMEDY) -> 
                 raise InputError(str(path), f"damaged in line {number} ({error})", "a JSON object", remedy) from error
             check_shape(path, found, shape, remedy, f"line {number}")
             yield found
+
+
+@contextmanager
+def open_tensors(path: Path, remedy: str = REMEDY) -> Iterator[Any]:
+    """An open safetensors file, `safe_open`'s.
+
+    Raises:
+        InputError: it is damaged or cannot be read, whether that shows at once or later.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise InputError(str(path), f"damaged ({error})", "a whole safetensors file", remedy) from error
+
+
+def read_tensors(path: Path, remedy: str = REMEDY) -> dict[str, Tensor]:
+    """All tensors of a safetensors file. Errors as of `open_tensors`."""
+    with open_tensors(path, remedy) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
 
 
 def check_shape(path: Path, found: Any, shape: Shape, remedy: str = REMEDY, place: str = "") -> None:

@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
-from draftsmith.data.store.datasets import Answers, Item, Lists, answer_columns, check_labels
-from draftsmith.data.store.manifest import Manifest, open_artefact
-from draftsmith.data.store.shards import Rows
+from draftsmith.data.store.datasets import ArtefactDataset, Item, Lists, check_finite_labels
+from draftsmith.data.store.manifest import open_artefact
 from draftsmith.modules.decoding.confidence import Confidences
 
 
@@ -54,12 +52,13 @@ class RolloutTokens:
 
     @property
     def confidences(self) -> Confidences:
-        """Of the drafted tokens, [N, K]."""
+        """What is known of the drafted tokens, [N, K]."""
         return replace(self._confidences(self.log_q, self.log_max_q, self.entropy), repeat=self.repeat)
 
     @property
     def child_confidences(self) -> Confidences:
-        """Of the children, [N, K, C]: their law's maximum and entropy are those of the drafted token beside them."""
+        """What is known of the children, [N, K, C]: their distribution's maximum and entropy are those of the drafted
+        token beside them."""
         shape = self.child_log_q.shape
         return self._confidences(
             self.child_log_q, self.log_max_q[..., None].expand(shape), self.entropy[..., None].expand(shape)
@@ -72,33 +71,24 @@ class RolloutTokens:
         return Confidences(log_q, log_max_q, entropy, depth.expand(log_q.shape), temperature.expand(log_q.shape))
 
 
-class RolloutDataset(Dataset):
+class RolloutDataset(ArtefactDataset):
     """Rows of a `rollouts` artefact."""
 
     def __init__(self, directory: Path, identity: Mapping[str, Any] | None = None):
-        self.manifest: Manifest = open_artefact(directory, "rollouts", identity)
-        self.depth: int = self.manifest.config["depth"]
-        self.children: int = self.manifest.config["children"]
+        manifest = open_artefact(directory, "rollouts", identity)
+        self.depth: int = manifest.config["depth"]
+        self.children: int = manifest.config["children"]
         listed = (spec for spec in (*FIELDS, *CHILD_FIELDS) if spec.dtype.startswith("list"))
         self._fields = [spec for spec in listed if spec.name != "loss_mask"]  # of an item it is about the drafts
         columns = [spec.name for spec in self._fields if self.children or spec not in CHILD_FIELDS]
-        table = Rows(directory, self.manifest, [*columns, *answer_columns(self.manifest)]).table()
-        self.answers = Answers(table)
-        self._names = Rows(directory, self.manifest, ["id"])
+        table = self._read_table(directory, manifest, columns)
         self._lists = {name: Lists(table[name]) for name in columns}
-        check_labels(directory, self._names, self._lists["accept_prob"])
+        check_finite_labels(directory, self._names, self._lists["accept_prob"])
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each response and of the drafts that hang off it: what it takes to read them."""
         return (self._lists["input_ids"].lengths + self._lists["draft_ids"].lengths).tolist()
-
-    def name(self, row: int) -> str:
-        """The row's id."""
-        return self._names.read(row, row + 1)[0]["id"]
-
-    def __len__(self) -> int:
-        return len(self._lists["starts"].lengths)
 
     def __getitem__(self, row: int) -> Item:
         """input_ids [T] and starts [S], int64, and what RolloutTokens has of the S drafts."""

@@ -132,7 +132,7 @@ def run_stage(plan: Plan, make_shard: Callable[[Shard, Advance], ShardContent]) 
     if plan.num_rows == 0:
         raise InputError(f"{plan.stage}: input", "no rows", "at least one", "Check the input and its filters.")
     begin(plan)
-    if (directory / MANIFEST).exists() and not _missing(plan):
+    if (directory / MANIFEST).exists() and not _unfinished(plan):
         say(f"{plan.kind}: already complete in {directory}")
         return Manifest.read(directory)
     own = [shard for shard in plan.shards if shard.index % world == rank]
@@ -204,7 +204,7 @@ def write_shard(plan: Plan, shard: Shard, content: ShardContent) -> None:
     write_json(directory / f"{shard.name}.done.json", record)
 
 
-def _missing(plan: Plan) -> list[Shard]:
+def _unfinished(plan: Plan) -> list[Shard]:
     return [shard for shard in plan.shards if read_done(plan.directory, shard) is None]
 
 
@@ -222,7 +222,7 @@ def _poll(plan: Plan, left: Callable[[], int], what: str) -> None:
 
 
 def _finish(plan: Plan) -> Manifest:
-    _poll(plan, lambda: len(_missing(plan)), "shards of other ranks")
+    _poll(plan, lambda: len(_unfinished(plan)), "shards of other ranks")
     counts: Counter[str] = Counter({"shards": len(plan.shards), "read": plan.num_rows})
     files: list[FileEntry] = []
     for shard in plan.shards:
@@ -273,7 +273,7 @@ def account(counts: Mapping[str, int]) -> str:
 
 def _await_manifest(plan: Plan) -> Manifest:
     manifest = plan.directory / MANIFEST
-    _poll(plan, lambda: len(_missing(plan)) + (not manifest.exists()), "shards or the manifest")
+    _poll(plan, lambda: len(_unfinished(plan)) + (not manifest.exists()), "shards or the manifest")
     return Manifest.read(plan.directory)
 
 

@@ -132,12 +132,12 @@ def _take(directory: Path) -> _Held:
                 holder = read_holder(directory)
                 # A killed process' children may hold its lock for a moment longer.
                 if time.monotonic() > deadline or (holder is not None and _alive(holder)):
-                    raise _refused(directory, holder) from error
+                    raise _taken(directory, holder) from error
     try:
         before = read_holder(directory)
         if before is not None:
             _see_that_it_is_gone(directory, before)
-        write_json(directory / HOLDER, asdict(_own()))
+        write_json(directory / HOLDER, asdict(_this_process()))
     except BaseException:
         lock.release()
         raise
@@ -158,7 +158,7 @@ def _give_back(directory: Path, held: _Held) -> None:
             directory.rmdir()
 
 
-def _own() -> Holder:
+def _this_process() -> Holder:
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     command = shlex.join(["draftsmith", *sys.argv[1:]])
     return Holder(os.getpid(), socket.gethostname(), command, now, _job(), os.environ.get("SLURM_JOB_ID", ""))
@@ -201,11 +201,11 @@ def _alive(holder: Holder) -> bool:
 
 def _see_that_it_is_gone(directory: Path, before: Holder) -> None:
     """The lock was free, and yet somebody has not said goodbye: killed, or on a file system without common locks."""
-    own = _own()
+    own = _this_process()
     if before.host != own.host and not (before.slurm and before.slurm == own.slurm):
         _tell(f"{directory}: looking for {SILENT_S:.0f} s whether {before} still writes there")
         if _shows_life(directory / HOLDER):
-            raise _refused(directory, before)
+            raise _taken(directory, before)
     _tell(f"{directory}: {before} has gone without an end; taking over")
 
 
@@ -238,7 +238,7 @@ def _beat(path: Path, ended: threading.Event) -> None:
 
 
 def _await_own_job(directory: Path) -> None:
-    """Of a rank above 0: go on when rank 0 of its job holds the directory, or nobody does.
+    """A rank above 0 goes on when rank 0 of its job holds the directory, or nobody does.
 
     Raises:
         InputError: another job holds it.
@@ -255,11 +255,11 @@ def _await_own_job(directory: Path) -> None:
         if holder is None and waited > OWN_JOB_S / 4:  # rank 0 has finished, or begins late
             return
         if waited > OWN_JOB_S:
-            raise _refused(directory, holder)
+            raise _taken(directory, holder)
         time.sleep(0.05)
 
 
-def _refused(directory: Path, holder: Holder | None) -> InputError:
+def _taken(directory: Path, holder: Holder | None) -> InputError:
     found = f"{directory}, where {holder or 'another process'} writes"
     remedy = "Wait for its end, or choose another output."
     return InputError("output", found, "a directory that nobody else writes to", remedy)

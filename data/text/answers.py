@@ -75,14 +75,14 @@ class Supervision:
 
     @classmethod
     def of(cls, lengths: np.ndarray) -> Supervision:
-        """Of answers of so many tokens each."""
+        """What answers of so many tokens each come to."""
         total = int(lengths.sum())
         low, middle, high = np.percentile(lengths, [5, 50, 95]).tolist() if len(lengths) else (0.0, 0.0, 0.0)
         early = int(np.minimum(lengths, EARLY).sum())
         return cls(len(lengths), total, low, middle, high, early / max(1, total))
 
     def numbers(self) -> dict[str, float]:
-        """For a manifest."""
+        """The fields as a manifest has them."""
         return {name: round(value, 4) for name, value in asdict(self).items()}
 
     def text(self) -> str:

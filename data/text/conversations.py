@@ -40,7 +40,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Asked:
+class OpenTurns:
     """What the target is to answer of a conversation.
 
     opening: waits for its first answer. later: what is said after each of its answers, up to where the next begins.
@@ -170,19 +170,20 @@ def _fitting(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mapping
     return None
 
 
-def up_to_last_user(messages: Messages) -> Messages:
-    """What waits for an answer: everything up to the last user turn, earlier assistant turns included.
+def up_to_last(role: str, messages: Messages) -> Messages:
+    """Everything up to the last turn of a role: of the user, what waits for an answer; of the assistant, what can be
+    learned from.
 
     Raises:
-        RowError: there is no user turn.
+        RowError: there is no such turn.
     """
-    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    last = max((i for i, message in enumerate(messages) if message["role"] == role), default=-1)
     if last < 0:
-        raise RowError("no user turn")
+        raise RowError(f"no {role} turn")
     return messages[: last + 1]
 
 
-def asked_of(conversation: Conversation, turns: Turns) -> Asked:
+def asked_of(conversation: Conversation, turns: Turns) -> OpenTurns:
     """What the target is to answer.
 
     all: every user turn, and tool messages that were answered; system messages stay where they are. The recorded
@@ -193,12 +194,12 @@ def asked_of(conversation: Conversation, turns: Turns) -> Asked:
     """
     further = [[{"role": "user", "content": _filled(text, "a later turn")}] for text in conversation.later]
     if turns == "last":
-        opening = up_to_last_user(conversation.messages)
+        opening = up_to_last("user", conversation.messages)
         before = sum(message["role"] == "user" for message in opening) - 1
-        return Asked(opening, not_asked=before + len(further))
+        return OpenTurns(opening, not_asked=before + len(further))
     stretches = [*_stretches(conversation.messages), *further]
     opening, later = stretches[0], stretches[1:]
-    return Asked(opening, tuple(later)) if turns == "all" else Asked(opening, not_asked=len(later))
+    return OpenTurns(opening, tuple(later)) if turns == "all" else OpenTurns(opening, not_asked=len(later))
 
 
 def _stretches(messages: Messages) -> list[Messages]:
@@ -234,18 +235,6 @@ def user_turns(conversation: Conversation) -> tuple[Messages, tuple[str, ...]]:
     return opening, (*said, *(_filled(text, "a later turn") for text in conversation.later))
 
 
-def up_to_last_assistant(messages: Messages) -> Messages:
-    """What can be learned from: everything up to the last assistant turn.
-
-    Raises:
-        RowError: there is no assistant turn.
-    """
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-    if last < 0:
-        raise RowError("no assistant turn")
-    return messages[: last + 1]
-
-
 def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
     return next((name for name in names if name in columns), None)
 
@@ -257,10 +246,9 @@ def _message_style(value: Any) -> str:
 
 def _read_messages(row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
     turns = _turns(row, columns["messages"])
-    blank_system = [
-        _role(turn) == "system" and _content(turn) in (None, "") for turn in turns
-    ]  # common, and means none
-    return Conversation([_message(turn) for turn, blank in zip(turns, blank_system, strict=True) if not blank])
+    # A system turn without text is common, and means none.
+    said = (turn for turn in turns if not (_role(turn) == "system" and _content(turn) in (None, "")))
+    return Conversation([_message(turn) for turn in said])
 
 
 def _turns(row: Mapping[str, Any], column: str) -> list[Any]:

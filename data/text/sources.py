@@ -9,12 +9,13 @@ import hashlib
 import json
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn
 
-from draftsmith.data.models.loading import EMBEDDED, resolve_model
+from draftsmith.data.models.hub import EMBEDDED, resolve_model
 from draftsmith.data.store.manifest import MANIFEST, file_sha256
 from draftsmith.data.text.template import RowError
 from draftsmith.modules.types import InputError
@@ -25,23 +26,30 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 NO_FILTER = "none"  # what users write for no split
 
 
-class Source(Protocol):
-    """`digest` identifies the content. `split_taken`: the rows are one split already, there is nothing to filter."""
+class Source(ABC):
+    """Rows by number. name: of the file or data set. digest: identifies the content. split_taken: the rows are one
+    split already, there is nothing to filter."""
 
-    digest: str
-    split_taken: bool
+    split_taken = False
 
-    @property
+    def __init__(self, name: str | Path, digest: str):
+        self.name, self.digest = name, digest
+
+    @cached_property
     def columns(self) -> list[str]:
-        """Of all rows that can be read, in the order in which they appear."""
+        """The columns of all rows that can be read, in the order in which they appear."""
+        return list(dict.fromkeys(name for _, row in first_rows(self) for name in row))
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def row(self, index: int) -> Row:
         """Raises RowError where the row cannot be read."""
 
     def where(self, index: int) -> str:
-        """The row as an error names it: its file and line."""
+        """The row as an error names it: its file and place there."""
+        return f"{self.name}, row {index}"
 
 
 def open_source(path: str, split: str | None = None, subset: str | None = None, revision: str | None = None) -> Source:
@@ -53,7 +61,7 @@ def open_source(path: str, split: str | None = None, subset: str | None = None, 
     resolved = resolve_model(path) if path.startswith(EMBEDDED) else path
     file = Path(resolved)
     if file.is_file():
-        opener = OPENERS.get(kind_of(file))
+        opener = OPENERS.get(suffix_of(file))
         if opener is None:
             expected = "a .jsonl, .json or .parquet file, a directory or a hub id of `datasets`"
             raise InputError("source", path, expected, "Convert the file.")
@@ -64,7 +72,7 @@ def open_source(path: str, split: str | None = None, subset: str | None = None, 
         if not len(source):
             raise InputError("source", f"{path}, which is empty", "at least one row", "Check the file.")
         return source
-    if kind_of(file) in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
+    if suffix_of(file) in OPENERS or (not file.is_dir() and resolved.count("/") > 1):
         found = f"{path}, which does not exist"
         raise InputError("source", found, "a file, a directory or a hub id", "Check the path.")
     if (file / MANIFEST).exists():
@@ -78,7 +86,7 @@ def named_split(split: str | None) -> str | None:
     return None if split is None or split.strip().lower() in ("", NO_FILTER) else split
 
 
-def kind_of(file: Path) -> str:
+def suffix_of(file: Path) -> str:
     """`.jsonl` of rows.jsonl and of rows.jsonl.gz."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if len(suffixes) > 1 and suffixes[-1] in COMPRESSED and suffixes[-2] != ".parquet":
@@ -104,19 +112,13 @@ def _unreadable(path: Path, error: Exception) -> InputError:
     return InputError(str(path), f"unreadable ({error})", "a whole file", "Check it, or fetch it again.")
 
 
-def _columns(source: Source) -> list[str]:
-    return list(dict.fromkeys(name for _, row in first_rows(source) for name in row))
-
-
-class JsonLines:
+class JsonLines(Source):
     """One JSON object a line; blank lines are none. Only the lines' offsets are kept in memory; a compressed file is
     written out into a temporary one."""
 
-    split_taken = False
-
     def __init__(self, path: Path):
-        self._path, self.digest = path, file_sha256(path)
-        self._file = _plain(path)
+        super().__init__(path, file_sha256(path))
+        self._file = _decompressed(path)
         self._offsets: list[tuple[int, int]] = []  # (byte offset, line number from 1)
         offset = 0
         for number, line in enumerate(self._file, start=1):
@@ -124,10 +126,6 @@ class JsonLines:
             if line[start:].strip():
                 self._offsets.append((offset + start, number))
             offset += len(line)
-
-    @cached_property
-    def columns(self) -> list[str]:
-        return _columns(self)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -137,10 +135,10 @@ class JsonLines:
         return _object(read_json_text(self._file.readline()))
 
     def where(self, index: int) -> str:
-        return f"{self._path}, line {self._offsets[index][1]}"
+        return f"{self.name}, line {self._offsets[index][1]}"
 
 
-def _plain(path: Path) -> IO[bytes]:
+def _decompressed(path: Path) -> IO[bytes]:
     """The file, or what is in it where it is compressed."""
     codec = COMPRESSED.get(path.suffix.lower())
     if codec is None:
@@ -184,17 +182,12 @@ def _object(value: Any) -> Row:
     return value
 
 
-class JsonList:
+class JsonList(Source):
     """A JSON file that holds one list of objects."""
 
-    split_taken = False
-
     def __init__(self, rows: Sequence[Any], digest: str, path: Path):
-        self._rows, self._path, self.digest = rows, path, digest
-
-    @cached_property
-    def columns(self) -> list[str]:
-        return _columns(self)
+        super().__init__(path, digest)
+        self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -202,12 +195,9 @@ class JsonList:
     def row(self, index: int) -> Row:
         return _object(self._rows[index])
 
-    def where(self, index: int) -> str:
-        return f"{self._path}, row {index}"
-
 
 def _open_json(path: Path) -> Source:
-    with _plain(path) as file:
+    with _decompressed(path) as file:
         raw = file.read().removeprefix(BOM)
     if not raw.strip():
         return JsonList([], "", path)
@@ -233,10 +223,8 @@ def _opens_lines(raw: bytes) -> bool:
         return False
 
 
-class ParquetTable:
+class ParquetTable(Source):
     """A Parquet file, memory-mapped."""
-
-    split_taken = False
 
     def __init__(self, path: Path):
         import pyarrow as pa
@@ -246,7 +234,8 @@ class ParquetTable:
             self._table = pq.read_table(path, memory_map=True, partitioning=None)
         except (pa.ArrowException, OSError) as error:
             raise InputError(str(path), f"unreadable ({error})", "a Parquet file", "Check the file.") from error
-        self._path, self.columns, self.digest = path, self._table.column_names, file_sha256(path)
+        super().__init__(path, file_sha256(path))
+        self.columns = self._table.column_names
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -257,9 +246,6 @@ class ParquetTable:
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date that Python has not
             raise RowError(f"unreadable ({error})") from error
 
-    def where(self, index: int) -> str:
-        return f"{self._path}, row {index}"
-
 
 OPENERS: dict[str, Callable[[Path], Source]] = {
     ".jsonl": JsonLines,
@@ -269,15 +255,16 @@ OPENERS: dict[str, Callable[[Path], Source]] = {
 }
 
 
-class DatasetRows:
+class DatasetRows(Source):
     """A `datasets.Dataset`."""
 
     split_taken = True
 
-    def __init__(self, dataset: Any, name: str, title: str):
-        self._dataset, self._title, self.columns = dataset, title, dataset.column_names
+    def __init__(self, dataset: Any, choice: str, name: str):
+        """choice: which of the data set's rows these are."""
         # The fingerprint covers a hub data set's files and revision; the Arrow files stay in the cache.
-        self.digest = hashlib.sha256(f"{name} {dataset._fingerprint}".encode()).hexdigest()
+        super().__init__(name, hashlib.sha256(f"{choice} {dataset._fingerprint}".encode()).hexdigest())
+        self._dataset, self.columns = dataset, dataset.column_names
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -287,9 +274,6 @@ class DatasetRows:
             return self._dataset[index]
         except Exception as error:  # whatever decodes a column: pictures, sound, text
             raise RowError(f"unreadable ({type(error).__name__}: {error})") from error
-
-    def where(self, index: int) -> str:
-        return f"{self._title}, row {index}"
 
 
 def _first_line(error: BaseException) -> str:

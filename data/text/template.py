@@ -15,7 +15,7 @@ PROBE: Messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", 
 
 
 class RowError(ValueError):
-    """One row can not be used; the stage counts it or makes it an InputError that names the row."""
+    """One row cannot be used; the stage counts it or makes it an InputError that names the row."""
 
 
 def load_chat_tokenizer(target: str, chat_template: Path | None = None, supervised: bool = False) -> Any:
@@ -55,6 +55,15 @@ def context_length(target: str) -> int | None:
     """Most positions the target can read; None where its config does not say."""
     raw = read_config(target)
     return (raw.get("text_config") or raw).get("max_position_embeddings")
+
+
+def check_context(row: int, length: int, max_position: int) -> None:
+    """Raises InputError where a prompt leaves no room for an answer."""
+    if length >= max_position:
+        remedy = "Make the prompts for this target: data prompts --overlong drop."
+        raise InputError(
+            f"prompt {row}", f"{length} tokens", f"fewer than the target's context, {max_position}", remedy
+        )
 
 
 def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.data.store.shards import SPLIT
+from draftsmith.data.store.shards import SPLIT, ShardContent
+from draftsmith.data.text.answers import answer_mask, spans
 from draftsmith.data.text.template import Messages, RowError, load_chat_tokenizer, prompt_ids, template_hash
-from draftsmith.modules.types import InputError
+from draftsmith.modules.types import InputError, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,17 @@ class Answer:
     text: str | None = None
     retokenised: bool = False
     server_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How the target answers, whoever asks it. Names as of `data responses`."""
+
+    target: str
+    params: SamplingParams
+    max_new_tokens: int
+    ignore_eos: bool
+    seed: int
 
 
 @dataclass
@@ -146,6 +158,30 @@ class Talk:
             "text": None if None in texts else "".join(text for text in texts if text is not None),
             "server_tokens": None if None in counted else sum(number for number in counted if number is not None),
         }
+
+
+Talks = Callable[[Mapping[str, Any]], Talk]  # of a row of prompts
+
+
+def shard_content(held: Sequence[Mapping[str, Any]]) -> ShardContent:
+    """The shard of conversations that were held, as `Talk.held` has them."""
+    rows = [row for talk in held for row in talk["rows"]]
+    counts: Counter[str] = Counter(count(rows))
+    for talk in held:
+        counts.update(talk["counts"])
+    return ShardContent(rows, dict(counts))
+
+
+def count(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Counts of a shard of responses."""
+    masks = [answer_mask(row) for row in rows]
+    return {
+        "tokens": sum(len(row["input_ids"]) for row in rows),
+        "answers": sum(len(spans(mask)) for mask in masks),
+        "response_tokens": sum(map(sum, masks)),
+        "ended": sum(row["ended"] for row in rows),
+        "retokenised": sum(row["retokenised"] for row in rows),
+    }
 
 
 def later_turns(row: Mapping[str, Any]) -> list[Messages]:

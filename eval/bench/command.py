@@ -8,56 +8,65 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.heads.measured import CARD, WEIGHTS
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
+from draftsmith.data.settings import Sampling
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.auto import auto_of_run, go_by, resolved_auto
+from draftsmith.data.text.conversations import Turns
 from draftsmith.eval.bench.cards import check_cards, heads_of, write_cards
+from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.journal import JOURNAL, Journal, unfinished_auto
-from draftsmith.eval.bench.load import LOADING, load_models, warn_about_sampling
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompt_runner import Asking, ask_all, every_prompt_failed
-from draftsmith.eval.bench.prompts import Turns
-from draftsmith.eval.bench.provenance import RESULTS, describe
-from draftsmith.eval.bench.rows import BASELINE, PER_PROMPT, Row, failures_of, of_methods, write_rows
-from draftsmith.eval.bench.rows import SHAPE as ROW
-from draftsmith.eval.bench.runners import engine_runners, first_of_each_task, make_runners, trace_again, write_texts
-from draftsmith.eval.bench.summary import Clock, summarise
+from draftsmith.eval.bench.load import check_methods, load_models, warn_about_sampling
+from draftsmith.eval.bench.prompt_runner import PromptRunner, every_prompt_failed
+from draftsmith.eval.bench.prompts import Chat, Questions, longest_conversation, read_questions, task_sources
+from draftsmith.eval.bench.results import (
+    BASELINE,
+    COLUMNS,
+    PER_PROMPT,
+    RESULTS,
+    Row,
+    describe,
+    failures_of,
+    of_methods,
+    write_rows,
+)
+from draftsmith.eval.bench.runner import RunnerSettings, make_runners
+from draftsmith.eval.bench.summary import summarise
 from draftsmith.eval.bench.tables import results_table, task_tables
-from draftsmith.eval.bench.tasks import Chat, Questions, read_questions, task_sources
-from draftsmith.eval.methods import METHODS, check_needs, parse_methods
-from draftsmith.eval.methods.base import Models, Named, at_least
+from draftsmith.eval.bench.trace import first_of_each_task, trace_prompts, write_texts
+from draftsmith.eval.cost.auto import times_of_run
+from draftsmith.eval.cost.clock import ClockName, clock_name
+from draftsmith.eval.settings import Answers, PromptChoice, Running
+from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # Settings that change nothing of what is measured: an interrupted run may go on with others.
 INCIDENTAL = ("output", "card", "traces")
 
-ENTRY = {"group": int, "temperature": float, "rows": [ROW]}  # of the journal
+ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS]}  # of the journal
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(DraftSettings, Running, Sampling, PromptChoice, Answers):
     """Measures decoding methods against this engine's own autoregressive decoding.
 
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts. This or tasks.
     tasks: directory of such files, or several separated by commas: each file is a task, named by its stem. They may be
         FastChat's and Spec-Bench's JSONL (`turns`), ShareGPT, messages or plain prompts, and embedded:prompts.
-    draft: draft model, for spec, specdec++, cost, online, confidence, self-verify and hf-assisted; M1 of three-model
-        methods.
     mid: model between draft and target, M2 of pre-verify, pre+self-verify and hsddw.
-    eagle: EAGLE head directory, for eagle, eagle-tree and eagle2; with drafter=eagle in place of a draft model.
     acceptance: acceptance head directory, for specdec++ and cost; trained for what drafts.
     methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,
         lookahead:w=15:n=5:g=15, hf. With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
@@ -68,30 +77,17 @@ class BenchConfig:
         drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10,
         hsddw:k=10:max=20, each with drafter=eagle where the head was trained for --mid.
     method: one more method, as the decode.yaml of `draftsmith eval tune` names it.
-    split: keep prompts of this split (train, dev or test of embedded:prompts).
-    keep_tasks: keep prompts whose own task is one of these, separated by commas.
     turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later turn
         after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded answers.
     limit: measure the first so many prompts, of each file where --tasks names several; 0 takes all.
-    max_new_tokens: longest answer.
-    ignore_eos: go on after the end token, up to max_new_tokens.
-    temperature: 0 is greedy.
     temperatures: several, separated by commas (0,1), in place of temperature. Speed-ups are over ar at the same one.
-    top_k: keep the k most probable tokens; 0 keeps all.
-    top_p: keep the most probable tokens of this mass; 1 keeps all.
     dtype: float32, bfloat16, float16 or auto. Equality with ar is checked in float32 only.
-    device: cpu, cuda, cuda:1, ...
-    engine: lean (Llama family), hf (any transformers model), or auto.
-    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
-    num_threads: CPU threads. With one, CPU time is the clock; it does not see other programs.
     batch_size: prompts that are answered and timed together, by ar and the methods that draft chains; speed-ups are
         over ar at the same batch size.
-    seed: of sampling and of the bootstrap.
     costs: directory of an earlier run, of this command or of `draftsmith eval tune`, whose measured costs are taken: c
         of online and cost, the times of eagle2:nodes=auto. They decide how long drafts are: with them (or with
         c=NUMBER) and the same seed, every round of two runs is the same.
     repeats: runs of every method on every prompt; the median counts.
-    trust_remote_code: run code that comes with a model.
     traces: answer the first so many prompts of each task once more with every method of this engine, off the clock, and
         write their rounds to trace.jsonl in output. There methods that learn begin anew, with these prompts only.
     card: write what was measured into the directories of the heads that were used, and into their model cards.
@@ -103,32 +99,16 @@ class BenchConfig:
     target: str
     prompts: str | None = None
     tasks: str | None = None
-    draft: str | None = None
     mid: str | None = None
-    eagle: str | None = None
     acceptance: str | None = None
     methods: str = "ar"
     method: str | None = None
-    split: str | None = None
-    keep_tasks: str | None = None
     turns: Turns = "all"
     limit: int = 0
-    max_new_tokens: int = 128
-    ignore_eos: bool = False
-    temperature: float = 0.0
     temperatures: str | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    device: str = "cpu"
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    packed: bool = True
-    num_threads: int = 1
     batch_size: int = 1
-    seed: int = 0
     costs: Path | None = None
     repeats: int = 3
-    trust_remote_code: bool = False
     traces: int = 0
     card: bool = False
     output: Path = dataclasses.field(kw_only=True)
@@ -157,9 +137,8 @@ class BenchConfig:
         return found
 
     @property
-    def clock(self) -> Clock:
-        """One CPU thread: its own time, which a busy machine does not falsify. Else the wall's."""
-        return "cpu" if torch.device(self.device).type == "cpu" and self.num_threads == 1 else "wall"
+    def clock(self) -> ClockName:
+        return clock_name(self.device, self.num_threads)
 
 
 def run(config: BenchConfig) -> int:
@@ -186,47 +165,48 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         InputError: bad settings, models or prompts; an unfinished run of other settings in `output`; no prompt that
             could be measured.
     """
-    named = with_baseline(parse_methods(asked_for(config)))
+    named = with_baseline(parse_methods(asked_for(config), BASELINES))
     sources = check(config, named)
     torch.set_num_threads(config.num_threads)
     questions = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
-    how = {name: getattr(config, name) for name in LOADING}
-    target = load_lm(config.target, **how)
-    chat = Chat(config.target)
-    room = longest_conversation(questions, chat, config.max_new_tokens, target.info.max_position)
-    models = load_models(named, model_paths(config), room, config.modes[0], target, **how)
+    target = load_lm(config.target, **config.loading)
+    chat, context = Chat(config.target), target.info.max_position
+    room = longest_conversation(questions, chat, config.max_new_tokens, context)
+    models = load_models(named, config.paths, room, config.modes[0], target, **config.loading)
     if models.acceptance is not None:
         for params in config.modes[1:]:
             warn_about_sampling(str(config.acceptance), params)
-    go_by(models, unfinished_auto(config.output) or (auto_of_run(config.costs) if config.costs else {}))
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
     models = dataclasses.replace(models, ends=eos_ids)
-    runners = make_runners(config, named, models, config.modes, eos_ids)
-    asking = Asking(runners, chat, target.info.max_position, room, config.max_new_tokens, config.repeats, config.seed)
-    meta = meta_of(config, named, questions, models, eos_ids)  # after the runners, which may measure costs
-    journal = Journal(config.output, decided_by(meta, questions), ENTRY, resolved_auto(models))
-    rows = measured_rows(config, asking, questions, journal)
+    models.times.load_state_dict(unfinished_auto(config.output) or (times_of_run(config.costs) if config.costs else {}))
+    settings = RunnerSettings(config.modes, eos_ids, config.batch_size, config.dtype, config.trust_remote_code)
+    runners = make_runners(named, models, settings)
+    prompt_runner = PromptRunner(runners, chat, context, room, config.max_new_tokens, config.repeats, config.seed)
+    meta = meta_of(config, named, questions, models)  # after the runners, which may measure costs
+    journal = Journal(config.output, decided_by(meta, questions), ENTRY, models.times.state_dict())
+    rows = measured_rows(config, prompt_runner, questions, journal)
     results = {"meta": meta, "methods": result_rows(config, rows, target), "failures": failures_of(rows)}
     if config.traces:
         own = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
-        engine = engine_runners(named, models, config.modes, eos_ids)
         first = first_of_each_task(own, config.traces)
-        trace_again(config.output, first, engine, config.max_new_tokens, asking.seeds)
+        trace_prompts(config.output, first, named, models, settings, config.max_new_tokens, prompt_runner.seeds)
         write_texts(config.output, config.target, first)
     publish_run(config, rows, results)
     if config.card:
-        for directory in write_cards(results, named, model_paths(config)):
+        for directory in write_cards(results, named, config.paths):
             say(f"Model card: {Path(directory) / CARD}")
     return results
 
 
-def measured_rows(config: BenchConfig, asking: Asking, questions: Questions, journal: Journal) -> list[Row]:
+def measured_rows(
+    config: BenchConfig, prompt_runner: PromptRunner, questions: Questions, journal: Journal
+) -> list[Row]:
     """Rows of all prompts; those of an interrupted run of the same settings are not measured again."""
     groups = questions.groups(config.batch_size)
     if any(entry["group"] not in range(len(groups)) for entry in journal.entries):
         found, remedy = "a group of prompts that there is not", "Delete it and measure again."
         raise InputError(str(journal.path), found, f"numbers below {len(groups)}", remedy)
-    total = len(questions.all) * len(asking.runners)
+    total = len(questions.all) * len(prompt_runner.runners)
     done = sum(len(groups[entry["group"]]) for entry in journal.entries)
     if done:
         print(
@@ -234,9 +214,9 @@ def measured_rows(config: BenchConfig, asking: Asking, questions: Questions, jou
             file=sys.stderr,
         )
     if done < total:
-        asking.warm_up([*questions.spare, *questions.all], config.batch_size)
+        prompt_runner.warm_up([*questions.spare, *questions.all], config.batch_size)
     with between_prompts(total, done) as progress:
-        rows = ask_all(asking, groups, journal, progress)
+        rows = prompt_runner.run_all(groups, journal, progress)
     if all(row["error"] is not None for row in rows):
         journal.remove()
         raise every_prompt_failed(rows[-1]["error"])
@@ -253,10 +233,8 @@ def result_rows(config: BenchConfig, rows: Sequence[Row], target: CausalLM) -> l
     return found
 
 
-def meta_of(
-    config: BenchConfig, named: Sequence[Named], questions: Questions, models: Models, eos_ids: tuple[int, ...]
-) -> dict[str, Any]:
-    heads = heads_of(named, model_paths(config))
+def meta_of(config: BenchConfig, named: Sequence[Named], questions: Questions, models: Models) -> dict[str, Any]:
+    heads = heads_of(named, config.paths)
     return describe(
         "bench",
         config,
@@ -268,8 +246,8 @@ def meta_of(
         methods={item.label: dataclasses.asdict(item.method) for item in named},
         heads={flag: {"path": path, "sha256": file_sha256(Path(path) / WEIGHTS)} for flag, path in heads.items()},
         temperatures=config.all_temperatures,
-        eos_ids=list(eos_ids),
-        **resolved_auto(models),
+        eos_ids=list(models.ends),
+        **models.times.state_dict(),
     )
 
 
@@ -320,10 +298,9 @@ def check(config: BenchConfig, named: Sequence[Named]) -> list[tuple[str, str]]:
         at_least(field, getattr(config, field), 0)
     if config.batch_size > 1:
         check_batch(config, named)
-    for method in named:
-        check_needs(method, model_paths(config))
+    check_methods(named, config.paths)
     if config.card:
-        check_cards(named, model_paths(config))
+        check_cards(named, config.paths)
     check_device(config.device)
     assert config.modes  # which checks them
     return task_sources(config.prompts, config.tasks)
@@ -336,37 +313,5 @@ def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
         raise InputError("engine", f"hf {size}", "lean, which decodes in batches", "Pass --batch-size 1.")
     for item in named:
         if not item.method.batchable:
-            able = ", ".join(name for name, method in METHODS.items() if method.batchable)
+            able = ", ".join(name for name, method in known_methods().items() if method.batchable)
             raise InputError("methods", f"{item.label} {size}", f"some of {able}", "Measure it with --batch-size 1.")
-
-
-def model_paths(config: Any) -> dict[str, str | None]:
-    """Flag -> what the user passed."""
-    return {flag: getattr(config, flag) for flag in ("target", "draft", "mid", "eagle", "acceptance")}
-
-
-def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int) -> int:
-    """Tokens of the longest prompt with its answer.
-
-    Raises:
-        InputError: a prompt that leaves no room in the context.
-    """
-    longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
-    length = len(longest.prompt_ids)
-    if length >= context:
-        found = f"{length} tokens in prompt {longest.id}"
-        raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten or remove it.")
-    return min(length + max_new_tokens, context)
-
-
-def longest_conversation(questions: Questions, chat: Chat, max_new_tokens: int, context: int) -> int:
-    """Tokens of the longest question, its later turns and all their answers; questions that do not fit left out.
-
-    Raises:
-        InputError: none fits.
-    """
-    fitting = [prompt for prompt in [*questions.all, *questions.spare] if len(prompt.prompt_ids) < context]
-    if not fitting:
-        found = f"{context} or more tokens in each prompt, prompt {questions.all[0].id} the first"
-        raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten them.")
-    return min(max(chat.longest(prompt, max_new_tokens) for prompt in fitting), context)

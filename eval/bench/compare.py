@@ -13,13 +13,12 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.store.manifest import differences, flatten, without_unrecorded
 from draftsmith.data.store.reading import check_shape, read_object
-from draftsmith.eval.bench.measure import Measured
-from draftsmith.eval.bench.provenance import RESULTS
-from draftsmith.eval.bench.rows import BASELINE, Row, of_methods, read_rows
-from draftsmith.eval.bench.summary import Clock, Floats, Resamples, speedup, tokens_per_s
-from draftsmith.eval.bench.tables import mode, plain_table
-from draftsmith.eval.report import figures
-from draftsmith.eval.report.tables import markdown
+from draftsmith.eval.bench.results import BASELINE, RESULTS, Measured, Row, of_methods, read_rows
+from draftsmith.eval.bench.summary import MeasuredResamples, speedup, tokens_per_s
+from draftsmith.eval.bench.tables import mode
+from draftsmith.eval.bootstrap import Floats
+from draftsmith.eval.cost.clock import ClockName
+from draftsmith.eval.report.tables import Column, Table, interval, markdown, on_screen
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.types import InputError
 
@@ -45,9 +44,10 @@ class CompareConfig:
     Runs of another target, tokenizer, dtype, of other sampling settings or prompts are refused: their numbers are not
     of the same thing.
 
-    runs: directories of the two runs; ratios and differences are those of the second over the first.
-    output: Markdown file that receives the tables too.
-    seed: of the bootstrap.
+    Attributes:
+        runs: directories of the two runs; ratios and differences are those of the second over the first.
+        output: Markdown file that receives the tables too.
+        seed: of the bootstrap.
     """
 
     runs: list[str]
@@ -195,10 +195,10 @@ def auto_notes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]
     return [f"They measured other costs for auto ({'; '.join(found)}): {why}"] if found else []
 
 
-def compare(first: Bench, second: Bench, seed: int) -> list[figures.Table]:
+def compare(first: Bench, second: Bench, seed: int) -> list[Table]:
     """A table for each temperature that both have."""
     comparable = not speed_differences(first, second)
-    clock: Clock = first.meta["clock"]
+    clock: ClockName = first.meta["clock"]
     tables = []
     for temperature, mine in first.methods.items():
         theirs = second.methods.get(temperature)
@@ -228,10 +228,10 @@ def paired(mine: Sequence[Measured], theirs: Sequence[Measured]) -> BOTH:
     return [ours[key] for key in common], [others[key] for key in common]
 
 
-def row_of(items: BOTH, base: BOTH, clock: Clock, seed: int, comparable: bool) -> Row:
+def row_of(items: BOTH, base: BOTH, clock: ClockName, seed: int, comparable: bool) -> Row:
     """One method: B over A. The bootstrap draws the same prompts for both runs and for their baselines."""
     first, second = items
-    drawn = Resamples([item.group for item in first], seed)
+    drawn = MeasuredResamples(first, seed)
 
     def gain(run: int) -> Floats:
         return drawn.tokens_per_s(items[run], clock) / drawn.tokens_per_s(base[run], clock)
@@ -250,44 +250,30 @@ def row_of(items: BOTH, base: BOTH, clock: Clock, seed: int, comparable: bool) -
     return {**found, "equal": f"{equal} of {len(first)}"}
 
 
-def ends(name: str, drawn: Resamples, ratio: Callable[[], Floats]) -> Row:
+def ends(name: str, drawn: MeasuredResamples, ratio: Callable[[], Floats]) -> Row:
     """The 95 % interval, as numbers and as the text of a cell."""
     found = drawn.interval(ratio)
     low, high = found or (None, None)
-    text = "" if found is None else f"{low:.2f} to {high:.2f}"
-    return {f"{name}_low": low, f"{name}_high": high, f"{name}_ci": text}
+    return {f"{name}_low": low, f"{name}_high": high, f"{name}_ci": interval(found, between=" to ")}
 
 
-def table_of(rows: Sequence[Row], temperature: float, prompts: int, comparable: bool, clock: Clock) -> figures.Table:
-    speed = [figures.Column("speed", "tokens/s B/A", ".3fx"), figures.Column("speed_ci", "95 % CI")]
+def table_of(rows: Sequence[Row], temperature: float, prompts: int, comparable: bool, clock: ClockName) -> Table:
+    speed = [Column("speed", "tokens/s B/A", ".3fx"), Column("speed_ci", "95 % CI", below=True)]
     columns = [
-        figures.Column("method", "method"),
+        Column("method", "method"),
         *(speed if comparable else ()),
-        figures.Column("gain_a", "speed-up A", ".2fx"),
-        figures.Column("gain_b", "speed-up B", ".2fx"),
-        figures.Column("gain", "B/A", ".3fx"),
-        figures.Column("gain_ci", "95 % CI"),
-        figures.Column("tau_a", "tau A", ".2f"),
-        figures.Column("tau_b", "tau B", ".2f"),
-        figures.Column("tau", "B-A", "+.3f"),
-        figures.Column("tau_ci", "95 % CI"),
-        figures.Column("equal", "equal answers"),
+        Column("gain_a", "speed-up A", ".2fx"),
+        Column("gain_b", "speed-up B", ".2fx"),
+        Column("gain", "B/A", ".3fx"),
+        Column("gain_ci", "95 % CI", below=True),
+        Column("tau_a", "tau A", ".2f"),
+        Column("tau_b", "tau B", ".2f"),
+        Column("tau", "B-A", "+.3f"),
+        Column("tau_ci", "95 % CI", below=True),
+        Column("equal", "equal answers"),
     ]
     note = (
         f"{prompts} prompts (each turn counts) that both runs measured, {'CPU' if clock == 'cpu' else 'wall'} time; "
         "speed-up over each run's own ar; 95 % bootstrap intervals over prompts, paired."
     )
-    return figures.Table(f"compare-t{temperature:g}", f"B against A, {mode(temperature)}", columns, rows, note)
-
-
-def on_screen(source: figures.Table) -> Any:
-    """Intervals under the numbers that they are of."""
-    table = plain_table(title=source.title, title_justify="left", caption=source.note, caption_justify="left")
-    columns = [column for column in source.columns if not column.key.endswith("_ci")]
-    for column in columns:
-        first = column.key == "method"
-        table.add_column(column.title, justify="left" if first else "right", overflow="fold")
-    for row in source.rows:
-        shown = ((figures.formatted(row[c.key], c.format), row.get(f"{c.key}_ci")) for c in columns)
-        table.add_row(*("\n".join(filter(None, cell)) for cell in shown))
-    return table
+    return Table(f"compare-t{temperature:g}", f"B against A, {mode(temperature)}", columns, rows, note)

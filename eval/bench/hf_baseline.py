@@ -12,10 +12,41 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.models.loading import DTYPES, load_transformers, model_directory
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.loading import DTYPES, load_transformers
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.drafters.methods import Method
+from draftsmith.modules.types import InputError, SamplingParams, at_least
+
+
+@dataclass(frozen=True)
+class HFGenerate(Method):
+    """transformers' own `generate`: a baseline that shares no code with this engine."""
+
+    batchable = False
+
+
+@dataclass(frozen=True)
+class HFAssisted(Method):
+    """transformers' assisted generation with the draft model: at most k drafted tokens a round.
+
+    t: a round ends early after a drafted token of probability below t; 0 drafts all k. Where scikit-learn is installed
+        transformers moves a t above 0 in every round, by what was accepted so far in the same answer.
+    """
+
+    k: int = 5
+    t: float = 0.0
+    uses = ("draft",)
+    batchable = False
+
+    def __post_init__(self) -> None:
+        at_least("k", self.k, 1)
+        if not 0 <= self.t < 1:
+            raise InputError("t", self.t, "0 (off) or a probability below 1", "Correct it.")
+
+
+BASELINES: dict[str, type[Method]] = {"hf": HFGenerate, "hf-assisted": HFAssisted}
 
 
 @dataclass(frozen=True)
@@ -73,8 +104,11 @@ class HFRunner:
         self._model, self._params, self._eos_ids, self._assistant = model, params, tuple(eos_ids), assistant
         self._num_assistant_tokens, self._confidence_threshold = num_assistant_tokens, confidence_threshold
 
-    def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
-        """Generate, and cut at the first end token and at `max_new_tokens` before counting."""
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
+        """Generate one after the other, and cut at the first end token and at `max_new_tokens` before counting."""
+        return [self.answer(prompt, max_new_tokens, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+
+    def answer(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
         calls: list[Call] = []
 
         def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from torch import nn
-
-from draftsmith.data.heads.directory import another_mode, eagle_identity, head_config, load_head
+from draftsmith.data.heads.directory import another_mode, drafter_identity, head_config, load_head
+from draftsmith.data.heads.draft_settings import MODEL, ROLES
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm
-from draftsmith.eval.methods import check_needs
-from draftsmith.eval.methods.base import Models, Named
+from draftsmith.eval.bench.trees import read_tree
+from draftsmith.eval.cost.auto import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.methods import Models, Named, check_needs
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -22,9 +23,19 @@ LOADING = ("dtype", "device", "engine", "trust_remote_code", "packed")
 DRAFT_ROOM = 130
 
 
+def check_methods(named: Iterable[Named], paths: Mapping[str, str]) -> dict[str, StaticTree]:
+    """What can be found wrong before anything is loaded: models that are missing, draft trees that are none. Returns
+    the trees by name. paths: role or kind -> what the user passed (`DraftSettings.paths`)."""
+    trees = {}
+    for method in named:
+        check_needs(method, paths)
+        trees |= {name: read_tree(name) for name in method.method.trees}
+    return trees
+
+
 def load_models(
-    named: Iterable[Named],
-    paths: Mapping[str, str | None],
+    named: Sequence[Named],
+    paths: Mapping[str, str],
     sequence_length: int,
     params: SamplingParams,
     target: CausalLM,
@@ -34,96 +45,94 @@ def load_models(
 
     Drafts end where the target's answers do; who ignores end tokens takes `Models.ends` away.
 
-    paths: flag -> what the user passed. sequence_length: longest prompt and answer together, in tokens.
-    how: LOADING.
+    paths: as of `check_methods`. sequence_length: longest prompt and answer together, in tokens. how: LOADING.
 
     Raises:
         InputError: a missing or unfitting model, or a draft whose context is too short.
     """
-    named = list(named)
-    for method in named:
-        check_needs(method, paths)
-    needed = {flag for method in named for flag in method.method.needs}
+    trees = check_methods(named, paths)
+    needed = dict.fromkeys(need for method in named for need in method.method.needs)
     longest = min(sequence_length, target.info.max_position)
-    draft = mid = eagle = acceptance = None
-    if "draft" in needed:
-        draft = load_draft("draft", paths, target, longest, **how)
-    if "mid" in needed:
-        mid = load_draft("mid", paths, target, longest, **how)
-    if "eagle" in needed:
-        eagle = load_head(str(paths["eagle"]), target if eagle_owner(named) == "target" else mid, kind="eagle")
+    draft, mid = (
+        load_draft(role, paths, target, longest, **how) if role in needed else None for role in (MODEL, "mid")
+    )
+    heads = {}
+    for kind in needed:
+        if kind not in (MODEL, *ROLES):
+            owner = target if head_owner(named, kind) == "target" else mid
+            heads[kind] = load_head(paths[kind], owner, kind=kind)
+    acceptance = None
     if "acceptance" in needed:
         acceptance = load_acceptance(named, paths, target, draft)
-        warn_about_sampling(str(paths["acceptance"]), params)
-    ends = tuple(target.info.eos_ids)
-    return Models(target, draft, mid, eagle, acceptance, dict(paths), longest + DRAFT_ROOM, ends=ends)
+        warn_about_sampling(paths["acceptance"], params)
+    capacity, ends = longest + DRAFT_ROOM, tuple(target.info.eos_ids)
+    return Models(target, draft, mid, heads, acceptance, dict(paths), capacity, ends, trees, MeasuredTimes())
 
 
-def eagle_owner(named: Iterable[Named]) -> str:
-    """Flag of the model that the run's EAGLE head was trained for."""
-    owners = {item.method.eagle_for for item in named if "eagle" in item.method.needs}
+def head_owner(named: Iterable[Named], kind: str) -> str:
+    """The model that the run's head of this kind was trained for: target or mid."""
+    owners = {item.method.drafts_for for item in named if kind in item.method.needs}
     if len(owners) > 1:
-        found = "methods whose EAGLE head drafts for the target, and methods whose head drafts for --mid"
-        raise InputError("methods", found, "one owner of --eagle", "Run them one after the other.")
+        found = f"methods whose {kind} head drafts for the target, and methods whose head drafts for --mid"
+        raise InputError("methods", found, f"one owner of the {kind} head", "Run them one after the other.")
     return owners.pop()
 
 
 def load_acceptance(
-    named: Iterable[Named], paths: Mapping[str, str | None], target: CausalLM, draft: CausalLM | None
-) -> nn.Module:
-    """The acceptance head, which fits one drafter: it reads the hidden states of the draft model or the EAGLE head."""
-    readers = {
-        "eagle" if "eagle" in item.method.needs else "draft" for item in named if "acceptance" in item.method.needs
-    }
+    named: Iterable[Named], paths: Mapping[str, str], target: CausalLM, draft: CausalLM | None
+) -> AcceptanceHead:
+    """The acceptance head, which fits one drafter: it reads the hidden states of the draft model or of a head."""
+    by_head = [item.method for item in named if "acceptance" in item.method.needs]
+    readers = {next(need for need in method.needs if need not in ROLES) for method in by_head}
     if len(readers) > 1:
-        found = "methods whose acceptance head reads --draft, and methods whose head reads --eagle"
+        found = f"methods whose acceptance head reads what {' and what '.join(sorted(readers))} drafts"
         raise InputError("methods", found, "one drafter for --acceptance", "Run them one after the other.")
-    directory = str(paths["acceptance"])
-    if readers == {"draft"}:
+    directory, (reader,) = paths["acceptance"], readers
+    if reader == MODEL:
         head = load_head(directory, draft, kind="acceptance")
     else:
-        head = load_head(directory, target, kind="acceptance", identity=eagle_identity(str(paths["eagle"]), target))
+        head = load_head(directory, target, kind="acceptance", identity=drafter_identity(paths[reader], target))
     assert isinstance(head, AcceptanceHead)
-    check_judges(directory, head, named)
+    check_predicts(directory, head, {method.predicts for method in by_head})
     return head
 
 
-def check_judges(directory: str, head: AcceptanceHead, named: Iterable[Named]) -> None:
-    """A head judges the drafted token of a chain or the children of a tree's node, whose probabilities differ.
+def check_predicts(directory: str, head: AcceptanceHead, wanted: set[str]) -> None:
+    """A head predicts for the drafted token of a chain or for the children of a tree's node, whose probabilities
+    differ.
 
     Raises:
-        InputError: a method's head judges the other, or methods need both.
+        InputError: methods want the other, or both.
     """
-    judged = {item.method.judged for item in named if "acceptance" in item.method.needs}
-    if len(judged) > 1:
-        found = "methods whose acceptance head judges chains, and methods whose head judges trees"
+    if len(wanted) > 1:
+        found = "methods whose acceptance head predicts for chains, and methods whose head predicts for trees"
         raise InputError("methods", found, "one kind of --acceptance", "Run them one after the other.")
-    if judged != {head.config.judges}:
-        (wanted,) = judged
-        labels = " --children C in its labels and" if wanted == "tree" else ""
-        found = f"{directory}, which judges {head.config.judges}s"
-        raise InputError(
-            "acceptance", found, f"a head that judges {wanted}s", f"Train one with{labels} --judges {wanted}."
-        )
+    if wanted != {head.config.judges}:
+        (shape,) = wanted
+        labels = " --children C in its labels and" if shape == "tree" else ""
+        found = f"{directory}, which predicts for {head.config.judges}s"
+        remedy = f"Train one with{labels} --judges {shape}."
+        raise InputError("acceptance", found, f"a head that predicts for {shape}s", remedy)
 
 
-def reads(directory: str) -> Literal["draft", "eagle"]:
-    """The drafter that an acceptance head was trained for."""
-    return "eagle" if "eagle" in (head_config(directory).get("target") or {}) else "draft"
+def reads(directory: str) -> str:
+    """The drafter that an acceptance head was trained for: `draft`, or a head's kind."""
+    config = head_config(directory)
+    return config.get("drafter") or ("eagle" if "eagle" in (config.get("target") or {}) else MODEL)
 
 
-def load_draft(flag: str, paths: Mapping[str, str | None], target: CausalLM, longest: int, **how: Any) -> CausalLM:
+def load_draft(role: str, paths: Mapping[str, str], target: CausalLM, longest: int, **how: Any) -> CausalLM:
     """A smaller model that speaks the target's tokens."""
-    path = str(paths[flag])
-    check_same_tokenizer(str(paths["target"]), path, flag)
+    path = paths[role]
+    check_same_tokenizer(paths["target"], path, role)
     draft = load_lm(path, **how)
     ours, theirs = target.info, draft.info
     if theirs.vocab_size != ours.vocab_size:
         found = f"{path} of vocabulary {theirs.vocab_size}"
-        raise InputError(flag, found, f"{ours.vocab_size}, the target's", "Use a draft of the same family.")
+        raise InputError(role, found, f"{ours.vocab_size}, the target's", "Use a draft of the same family.")
     if theirs.max_position < longest:
         found = f"{path} with a context of {theirs.max_position}"
-        raise InputError(flag, found, f"{longest} or more", "Lower --max-new-tokens, or use another draft.")
+        raise InputError(role, found, f"{longest} or more", "Lower --max-new-tokens, or use another draft.")
     return draft
 
 

@@ -1,26 +1,48 @@
-"""Prompts to measure on: a chat file or data set, a prompts artefact, or the shipped ones."""
+"""Prompts to measure on: a chat file or data set, a prompts artefact, the shipped ones, or several files, each a task;
+in groups, turn by turn."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.models.loading import resolve_model, text_identity
+from draftsmith.data.models.hub import EMBEDDED, resolve_model
+from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
-from draftsmith.data.text.conversations import Turns, label_columns, label_of, layout_of, up_to_last_user, user_turns
-from draftsmith.data.text.sources import named_split, open_source
+from draftsmith.data.text.conversations import Turns, label_columns, label_of, layout_of, up_to_last, user_turns
+from draftsmith.data.text.sources import OPENERS, named_split, open_source, plain_stem, suffix_of
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids, template_hash
 from draftsmith.data.text.turns import has_later_turns, later_turns
-from draftsmith.eval.bench.measure import BenchPrompt
 from draftsmith.modules.types import InputError
+
+FASTCHAT = "question.jsonl"  # its name in the folder of each task
+WITH_TEMPLATE = 16  # tokens that a template may put around a turn, for an estimate
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchPrompt:
+    """A prompt as the target reads it, chat template included.
+
+    messages: what `prompt_ids` were made of, where the user goes on. later: what the user says in the turns that
+    follow. turn: of the conversation, from 1. number: of the question in its run, from 0, the same in all its turns.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    task: str = ""
+    messages: tuple[Mapping[str, str], ...] = ()
+    later: tuple[str, ...] = ()
+    turn: int = 1
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class PromptRow:
     """One prompt before it is selected; its token ids are made only when it is.
 
     content: the row as it was found, of an artefact or a file. where: its file and line.
@@ -60,7 +82,7 @@ def read_prompts(
 
 def kept_rows(
     source: str, target: str, split: str | None, keep_tasks: str | None, turns: Turns = "last"
-) -> Iterator[Row]:
+) -> Iterator[PromptRow]:
     """Rows of this split and these tasks, as of `read_prompts`; at least one."""
     path, split = Path(resolve_model(source)), named_split(split)
     wanted = {task.strip() for task in keep_tasks.split(",")} if keep_tasks else None
@@ -107,10 +129,10 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(name for name in names if name)) or "none"
 
 
-def artefact_prompt(turns: Turns) -> Callable[[Row], BenchPrompt]:
+def artefact_prompt(turns: Turns) -> Callable[[PromptRow], BenchPrompt]:
     """Row of an artefact -> prompt; with turns all, with its later turns, up to one that is more than a user's."""
 
-    def prompt(row: Row) -> BenchPrompt:
+    def prompt(row: PromptRow) -> BenchPrompt:
         found = row.content
         later = user_texts(found) if turns == "all" else ()
         messages = tuple(json.loads(found["messages"])) if later else ()
@@ -119,7 +141,7 @@ def artefact_prompt(turns: Turns) -> Callable[[Row], BenchPrompt]:
     return prompt
 
 
-def artefact_rows(directory: Path, target: str, turns: Turns = "last") -> Iterator[Row]:
+def artefact_rows(directory: Path, target: str, turns: Turns = "last") -> Iterator[PromptRow]:
     """Rows of a prompts artefact made with the target's tokenizer, and where later turns are asked its template."""
     import pyarrow.parquet as pq
 
@@ -133,7 +155,7 @@ def artefact_rows(directory: Path, target: str, turns: Turns = "last") -> Iterat
         if not entry.name.endswith(".parquet"):
             continue
         for row in pq.read_table(directory / entry.name).to_pylist():
-            yield Row(str(row["id"]), row.get("task") or "", row.get("split") or "", row)
+            yield PromptRow(str(row["id"]), row.get("task") or "", row.get("split") or "", row)
 
 
 def user_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -142,7 +164,7 @@ def user_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(said[0]["content"] for said in plain)
 
 
-def chat_rows(source: str, split: str | None) -> Iterator[Row]:
+def chat_rows(source: str, split: str | None) -> Iterator[PromptRow]:
     """Rows of a file or data set of chats; `content` is the row as it was found."""
     opened = open_source(source, split)
     for number in range(len(opened)):
@@ -153,7 +175,7 @@ def chat_rows(source: str, split: str | None) -> Iterator[Row]:
             row_id, task, own = (label_of(raw, columns, name) for name in ("id", "task", "split"))
         except RowError as error:
             raise unusable(where, error) from error
-        yield Row(row_id or str(number), task, (split or "") if opened.split_taken else own, raw, where)
+        yield PromptRow(row_id or str(number), task, (split or "") if opened.split_taken else own, raw, where)
 
 
 def unusable(where: str, error: RowError) -> InputError:
@@ -168,11 +190,11 @@ def chat_prompt(target: str, turns: Turns) -> Any:
     # Prompts that are too long are told by their ids, by whoever asks them.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
 
-    def prompt(row: Row) -> BenchPrompt:
+    def prompt(row: PromptRow) -> BenchPrompt:
         try:
             conversation = layout_of(row.content, {}).conversation(row.content)
             messages, later = (
-                (up_to_last_user(conversation.messages), ()) if turns == "last" else user_turns(conversation)
+                (up_to_last("user", conversation.messages), ()) if turns == "last" else user_turns(conversation)
             )
             later = later if turns == "all" else ()
             ids = list(prompt_ids(tokenizer, messages))
@@ -181,3 +203,149 @@ def chat_prompt(target: str, turns: Turns) -> Any:
         return BenchPrompt(row.id, ids, row.task, tuple(messages) if later else (), later)
 
     return prompt
+
+
+@dataclass(frozen=True)
+class Questions:
+    """files: for each file its prompts, numbered through all files. spare: prompts that are not measured, to warm up
+    with."""
+
+    files: list[list[BenchPrompt]]
+    spare: list[BenchPrompt]
+
+    @property
+    def all(self) -> list[BenchPrompt]:
+        return [prompt for file in self.files for prompt in file]
+
+    def groups(self, size: int) -> list[list[BenchPrompt]]:
+        """Consecutive questions of one file, `size` together; the last group of a file may be smaller."""
+        return [file[start : start + size] for file in self.files for start in range(0, len(file), size)]
+
+
+def read_questions(
+    sources: Sequence[tuple[str, str]],
+    target: str,
+    split: str | None,
+    keep_tasks: str | None,
+    limit: int,
+    turns: Turns,
+) -> Questions:
+    """The prompts of (name, source) pairs, the first `limit` of each (0: all). A name becomes the task of its prompts;
+    an empty one leaves them their own.
+
+    Raises:
+        InputError: as `read_prompts`.
+    """
+    files: list[list[BenchPrompt]] = []
+    spare: list[BenchPrompt] = []
+    number = 0
+    for name, source in sources:
+        # One prompt more than is measured, where there is one, is the warm-up.
+        found = read_prompts(source, target, split, keep_tasks, limit + 1 if limit else 0, turns)
+        if limit:
+            found, left = found[:limit], found[limit:]
+            spare += left
+        if name:
+            found = [dataclasses.replace(prompt, task=name) for prompt in found]
+        files.append([dataclasses.replace(prompt, number=number + i) for i, prompt in enumerate(found)])
+        number += len(found)
+    return Questions(files, spare)
+
+
+def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]]:
+    """(name, source) of what is measured: `prompts` under its own tasks, or each file of `tasks` under its name.
+
+    Raises:
+        InputError: both or neither, a directory without files of prompts, or two files of one name.
+    """
+    if (prompts is None) == (tasks is None):
+        found = "neither --prompts nor --tasks" if prompts is None else "--prompts and --tasks"
+        remedy = "--prompts reads one file; --tasks reads several, each a task named by its file."
+        raise InputError("prompts", found, "exactly one of them", remedy)
+    if prompts is not None:
+        return [("", prompts)]
+    sources = list(_task_files(str(tasks)))
+    names = [name for name, _ in sources]
+    for name in names:
+        if not name.isprintable():  # bytes that are no UTF-8, among others: no table and no file can name it
+            raise InputError("tasks", f"a file named {name!r}", "a name of printable letters", "Rename it.")
+        if names.count(name) > 1:
+            raise InputError("tasks", f"two files named {name}", "one file a task", "Rename one of them.")
+    return sources
+
+
+def _task_files(tasks: str) -> Iterator[tuple[str, str]]:
+    for part in filter(None, (part.strip() for part in tasks.split(","))):
+        path = Path(part)
+        if part.startswith(EMBEDDED):
+            yield part.removeprefix(EMBEDDED), part
+        elif path.is_dir():
+            files = sorted(file for file in path.iterdir() if suffix_of(file) in OPENERS and file.is_file())
+            files += sorted(path.glob(f"*/{FASTCHAT}"))
+            if not files:
+                expected = f"a directory with files of {', '.join(OPENERS)}"
+                raise InputError("tasks", f"{part} without one", expected, "Check the path.")
+            yield from ((task_name(file), str(file)) for file in files)
+        elif path.is_file():
+            yield task_name(path), part
+        else:
+            raise InputError("tasks", f"{part}, which does not exist", "files or a directory", "Check the path.")
+
+
+def task_name(file: Path) -> str:
+    """The file's stem; of a set in FastChat's layout, where every file has one name, its folder's."""
+    return file.absolute().parent.name if file.name == FASTCHAT else plain_stem(file)
+
+
+class Chat:
+    """Writes the prompts of later turns."""
+
+    def __init__(self, target: str):
+        self._tokenizer: Any = load_chat_tokenizer(target)
+
+    def next_turn(self, prompt: BenchPrompt, answer: Sequence[int]) -> BenchPrompt:
+        """The conversation up to the user's next turn, after this answer [tokens].
+
+        Raises:
+            RowError: the chat template refuses it.
+        """
+        said = self._tokenizer.decode(list(answer), skip_special_tokens=True)
+        goes_on = ({"role": "assistant", "content": said}, {"role": "user", "content": prompt.later[0]})
+        messages = (*prompt.messages, *goes_on)
+        ids = list(prompt_ids(self._tokenizer, [dict(message) for message in messages]))
+        return dataclasses.replace(
+            prompt, prompt_ids=ids, messages=messages, later=prompt.later[1:], turn=prompt.turn + 1
+        )
+
+    def longest(self, prompt: BenchPrompt, max_new_tokens: int) -> int:
+        """Tokens of the conversation with the longest answers to all turns: an estimate, since what an answer is when
+        it is read again depends on its text."""
+        later = sum(len(self._tokenizer(text)["input_ids"]) + WITH_TEMPLATE for text in prompt.later)
+        return len(prompt.prompt_ids) + later + (1 + len(prompt.later)) * max_new_tokens
+
+
+def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, context: int) -> int:
+    """Tokens of the longest prompt with its answer.
+
+    Raises:
+        InputError: a prompt that leaves no room in the context.
+    """
+    longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
+    length = len(longest.prompt_ids)
+    if length >= context:
+        found = f"{length} tokens in prompt {longest.id}"
+        raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten or remove it.")
+    return min(length + max_new_tokens, context)
+
+
+def longest_conversation(questions: Questions, chat: Chat, max_new_tokens: int, context: int) -> int:
+    """Tokens of the longest question, its later turns and all their answers; questions that do not fit left out.
+
+    Raises:
+        InputError: none fits.
+    """
+    fitting = [prompt for prompt in [*questions.all, *questions.spare] if len(prompt.prompt_ids) < context]
+    if not fitting:
+        found = f"{context} or more tokens in each prompt, prompt {questions.all[0].id} the first"
+        raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten them.")
+    return min(max(chat.longest(prompt, max_new_tokens) for prompt in fitting), context)

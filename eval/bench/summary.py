@@ -3,58 +3,38 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from draftsmith.eval.bench.measure import Measured
-from draftsmith.eval.bench.rows import BASELINE
+from draftsmith.eval.bench.results import BASELINE, Measured
+from draftsmith.eval.bootstrap import Floats, Resamples
+from draftsmith.eval.cost.clock import ClockName
 from draftsmith.modules.decoding.trace import pool
 
-Clock = Literal["cpu", "wall"]
-Floats = NDArray[np.float64]
-NUM_RESAMPLES = 2000
 
-
-def seconds(item: Measured, clock: Clock) -> float:
+def seconds(item: Measured, clock: ClockName) -> float:
     return item.cpu_s if clock == "cpu" else item.wall_s
 
 
-def tokens_per_s(items: Sequence[Measured], clock: Clock) -> float:
+def tokens_per_s(items: Sequence[Measured], clock: ClockName) -> float:
     """Emitted tokens by seconds, both summed over prompts."""
     return sum(len(item.tokens) for item in items) / max(sum(seconds(item, clock) for item in items), 1e-12)
 
 
-def speedup(items: Sequence[Measured], baseline: Sequence[Measured], clock: Clock) -> float:
+def speedup(items: Sequence[Measured], baseline: Sequence[Measured], clock: ClockName) -> float:
     return tokens_per_s(items, clock) / tokens_per_s(baseline, clock)
 
 
-class Resamples:
-    """Bootstrap resamples of prompts. What was timed together is resampled together: groups of questions, which are
-    single ones at batch size 1, each with all its turns.
+class MeasuredResamples(Resamples):
+    """Resamples of measured prompts. What was timed together is drawn together: groups of questions, which are single
+    ones at batch size 1, each with all its turns."""
 
-    groups: number of each prompt's group.
-    """
+    def __init__(self, items: Sequence[Measured], seed: int):
+        super().__init__([item.group for item in items], seed)
 
-    def __init__(self, groups: Sequence[int], seed: int):
-        _, self._owner = np.unique(groups, return_inverse=True)
-        self._count = int(self._owner.max()) + 1 if len(groups) else 0
-        self._picks = np.random.default_rng(seed).integers(max(self._count, 1), size=(NUM_RESAMPLES, self._count))
-
-    def sums(self, values: Sequence[float]) -> Floats:
-        """[NUM_RESAMPLES]: the values of the prompts, summed over each resample."""
-        return np.bincount(self._owner, values, self._count)[self._picks].sum(1)
-
-    def interval(self, ratio: Callable[[], Floats]) -> list[float] | None:
-        """95 % interval of what is worked out from `sums`; None for fewer than two groups."""
-        if self._count < 2:
-            return None
-        low, high = np.percentile(ratio(), [2.5, 97.5])
-        return [float(low), float(high)]
-
-    def tokens_per_s(self, items: Sequence[Measured], clock: Clock) -> Floats:
+    def tokens_per_s(self, items: Sequence[Measured], clock: ClockName) -> Floats:
         spent = self.sums([seconds(item, clock) for item in items])
         return self.sums([len(item.tokens) for item in items]) / np.maximum(spent, 1e-12)
 
@@ -71,11 +51,11 @@ def distinct_4grams(items: Sequence[Measured]) -> float | None:
 
 
 def summary_row(
-    items: Sequence[Measured], baseline: Sequence[Measured], clock: Clock, seed: int, compare: bool
+    items: Sequence[Measured], baseline: Sequence[Measured], clock: ClockName, seed: int, compare: bool
 ) -> dict[str, Any]:
     """The numbers of one method over some prompts. compare: greedy in float32, where equality is a fair test."""
     totals = pool(item.trace for item in items)
-    drawn = Resamples([item.group for item in items], seed)
+    drawn = MeasuredResamples(items, seed)
     differing = sum(item.tokens != other.tokens for item, other in zip(items, baseline, strict=True))
     return {
         "prompts": totals.prompts,
@@ -104,7 +84,7 @@ def summary_row(
 
 
 def summarise(
-    measured: Mapping[str, Sequence[Measured]], clock: Clock, seed: int, compare: bool, temperature: float = 0.0
+    measured: Mapping[str, Sequence[Measured]], clock: ClockName, seed: int, compare: bool, temperature: float = 0.0
 ) -> list[dict[str, Any]]:
     """One row a method in the order measured, all at one temperature, each with `by_task` where prompts carry tasks and
     no group mixes them: the seconds of a mixed group belong to no task.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from draftsmith.data.heads.markdown import markdown_lines
-from draftsmith.eval.report import figures
+from draftsmith.eval.report.tables import Column, interval, on_screen, plain_table
+from draftsmith.eval.report.tables import Table as ReportTable
 
 HEADINGS = ("method", "tokens/s", "speed-up", "95 % CI", "tau", "95 % CI", "discarded", "= ar")
 POOLED, MACRO = "all, pooled", "mean of tasks"
@@ -30,10 +30,6 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['discard_rate']:.0%}" if drafts else "",
         verdict(row),
     )
-
-
-def interval(ends: Sequence[float] | None) -> str:
-    return f"{ends[0]:.2f}-{ends[1]:.2f}" if ends else ""
 
 
 def verdict(row: Mapping[str, Any]) -> str:
@@ -95,10 +91,6 @@ def left_out(results: Mapping[str, Any]) -> str:
     return f" Left out because they failed ({len(names)}): {', '.join(names[:SHOWN_FAILURES])}{more}."
 
 
-def plain_table(**kwargs: Any) -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, **kwargs)
-
-
 def results_table(results: Mapping[str, Any]) -> Table:
     """Fits in 100 columns with room for a name, and in 80 with folded names. Temperatures follow each other."""
     table = plain_table(caption=caption(results), caption_justify="left")
@@ -116,17 +108,17 @@ def results_table(results: Mapping[str, Any]) -> Table:
     return table
 
 
-def by_task(results: Mapping[str, Any], temperature: float) -> figures.Table | None:
+def by_task(results: Mapping[str, Any], temperature: float) -> ReportTable | None:
     """Speed-up and tau of every method on every task, and over tasks, as in table 1 of EAGLE-2; None where prompts
     carry no tasks."""
     baseline, *rows = at(results, temperature)
     if not rows or not baseline.get("by_task"):
         return None
-    columns = [figures.Column("method", "method")]
+    columns = [Column("method", "method")]
     for task in baseline["by_task"]:
         columns += pair(task, task.replace("_", " "))
     columns += [*pair("pooled", POOLED), *pair("macro", MACRO)]
-    return figures.Table(
+    return ReportTable(
         name=f"by-task-t{temperature:g}",
         title=f"Speed-up and tau by task, {mode(temperature)}",
         columns=columns,
@@ -140,10 +132,10 @@ def by_task(results: Mapping[str, Any], temperature: float) -> figures.Table | N
     )
 
 
-def pair(key: str, title: str) -> list[figures.Column]:
+def pair(key: str, title: str) -> list[Column]:
     return [
-        figures.Column(f"{key}.speedup", title, ".2fx"),
-        figures.Column(f"{key}.tau", f"{title}: tau", ".2f"),
+        Column(f"{key}.speedup", title, ".2fx"),
+        Column(f"{key}.tau", f"{title}: tau", ".2f", below=True),
     ]
 
 
@@ -167,21 +159,7 @@ def task_tables(results: Mapping[str, Any]) -> list[Table]:
     if len(results["methods"][0].get("by_task", ())) < 2:
         return []
     found = (by_task(results, temperature) for temperature in temperatures_of(results))
-    return [folded(table) for table in found if table is not None]
-
-
-def folded(source: figures.Table) -> Table:
-    """A table of pairs of columns, the second of a pair under the first."""
-    style = {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
-    table = plain_table(title=source.title, caption=source.note, **style)
-    table.add_column(source.columns[0].title, overflow="fold", min_width=METHOD_WIDTH)
-    pairs = list(zip(source.columns[1::2], source.columns[2::2], strict=True))
-    for column, _ in pairs:
-        table.add_column(column.title, justify="right", overflow="fold")
-    for row in source.rows:
-        shown = (" ".join(figures.formatted(row[c.key], c.format) for c in both) for both in pairs)
-        table.add_row(row["method"], *shown)
-    return table
+    return [on_screen(table, joint=" ", first_width=METHOD_WIDTH) for table in found if table is not None]
 
 
 def markdown_table(results: Mapping[str, Any]) -> str:

@@ -7,24 +7,28 @@ references to laws and logits, and the arithmetic on them comes later.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from draftsmith.data.models.naming import naming
-from draftsmith.data.store.files import append, make_directory, write_text
-from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner
-from draftsmith.eval.cost.clocks import synchronised
-from draftsmith.modules.acceptance.policies import JudgedStop
+from draftsmith.data.models.loading import load_tokenizer
+from draftsmith.data.store.files import append, make_directory, write_json, write_text
+from draftsmith.data.store.reading import read_lines
+from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.runner import EngineRunner, RunnerSettings, engine_runners
+from draftsmith.eval.cost.clock import Stopwatch, wall_time
+from draftsmith.modules.acceptance.policies import PredictorStop
 from draftsmith.modules.decoding.confidence import draft_law
-from draftsmith.modules.decoding.loop import Generation, Round, generate_one
-from draftsmith.modules.decoding.protocols import DraftTree, DraftView, Verdict
-from draftsmith.modules.decoding.stop import entropy
-from draftsmith.modules.sampling import TorchSource, probabilities
+from draftsmith.modules.decoding.loop import Generation, Round
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Verdict
+from draftsmith.modules.decoding.stop import Around, entropy
+from draftsmith.modules.drafters.methods import Models, Named
+from draftsmith.modules.sampling import probabilities
+from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
 
 TRACE, TEXTS = "trace.jsonl", "texts.json"  # of a run of `eval bench`
@@ -48,38 +52,36 @@ class TraceFile:
         self._pending = []
 
 
-def about(label: str, temperature: float, prompt: BenchPrompt) -> dict[str, Any]:
-    """What a line says of where it belongs."""
+def place_of(label: str, temperature: float, prompt: BenchPrompt) -> dict[str, Any]:
+    """What a line says of its place in the run."""
     own = {"prompt": prompt.number, "id": prompt.id, "task": prompt.task, "turn": prompt.turn}
     return {"method": label, "temperature": temperature, **own}
 
 
 class TracedRunner:
-    """An `EngineRunner` whose answers are traced. about: what every line begins with."""
+    """An `EngineRunner` whose answers are traced. place: what every line begins with (`place_of`)."""
 
-    def __init__(self, about: Mapping[str, Any], runner: EngineRunner, file: TraceFile):
-        self._about, self._runner, self._file = dict(about), runner, file
+    def __init__(self, place: Mapping[str, Any], runner: EngineRunner, file: TraceFile):
+        self._place, self._runner, self._file = dict(place), runner, file
 
-    def __call__(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
-        runner = self._runner
-        target, drafter = _TimedTarget(runner.target), None
-        stop = None
-        if runner.drafter is not None:
-            drafter = _TimedDrafter(runner.drafter)
-            stop = _watch_stop(runner.drafter)
-        rounds = _Rounds(self._about, runner.params, target, drafter, stop, self._file)
+    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
+        return [self._answer(prompt, max_new_tokens, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+
+    def _answer(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
+        runner, target_watch, draft_watch = self._runner, Stopwatch(wall_time), Stopwatch(wall_time)
+        drafter = None if runner.drafter is None else _TimedDrafter(runner.drafter, draft_watch)
+        stop = _WatchedStop(runner.drafter) if hasattr(runner.drafter, "stops") else None
+        rounds = _Rounds(self._place, runner.params, target_watch, draft_watch, stop, self._file)
 
         def on_round(done: Round) -> None:
             rounds(done)
             if runner.on_round is not None:
                 runner.on_round(done)
 
+        target: Any = _TimedTarget(runner.target, target_watch)
         try:
-            source = TorchSource(seed)
-            with naming(paths=runner.paths):
-                return generate_one(
-                    target, drafter, prompt, runner.params, max_new_tokens, source, runner.eos_ids, on_round=on_round
-                )
+            traced = replace(runner, target=target, drafter=drafter, on_round=on_round, session=None)
+            return traced([prompt], max_new_tokens, [seed])[0]
         finally:
             if stop is not None:
                 stop.restore()
@@ -89,23 +91,28 @@ class _Rounds:
     """`on_round`: one line a round."""
 
     def __init__(
-        self, about: Mapping[str, Any], params: SamplingParams, target: Any, drafter: Any, stop: Any, file: TraceFile
+        self,
+        place: Mapping[str, Any],
+        params: SamplingParams,
+        target_watch: Stopwatch,
+        draft_watch: Stopwatch,
+        stop: _WatchedStop | None,
+        file: TraceFile,
     ):
-        self._base, self._params = about, params
-        self._target, self._drafter, self._stop, self._file = target, drafter, stop, file
+        self._place, self._params = place, params
+        self._target, self._drafter, self._stop, self._file = target_watch, draft_watch, stop, file
         self._number = 0
 
     def __call__(self, done: Round) -> None:
-        target_s = self._target.take()
-        draft_s = self._drafter.take() if self._drafter is not None else 0.0
+        target_s, draft_s = self._target.take(), self._drafter.take()
         views, judged = self._stop.take() if self._stop is not None else ([], [])
-        base, number, params = self._base, self._number, self._params
+        place, number, params = self._place, self._number, self._params
         self._number += 1
         # On CUDA scores are good until the next call only.
         logits = done.logits.clone() if done.logits is not None and done.logits.is_cuda else done.logits
 
         def line() -> dict[str, Any]:
-            found: dict[str, Any] = {**base, "round": number, "emitted": done.tokens, "target_s": target_s}
+            found: dict[str, Any] = {**place, "round": number, "emitted": done.tokens, "target_s": target_s}
             if done.tree is None or done.verdict is None or done.step is None:
                 return {**found, "prefill": True}
             tree = done.tree
@@ -174,90 +181,108 @@ def accept_probs(
     return found
 
 
-class _Clock:
-    """Seconds since the last `take`, summed over calls."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._now = synchronised if torch.cuda.is_initialized() else time.perf_counter
-
-    def timed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        started = self._now()
-        result = call(*args, **kwargs)
-        self._seconds += self._now() - started
-        return result
-
-    def take(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
-class _TimedTarget(_Clock):
+class _TimedTarget:
     """A target whose sessions' forwards are timed."""
 
-    def __init__(self, lm: Any):
-        super().__init__()
-        self._lm = lm
+    def __init__(self, lm: CausalLM, watch: Stopwatch):
+        self._lm, self._watch = lm, watch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
 
-    def session(self, *args: Any, **kwargs: Any) -> Any:
-        return _TimedSession(self, self._lm.session(*args, **kwargs))
+    def session(self, *args: Any, **how: Any) -> Any:
+        return _TimedSession(self._lm.session(*args, **how), self._watch)
 
 
 class _TimedSession:
-    def __init__(self, clock: _Clock, session: Any):
-        self._clock, self._session = clock, session
+    def __init__(self, session: Session, watch: Stopwatch):
+        self._session, self.extend = session, watch.timed(session.extend)
+        self.reset, self.keep, self.select = session.reset, session.keep, session.select
+        self.capture, self.static = session.capture, session.static
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    def extend(self, *args: Any, **kwargs: Any) -> Any:
-        return self._clock.timed(self._session.extend, *args, **kwargs)
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self._session.lengths
 
 
-class _TimedDrafter(_Clock):
+class _TimedDrafter:
     """A drafter whose proposals are timed."""
 
-    def __init__(self, drafter: Any):
-        super().__init__()
-        self._drafter = drafter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
-
-    def propose(self, *args: Any) -> Any:
-        return self.timed(self._drafter.propose, *args)
+    def __init__(self, drafter: Drafter, watch: Stopwatch):
+        self.capture, self.propose = drafter.capture, watch.timed(drafter.propose)
+        self.start, self.advance, self.select = drafter.start, drafter.advance, drafter.select
 
 
-class _WatchedStop:
+class _WatchedStop(Around):
     """A stop policy that remembers what it was shown in this round."""
 
     def __init__(self, drafter: Any):
-        self._drafter, self.policy = drafter, drafter.stops[0]
+        super().__init__(drafter.stops[0])
+        self._drafter = drafter
         drafter.stops[0] = self
         self._views: list[DraftView] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name)
-
     def should_stop(self, view: DraftView) -> bool:
         self._views.append(view)
-        return self.policy.should_stop(view)
+        return super().should_stop(view)
 
     def restore(self) -> None:
         self._drafter.stops[0] = self.policy
 
     def take(self) -> tuple[list[DraftView], list[float]]:
-        """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a judge's
-        word: a late one says nothing of a round's last token, and 1 before it has one to judge."""
+        """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a
+        predictor's word: a late one says nothing of a round's last token, and 1 before it has one to judge."""
         views, self._views = self._views, []
-        if not views or not isinstance(self.policy, JudgedStop):
+        policy = self.innermost
+        if not views or not isinstance(policy, PredictorStop):
             return views, []
-        return views, self.policy.probs[int(self.policy.judge.late) :]
+        return views, policy.probs[int(policy.predictor.late) :]
 
 
-def _watch_stop(drafter: Any) -> _WatchedStop | None:
-    """Put a watcher in place of the drafter's stop policy, where it drafts a chain by one."""
-    return _WatchedStop(drafter) if hasattr(drafter, "stops") else None
+def first_of_each_task(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """The baseline's rows that hold the first `count` questions of each task, in all their turns."""
+    numbers: dict[str, list[int]] = {}
+    for row in rows:
+        seen = numbers.setdefault(row["task"], [])
+        if row["prompt"] not in seen and len(seen) < count:
+            seen.append(row["prompt"])
+    return [row for row in rows if row["prompt"] in numbers[row["task"]]]
+
+
+def trace_prompts(
+    directory: Path,
+    rows: Sequence[Mapping[str, Any]],
+    named: Sequence[Named],
+    models: Models,
+    how: RunnerSettings,
+    max_new_tokens: int,
+    seeds: Callable[[Sequence[BenchPrompt]], Sequence[int]],
+) -> None:
+    """One more run of every method of this engine on the prompts of these rows, off the clock: trace.jsonl.
+
+    rows: of the baseline, with prompt_ids.
+    """
+    engine: dict[float, dict[str, EngineRunner]] = {params.temperature: {} for params in how.modes}
+    for item in named:
+        if not isinstance(item.method, HFGenerate | HFAssisted):
+            for runner in engine_runners(item.method, models, how):
+                engine[runner.params.temperature][item.label] = runner
+    file = TraceFile(directory / TRACE)
+    for row in rows:
+        prompt = BenchPrompt(row["id"], list(row["prompt_ids"]), row["task"], turn=row["turn"], number=row["prompt"])
+        for label, runner in engine[row["temperature"]].items():
+            traced = TracedRunner(place_of(label, row["temperature"], prompt), runner, file)
+            traced([prompt.prompt_ids], max_new_tokens, seeds([prompt]))
+            file.flush()
+
+
+def write_texts(directory: Path, target: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """texts.json, what trace.jsonl reads like: `tokens`, the text of every token in it by its id, and `prompts`, one
+    for each of the traced rows by its number and turn, "0/1"."""
+    tokenizer = load_tokenizer(target)
+    ids: set[int] = set()
+    for found in read_lines(directory / TRACE, {"emitted": [int], "drafted?": [int]}):
+        ids |= {*found["emitted"], *found.get("drafted", ())}
+    tokens = {str(i): tokenizer.decode([i]) for i in sorted(ids)}
+    prompts = {f"{row['prompt']}/{row['turn']}": tokenizer.decode(row["prompt_ids"]) for row in rows}
+    write_json(directory / TEXTS, {"tokens": tokens, "prompts": prompts})

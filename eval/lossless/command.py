@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,48 +18,42 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
+from draftsmith.data.settings import Sampling
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.command import longest_sequence, model_paths
-from draftsmith.eval.bench.load import LOADING, load_models
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.provenance import hardware
+from draftsmith.eval.bench.load import check_methods, load_models
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
+from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.lossless.answers import BatchedLoop, SingleLoop
 from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test
 from draftsmith.eval.lossless.sampling import Asked, SamplingTest
-from draftsmith.eval.methods import check_needs, parse_methods
-from draftsmith.eval.methods.base import Method, Models, Named, at_least, between
-from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
+from draftsmith.eval.settings import Answers, PromptChoice, Running
+from draftsmith.modules.drafters.methods import Method, Models, Named, parse_methods
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.types import InputError, at_least, between
 
 RESULTS = "lossless.json"
 LOOPS = ("single", "batched")
 
 
 @dataclass(frozen=True)
-class LosslessConfig:
+class LosslessConfig(DraftSettings, Running, Sampling, PromptChoice, Answers):
     """Certifies that decoding methods do not change what the target says. Exit code 1 when one does.
 
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
     output: directory that receives lossless.json.
     methods: name:setting=value, separated by commas, as in `draftsmith eval bench`.
-    draft: draft model.
     mid: model between draft and target.
-    eagle: EAGLE head directory.
     acceptance: acceptance head directory.
-    split: keep prompts of this split.
-    keep_tasks: keep prompts of these tasks, separated by commas.
     limit: prompts of the greedy test.
     max_new_tokens: longest answer of the greedy test.
-    ignore_eos: go on after the end token, up to the longest answer.
     sampled_prompts: prompts of the sampling test, the first of them; 0 leaves it out.
     sampled_tokens: longest answer of the sampling test.
     bias: size of a bias that is to be found: mean over emitted tokens of the total variation between the
@@ -67,51 +61,32 @@ class LosslessConfig:
     power: probability to find it; with bias and alpha it says how many answers are sampled.
     alpha: chance that all sampling tests together fail lossless methods, at most.
     temperature: of the sampling test.
-    top_k: of the sampling test; 0 keeps all.
-    top_p: of the sampling test; 1 keeps all.
     batch_size: prompts that the batched loop answers together.
     max_gap: largest logit gap to the best token of a greedy token, where the dtype is not float32.
     dtype: float32, bfloat16 or float16.
-    device: cpu, cuda, cuda:1, ...
     engine: lean (Llama family), hf (any transformers model, in the single loop only), or auto.
-    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
-    num_threads: CPU threads.
-    seed: of sampling.
-    trust_remote_code: run code that comes with a model.
     """
 
     target: str
     prompts: str
     output: Path
     methods: str = "spec:k=5"
-    draft: str | None = None
     mid: str | None = None
-    eagle: str | None = None
     acceptance: str | None = None
-    split: str | None = None
-    keep_tasks: str | None = None
     limit: int = 20
-    max_new_tokens: int = 64
-    ignore_eos: bool = False
+    max_new_tokens: int = field(default=64, kw_only=True)
     sampled_prompts: int = 4
     sampled_tokens: int = 32
     bias: float = 0.015
     power: float = 0.9
     alpha: float = 1e-3
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float = field(default=1.0, kw_only=True)
     batch_size: int = 8
     max_gap: float = 0.5
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    device: str = "cpu"
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    packed: bool = True
-    num_threads: int = 1
-    seed: int = 0
-    trust_remote_code: bool = False
+    dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("limit", "max_new_tokens", "batch_size", "num_threads"):
             at_least(name, getattr(self, name), 1)
         at_least("sampled_prompts", self.sampled_prompts, 0)
@@ -123,28 +98,20 @@ class LosslessConfig:
         if self.sampling.greedy:
             raise InputError("temperature", self.temperature, "more than 0", "The greedy test is always made.")
 
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_k, self.top_p)
-
 
 @sole_writer()
 def run(config: LosslessConfig) -> int:
     """Test every method, print and write the verdicts; 0 when all passed, else 1."""
     named = parse_methods(config.methods)
-    for method in named:
-        check_needs(method, model_paths(config))
-        if isinstance(method.method, HFGenerate | HFAssisted):
-            raise InputError("methods", method.label, "methods of this engine", "Remove it.")
+    check_methods(named, config.paths)
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
-    how = {name: getattr(config, name) for name in LOADING}
-    target = load_lm(config.target, **how)
+    target = load_lm(config.target, **config.loading)
     longest = longest_sequence(prompts, max(config.max_new_tokens, config.sampled_tokens), target.info.max_position)
-    models = load_models(named, model_paths(config), longest, config.sampling, target, **how)
+    models = load_models(named, config.paths, longest, config.sampling, target, **config.loading)
     models = dataclasses.replace(models, ends=ends_of(config, target))
-    reference = None if config.dtype == "float32" else load_lm(config.target, **{**how, "dtype": "float32"})
+    reference = None if config.dtype == "float32" else load_lm(config.target, **{**config.loading, "dtype": "float32"})
     found = certify(config, named, models, prompts, reference)
     write(config, named, found, target)
     return 0 if all(row["passed"] for row in found) else 1

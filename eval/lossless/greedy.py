@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.lossless.answers import Loop, ends_as_asked
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.targets.base import CausalLM, ModelInfo

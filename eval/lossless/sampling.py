@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.lossless.answers import Answer, Loop, ends_as_asked, seed_of
 from draftsmith.eval.lossless.evidence import Decided, Evidence
 from draftsmith.eval.lossless.power import Growth, Power, power_of

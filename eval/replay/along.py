@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from draftsmith.eval.replay.coupling import Reading, num_equal
+from draftsmith.eval.replay.coupling import ReadAnswer, num_equal
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import probabilities
@@ -29,7 +29,7 @@ class _Tree:
 
 
 def accept_along(
-    target: CausalLM, prompt: Sequence[int], reading: Reading, params: SamplingParams, recorded: ChainRollouts
+    target: CausalLM, prompt: Sequence[int], reading: ReadAnswer, params: SamplingParams, recorded: ChainRollouts
 ) -> Floats:
     """[S, K]: min(1, p(y)/q(y)) of every drafted token of one answer's rounds, p after the drafted tokens before it.
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.eval.replay.coupling import Reading, num_equal
+from draftsmith.eval.replay.coupling import ReadAnswer, verdict_of
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.repeats import repeat_scores
@@ -24,7 +24,7 @@ Embed = Callable[[Tensor], Tensor]
 class ChainRows:
     """Rounds of one answer, each of at most `depth` kept tokens."""
 
-    def __init__(self, reading: Reading, depth: int, params: SamplingParams):
+    def __init__(self, reading: ReadAnswer, depth: int, params: SamplingParams):
         self._reading, self._depth, self._temperature = reading, depth, params.temperature
         self._rounds, self._length = len(reading.answer.tokens) - 1, len(reading.answer.tokens)
         shape = (self._rounds, depth)
@@ -49,44 +49,34 @@ class ChainRows:
         if not views:
             return
         tokens = [view.token for view in views]
-        self._token[row, : len(tokens)] = tokens
-        accepted = num_equal(tokens, text.tokens[start:])
-        self._num_accepted[row] = min(accepted, self._length - start)
-        self._past_end[row] = accepted - self._num_accepted[row]
+        labelled = self._compare(row, tokens)
         laws = torch.stack([draft_law(view) for view in views])
         own = laws[torch.arange(len(tokens)), tokens].double()
         self._put(row, "log_q", own.log())
         self._put(row, "log_max_q", laws.amax(-1).double().log())
         self._put(row, "entropy", -torch.xlogy(laws, laws).sum(-1))
-        # Down to and with the first rejected token, within the answer.
-        judged = min(accepted + 1, len(tokens), self._length - start)
         if text.laws is None:
-            same = torch.arange(judged) < accepted
+            same = torch.arange(labelled) < self._num_accepted[row] + self._past_end[row]
             self._put(row, "accept_prob", same)
             self._put(row, "overlap", same)
         else:
-            p = text.laws[start : start + judged]
-            at_token = p[torch.arange(judged), tokens[:judged]].double()
-            self._put(row, "accept_prob", (at_token / own[:judged]).clamp_max(1))
-            self._put(row, "overlap", torch.minimum(p, laws[:judged]).sum(-1))
+            p = text.laws[start : start + labelled]
+            at_token = p[torch.arange(labelled), tokens[:labelled]].double()
+            self._put(row, "accept_prob", (at_token / own[:labelled]).clamp_max(1))
+            self._put(row, "overlap", torch.minimum(p, laws[:labelled]).sum(-1))
 
     def add_all(
         self, drafted: Drafted, known: Mapping[str, Tensor], keep_states: bool, ends: Sequence[int] = ()
     ) -> None:
         """Every round at once. drafted: of one token more than is kept. known: `log_q` and so on, [S, K] float64,
         `accept_prob` and `overlap` wherever the text says something of the token. ends: tokens that drafts end with."""
-        tokens, text = drafted.tokens[:, : self._depth].cpu().numpy(), self._reading.text
+        tokens = drafted.tokens[:, : self._depth].cpu().numpy()
         is_end = np.isin(tokens, list(ends))
         behind = (is_end.cumsum(1) - is_end) > 0
         tokens = np.where(behind, -1, tokens)
-        self._token[:], self._was_read[:] = tokens, ~behind & ~is_end
-        for row, own in enumerate(tokens.tolist()):
-            start = row + 1
-            accepted = num_equal(own, text.tokens[start:])
-            self._num_accepted[row] = min(accepted, self._length - start)
-            self._past_end[row] = accepted - self._num_accepted[row]
-        judged = np.minimum(self._num_accepted + self._past_end + 1, self._length - np.arange(1, self._length))
-        unknown = np.arange(self._depth) >= judged[:, None]
+        self._was_read[:] = ~behind & ~is_end
+        labelled = np.array([self._compare(row, own) for row, own in enumerate(tokens.tolist())])
+        unknown = np.arange(self._depth) >= labelled[:, None]
         for name, values in known.items():
             self._floats[name][:] = values.cpu().numpy()
             if name in ("accept_prob", "overlap"):
@@ -95,6 +85,13 @@ class ChainRows:
         if keep_states:
             self._before = list(drafted.hidden[:, :-1][torch.from_numpy(~behind)])
             self._after = list(drafted.hidden[:, 1:][torch.from_numpy(self._was_read)])
+
+    def _compare(self, row: int, tokens: Sequence[int]) -> int:
+        """Write a round's tokens, and what the text says of them; how many it says something of."""
+        verdict = verdict_of(tokens, self._reading, row + 1)
+        self._token[row, : len(tokens)] = tokens
+        self._num_accepted[row], self._past_end[row] = verdict.accepted, verdict.past_end
+        return verdict.labelled
 
     def _put(self, row: int, name: str, values: Tensor) -> None:
         self._floats[name][row, : len(values)] = values.double().cpu().numpy()
@@ -113,7 +110,7 @@ class ChainRows:
             mask, hidden = states[head.config.state]
             logits[label] = np.full(self._token.shape, np.nan)
             if hidden is not None:
-                logits[label][mask] = self._judged(head, mask, hidden, embed)
+                logits[label][mask] = self._head_logits(head, mask, hidden, embed)
         return ChainRollouts(
             answers=[self._reading.answer],
             answer=np.zeros(self._rounds, np.int64),
@@ -125,7 +122,7 @@ class ChainRows:
             past_end=self._past_end,
         )
 
-    def _judged(self, head: AcceptanceHead, mask: np.ndarray, hidden: Tensor, embed: Embed) -> Floats:
+    def _head_logits(self, head: AcceptanceHead, mask: np.ndarray, hidden: Tensor, embed: Embed) -> Floats:
         """Raw logits [N] of the N tokens in the mask [S, K], by their states [N, H]: all of an answer in one call."""
 
         def of_tokens(values: np.ndarray) -> Tensor:
@@ -142,7 +139,7 @@ class ChainRows:
             place = of_tokens(depth).double()
             temperature = torch.full_like(place, self._temperature)
             features = head.feature_values(Confidences(log_q, log_max_q, entropy, place, temperature, repeat))
-        judged = head(hidden, embeds, features).double().cpu().numpy()
-        if not np.isfinite(judged).all():
+        logits = head(hidden, embeds, features).double().cpu().numpy()
+        if not np.isfinite(logits).all():
             raise NonFinite("output", "acceptance", None)
-        return judged
+        return logits

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.eval.replay.rollouts import Answer
+from draftsmith.eval.replay.rollouts import TargetAnswer
 from draftsmith.modules.finite import checked
 from draftsmith.modules.sampling import Source, best_tokens, draw_rows, probabilities, residual
 from draftsmith.modules.types import SamplingParams
 
 
 @dataclass(frozen=True)
-class Text:
+class TargetText:
     """The target's tokens [n] from the answer's first on. laws [n, V]: p that each was drawn from, None when greedy.
     uniforms: one in [0, 1) a token, for whichever round meets it."""
 
@@ -25,7 +25,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadAnswer:
     """An answer of n tokens as the target read it.
 
     text: the answer, and what the target would have gone on with after its end token.
@@ -33,8 +33,8 @@ class Reading:
     predicts answer token i.
     """
 
-    answer: Answer
-    text: Text
+    answer: TargetAnswer
+    text: TargetText
     features: Tensor
     logits: Tensor
 
@@ -43,6 +43,25 @@ def num_equal(drafted: Sequence[int], text: Sequence[int]) -> int:
     """Leading tokens that are the same. A coupled draft differs from the text exactly where it is rejected."""
     pairs = enumerate(zip(drafted, text, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(drafted), len(text)))
+
+
+@dataclass(frozen=True)
+class RoundVerdict:
+    """What the text says of a round's draft. accepted: tokens that are kept, within the answer. past_end: tokens beyond
+    these that the target would have gone on with. labelled: tokens down to and with the first rejected one, within the
+    answer."""
+
+    accepted: int
+    past_end: int
+    labelled: int
+
+
+def verdict_of(drafted: Sequence[int], reading: ReadAnswer, start: int) -> RoundVerdict:
+    """The verdict on a draft that begins before answer token `start`."""
+    left = len(reading.answer.tokens) - start
+    equal = num_equal(drafted, reading.text.tokens[start:])
+    accepted = min(equal, left)
+    return RoundVerdict(accepted, equal - accepted, min(equal + 1, len(drafted), left))
 
 
 class CoupledSource:
@@ -54,7 +73,7 @@ class CoupledSource:
     replaces it by. After a rejection, and past the text's end, `free` draws.
     """
 
-    def __init__(self, text: Text, start: int, free: Source):
+    def __init__(self, text: TargetText, start: int, free: Source):
         self._text, self._place, self._free = text, start, free
         self._on_text = True
 
@@ -78,7 +97,7 @@ class CoupledDraws:
     """The same for rounds that draft side by side, one from each place of the answer, and what is known of their
     tokens. Greedy drafts are the argmax."""
 
-    def __init__(self, reading: Reading, depth: int, params: SamplingParams, seed: int):
+    def __init__(self, reading: ReadAnswer, depth: int, params: SamplingParams, seed: int):
         """depth: tokens of a draft. seed: of the draws that the text does not decide."""
         self._text, self._params = reading.text, params
         self._starts = torch.arange(1, len(reading.answer.tokens))

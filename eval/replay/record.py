@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
 from draftsmith.data.models.naming import naming
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.methods.base import Models
-from draftsmith.eval.methods.chains import build_chains
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.along import accept_along
 from draftsmith.eval.replay.chain_rows import ChainRows
-from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, Reading, Text
-from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, joined
+from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, ReadAnswer, TargetText
+from draftsmith.eval.replay.rollouts import ChainRollouts, Rollouts, TargetAnswer, joined
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.decoding.branches import DraftModelBranches, SideBySide
+from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
 from draftsmith.modules.decoding.loop import Generation, generate_one, room_for
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Outcome
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle.drafting import EagleBranches
-from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.chains import build_chains
+from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import TorchSource, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
-
-DrafterName = Literal["draft", "eagle"]
 
 
 @dataclass(frozen=True)
@@ -44,27 +39,12 @@ class Recording:
     eos_ids: tuple[int, ...]
 
 
-def record_chains(
-    models: Models,
-    drafter: DrafterName,
-    prompts: Sequence[BenchPrompt],
-    params: SamplingParams,
-    depth: int,
-    max_new_tokens: int,
-    seed: int,
-    eos_ids: Sequence[int],
-    heads: Mapping[str, AcceptanceHead] | None = None,
-) -> ChainRollouts:
-    """Chains of `depth` tokens by the draft model or the EAGLE head, everywhere in the target's answers.
-
-    heads: label -> acceptance head of that drafter, whose logits are recorded.
-    """
-    how = Recording(params, depth, max_new_tokens, seed, tuple(eos_ids))
-    recorder = ChainRecorder(models, drafter, how, heads or {})
+def record_all(recorder: Callable[[BenchPrompt, int], Rollouts], prompts: Sequence[BenchPrompt]) -> Rollouts:
+    """Rollouts everywhere in the target's answers to all prompts. recorder: gives those of a prompt and its number."""
     return joined([recorder(prompt, number) for number, prompt in enumerate(prompts)])
 
 
-class Answers:
+class TargetAnswers:
     """The target's own answers, as decoding without a drafter gives them; each is made once, whoever asks for it."""
 
     def __init__(self, target: CausalLM, how: Recording):
@@ -79,13 +59,13 @@ class Answers:
             )
         return self._made[number]
 
-    def read(self, prompt: BenchPrompt, number: int, further: int) -> Reading:
+    def read(self, prompt: BenchPrompt, number: int, further: int) -> ReadAnswer:
         """number: of the answer, which seeds it. further: tokens after an end token that a round may still draft;
         whether the target would have gone on with them is counted there."""
         target, how, ids = self._target, self._how, prompt.prompt_ids
         made = self._generation(prompt, number)
         room = room_for(ids, how.max_new_tokens, target.info)
-        answer = Answer(prompt.id, prompt.task, len(ids), made.tokens, made.ended, room)
+        answer = TargetAnswer(prompt.id, prompt.task, len(ids), made.tokens, made.ended, room)
         count = min(further, room - len(made.tokens)) if made.ended else 0
         session = target.session(1, len(ids) + len(made.tokens) + count, static=False)
         read = session.extend([[*ids, *made.tokens]], num_logits=len(made.tokens) + 1)
@@ -99,7 +79,7 @@ class Answers:
         logits = torch.cat(rows)[: len(tokens)]
         laws = None if how.params.greedy else probabilities(logits, how.params)
         uniforms = [source.uniform() for _ in tokens]
-        return Reading(answer, Text(tokens, laws, uniforms), read.features[0], logits)
+        return ReadAnswer(answer, TargetText(tokens, laws, uniforms), read.features[0], logits)
 
 
 def seed_of(*numbers: int) -> int:
@@ -108,7 +88,7 @@ def seed_of(*numbers: int) -> int:
 
 
 def walk(
-    drafter: Drafter, reading: Reading, prompt: Sequence[int], how: Recording, count: int, number: int
+    drafter: Drafter, reading: ReadAnswer, prompt: Sequence[int], how: Recording, count: int, number: int
 ) -> Iterator[tuple[int, DraftTree]]:
     """(t, draft) of every round that begins before token t = 1, 2, ... of the answer, at most `count` tokens deep."""
     tokens, read = reading.answer.tokens, len(prompt)
@@ -145,10 +125,10 @@ class ChainRecorder:
     def __init__(
         self,
         models: Models,
-        drafter: DrafterName,
+        drafter: str,
         how: Recording,
         heads: Mapping[str, AcceptanceHead],
-        answers: Answers | None = None,
+        answers: TargetAnswers | None = None,
         along: bool = False,
         side_by_side: bool = False,
     ):
@@ -156,16 +136,14 @@ class ChainRecorder:
         of drafted tokens below the first rejection too, which takes a call or two an answer. side_by_side: draft from
         all places of an answer together, ten times as fast; logits then differ in the last bits from those of the
         decoder's own drafter, and greedy drafts where two tokens are that close."""
-        self._answers, self._how, self._heads = answers or Answers(models.target, how), how, heads
-        self._name: DrafterName = drafter
+        self._answers, self._how, self._heads = answers or TargetAnswers(models.target, how), how, heads
+        self._name = drafter
         # One token more than is kept: a head of state `after` judges a token once the forward behind it has read it.
         self._keep = _Keep(how.depth + 1)
         self._drafter = build_chains(models, drafter, [self._keep])
         self._models, self._side_by_side = models, side_by_side
         self._target, self._along = models.target, along and not how.params.greedy
-        embedder = models.target if drafter == "eagle" else models.draft
-        assert embedder is not None
-        self._embed = embedder.embed
+        self._embed = models.embedder(drafter).embed
 
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:
@@ -187,7 +165,7 @@ class ChainRecorder:
             return found
         return replace(found, accept_along=accept_along(self._target, prompt.prompt_ids, reading, how.params, found))
 
-    def _fits(self, prompt: BenchPrompt, reading: Reading) -> bool:
+    def _fits(self, prompt: BenchPrompt, reading: ReadAnswer) -> bool:
         """No draft meets the end of the drafter's context; and there is one."""
         models, count = self._models, len(reading.answer.tokens)
         limits = [models.target.info.max_position]
@@ -195,11 +173,10 @@ class ChainRecorder:
             assert models.draft is not None
             limits.append(models.draft.info.max_position)
         else:
-            assert isinstance(models.eagle, EagleHead)
-            limits.append(models.eagle.config.llama.max_position)
+            limits.append(models.heads[self._name].config.max_position)
         return count > 1 and len(prompt.prompt_ids) + count + self._how.depth + 1 <= min(limits)
 
-    def _draft_together(self, prompt: BenchPrompt, number: int, reading: Reading, rows: ChainRows) -> None:
+    def _draft_together(self, prompt: BenchPrompt, number: int, reading: ReadAnswer, rows: ChainRows) -> None:
         depth, first = self._how.depth + 1, len(prompt.prompt_ids)
         answer = reading.answer.tokens
         models = self._models
@@ -212,10 +189,9 @@ class ChainRecorder:
         rows.add_all(drafted, known, keep_states=bool(self._heads), ends=models.ends)
 
 
-def branch_drafter(models: Models, drafter: DrafterName, depth: int) -> SideBySide:
+def branch_drafter(models: Models, drafter: str, depth: int) -> BranchDrafter:
     """Drafts of at most `depth` tokens from many places of a text."""
-    if drafter == "eagle":
-        assert isinstance(models.eagle, EagleHead)
-        return EagleBranches(models.eagle, models.target, depth)
+    if drafter != "draft":
+        return models.heads[drafter].branches(models.target, depth)
     assert models.draft is not None
     return DraftModelBranches(models.draft, depth)

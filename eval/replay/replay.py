@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, Floats, Ints, TreeRollouts
+from draftsmith.eval.replay.rollouts import ChainRollouts, Floats, Ints, TargetAnswer, TreeRollouts
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.stop import RunningEntropy
@@ -144,14 +144,14 @@ def accepted_of(rollouts: ChainRollouts) -> Ints:
     return rollouts.num_accepted if rollouts.past_end is None else rollouts.num_accepted + rollouts.past_end
 
 
-def first_rows(rollouts: ChainRollouts | TreeRollouts) -> list[tuple[Answer, int]]:
+def first_rows(rollouts: ChainRollouts | TreeRollouts) -> list[tuple[TargetAnswer, int]]:
     """Every answer with the row of the round that begins before its token 1."""
     counts = np.bincount(rollouts.answer, minlength=len(rollouts.answers))
     first = np.concatenate([[0], counts.cumsum()[:-1]])
     return list(zip(rollouts.answers, first.tolist(), strict=True))
 
 
-def walk_rounds(answer: Answer, first: int, play: PlayRound) -> DecodeTrace:
+def walk_rounds(answer: TargetAnswer, first: int, play: PlayRound) -> DecodeTrace:
     """The rounds of one answer, as `generate` cuts them."""
     trace, emitted, length = DecodeTrace(prefill_emitted=1), 1, len(answer.tokens)
     while emitted < length:

@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Answer:
+class TargetAnswer:
     """The target's text on one prompt. room: the most tokens it could have had (`max_new_tokens`, or the context's
     end), which bounds the drafts near it."""
 
@@ -56,7 +56,7 @@ class ChainRollouts:
     Where the drafter's context ends, drafts are shorter: token is -1 there, and the floats are NaN.
     """
 
-    answers: list[Answer]
+    answers: list[TargetAnswer]
     answer: Ints
     start: Ints
     token: Ints
@@ -102,7 +102,7 @@ class TreeRollouts:
     `rank` goes on past X's end token, with what the target would have gone on with, as a round's `num_accepted` does.
     """
 
-    answers: list[Answer]
+    answers: list[TargetAnswer]
     answer: Ints
     start: Ints
     topk: int

@@ -14,8 +14,8 @@ import numpy as np
 from draftsmith.data.store.files import make_directory, write_json, write_table
 from draftsmith.data.store.manifest import differences, flatten, warn_not_compared, without_unrecorded
 from draftsmith.data.store.reading import read_object
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, Rollouts, TreeRollouts, joined, of_answer
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.replay.rollouts import ChainRollouts, Rollouts, TargetAnswer, TreeRollouts, joined, of_answer
 from draftsmith.modules.types import InputError
 
 SETTINGS, HEAD, META = "rollouts.json", "head:", b"draftsmith"
@@ -143,4 +143,4 @@ def _answer(path: Path) -> Any:
     kind = KINDS[meta["kind"]]
     if "heads" in get_type_hints(kind):
         values["heads"] = heads
-    return kind(answers=[Answer(**meta["answer"])], **values)
+    return kind(answers=[TargetAnswer(**meta["answer"])], **values)

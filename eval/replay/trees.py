@@ -1,4 +1,4 @@
-"""Recording the candidates of EAGLE-2's trees at every position of the target's answers."""
+"""Recording the candidates of dynamic trees at every position of the target's answers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,12 @@ import numpy as np
 import torch
 
 from draftsmith.data.models.naming import naming
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.methods.base import Models
-from draftsmith.eval.replay.record import Answers, Recording, walk
-from draftsmith.eval.replay.rollouts import Floats, Ints, TreeRollouts, joined
-from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.decoding.growth import DynamicTree
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.replay.record import Recording, TargetAnswers, walk
+from draftsmith.eval.replay.rollouts import Floats, Ints, TreeRollouts
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.tree import num_candidates
-from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
-from draftsmith.modules.drafters.eagle.head import EagleHead
-
-
-def record_trees(recorder: TreeRecorder, prompts: Sequence[BenchPrompt]) -> TreeRollouts:
-    """All candidates of the recorder's trees, everywhere in the target's answers."""
-    return joined([recorder(prompt, number) for number, prompt in enumerate(prompts)])
+from draftsmith.modules.drafters.methods import DynamicTrees, Models
 
 
 class TreeRecorder:
@@ -32,20 +23,18 @@ class TreeRecorder:
     def __init__(
         self,
         models: Models,
-        topk: int,
+        method: DynamicTrees,
         how: Recording,
-        answers: Answers | None = None,
-        judge: AcceptanceHead | None = None,
+        answers: TargetAnswers | None = None,
         keep_values: int = 0,
     ):
-        """answers: those of other recordings of the same prompts, if there are any. judge: a head whose probabilities
-        are the nodes' values. keep_values: `TreeRollouts.values` of the best so many candidates, and `frontier`; 0
-        keeps neither."""
-        assert isinstance(models.eagle, EagleHead) and topk <= models.target.info.vocab_size
-        self._answers, self._how, self._topk = answers or Answers(models.target, how), how, topk
+        """method: whose topk and values are recorded, for trees of any size. answers: those of other recordings of the
+        same prompts, if there are any. keep_values: `TreeRollouts.values` of the best so many candidates, and
+        `frontier`; 0 keeps neither."""
+        assert method.topk <= models.target.info.vocab_size and method.by_values
+        self._answers, self._how, self._topk = answers or TargetAnswers(models.target, how), how, method.topk
         self._keep_values = keep_values
-        everything = DynamicTree(num_candidates(topk, how.depth + 1), how.depth, topk)
-        self._drafter = EagleTreeDrafter(models.eagle, models.target, everything, models.capacity, judge=judge)
+        self._drafter = method.fixed(models, num_candidates(method.topk, how.depth + 1), how.depth)
 
     @torch.inference_mode()
     def __call__(self, prompt: BenchPrompt, number: int) -> TreeRollouts:

@@ -1,24 +1,26 @@
-"""Benchmarks as figures: the table of speed-up and tau by task (EAGLE-2, table 1), and its charts."""
+"""Benchmarks as figures: the table of speed-up and tau by task (EAGLE-2, table 1), counts, and the rows of charts."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from draftsmith.eval.report.figures import Axis, Chart, Column, Figure, Table
+from draftsmith.eval.report.draw_bench import DRAWINGS, against
+from draftsmith.eval.report.drawing import Chart, Drawing, chart
 from draftsmith.eval.report.runs import Run, prompt_rows, temperature_of, temperatures
+from draftsmith.eval.report.tables import Column, Table, interval
 
 Row = dict[str, Any]
 
 
-def bench_figures(runs: Sequence[Run]) -> list[Figure]:
+def bench_figures(runs: Sequence[Run]) -> list[Table | Chart]:
     """runs: comparable ones, with the same temperatures."""
     rows = labelled(runs)
-    found: list[Figure] = []
+    found: list[Table | Chart] = []
     for temperature in temperatures(runs[0]):
         found.append(headline([row for row in rows if row["T"] == temperature], temperature, len(runs) > 1))
-    return [*found, *charts(rows), counts(rows)]
+    return [*found, *charts(rows), *pairs(runs), counts(rows)]
 
 
 def labelled(runs: Sequence[Run]) -> list[Row]:
@@ -70,10 +72,6 @@ def headline(rows: Sequence[Row], temperature: float, several: bool) -> Table:
     return Table(name, f"Speed-up and τ at {mode(temperature)}", columns, table_rows, note)
 
 
-def interval(ends: Sequence[float] | None) -> str:
-    return f"{ends[0]:.2f}–{ends[1]:.2f}" if ends else ""
-
-
 def counts(rows: Sequence[Row]) -> Table:
     """What was counted, and whether the output is the target's own."""
     columns = [Column("T", "T", "g"), Column("label", "method"), Column("prompts", "prompts", ",")]
@@ -101,45 +99,30 @@ def _number(failures: Any) -> Any:
     return len(failures) if isinstance(failures, list | dict) else failures
 
 
-def charts(rows: Sequence[Row]) -> list[Figure]:
-    facet = "temperature" if len({row["T"] for row in rows}) > 1 else None
-    overall = [_overall(row) for row in rows]
+def charts(rows: Sequence[Row]) -> list[Chart]:
     by_task = [
         {"method": row["label"], "task": task, "temperature": mode(row["T"]), **_rates(part)}
         for row in rows
         for task, part in (row.get("by_task") or {}).items()
     ]
-    method, times = Axis("method", "method", scale="ordinal"), Axis("speedup", "speed-up", ".2f")
-    hover = ("tau", "tokens_per_s", "prompts")
-    found: list[Figure] = [
-        Chart(
-            *("speedup", "Speed-up by method", "bar", overall, method, times),
-            low="speedup_low", high="speedup_high", facet=facet, hover=hover,
-            note="Bars over all prompts, with 95 % bootstrap intervals; 1 is autoregressive decoding.",
-        ),
-        Chart(
-            *("tau-and-speedup", "What τ is worth", "point", overall),
-            *(Axis("tau", "τ, emitted tokens per target call", ".2f"), times),
-            series="method", series_title="method", facet=facet, hover=("tokens_per_s",),
-            note="A method far to the right and low emits many tokens a call, and pays for them with its drafts.",
-        ),
-    ]  # fmt: skip
-    if by_task:
-        across = (Axis("task", "task", scale="ordinal"), method)
-        for key, title, words in (("speedup", "Speed-up by task", "speed-up"), ("tau", "τ by task", "τ")):
-            found.append(
-                Chart(
-                    *(f"{key}-by-task", title, "heatmap", by_task, *across),
-                    color=key, color_title=words, color_format=".2f", facet=facet, hover=("prompts",),
-                    note="A cell is a ratio of sums over the prompts of one task; bright is better.",
-                )
-            )  # fmt: skip
-    return found
+    overall = [_overall(row) for row in rows]
+    shown = {"speedup": overall, "tau-and-speedup": overall, "speedup-by-task": by_task, "tau-by-task": by_task}
+    return [chart(name, DRAWINGS[name], own) for name, own in shown.items() if own]
+
+
+def pairs(runs: Sequence[Run]) -> Iterator[Chart]:
+    """Method against method, a chart a temperature, where prompts were kept."""
+    for temperature in temperatures(runs[0]):
+        rows = speeds(runs, temperature)
+        if len({row["method"] for row in rows}) > 1:
+            several = f" at {mode(temperature)}" if len(temperatures(runs[0])) > 1 else ""
+            note = "One point a prompt; above the dashed line the method along y is faster. Choose both below."
+            yield chart(f"against-t{temperature:g}", Drawing(f"Method against method{several}", against, note), rows)
 
 
 def _overall(row: Row) -> Row:
     low, high = row.get("speedup_ci95") or (None, None)
-    ends = {"speedup_low": _short(low), "speedup_high": _short(high)}
+    ends = {"low": _short(low), "high": _short(high)}
     return {"method": row["label"], "temperature": mode(row["T"]), **_rates(row), **ends}
 
 
@@ -154,7 +137,7 @@ def _short(value: float | None) -> float | None:
 
 
 def speeds(runs: Sequence[Run], temperature: float) -> list[Row]:
-    """Tokens per second of every method on every prompt, its turns together: rows of `charts.against`."""
+    """Tokens per second of every method on every prompt, its turns together: rows of `against`."""
     rows = []
     for run in runs:
         clock = "cpu_s" if run.meta.get("clock") == "cpu" else "wall_s"

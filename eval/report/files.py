@@ -11,8 +11,9 @@ import vl_convert
 
 from draftsmith.data.store.files import make_directory, write_bytes
 from draftsmith.eval.report import tables
-from draftsmith.eval.report.figures import Chart, Figure, Table
-from draftsmith.eval.report.page import VEGA_LITE, Drawn, Section, specification_of
+from draftsmith.eval.report.drawing import Chart
+from draftsmith.eval.report.page import VEGA_LITE, Section
+from draftsmith.eval.report.tables import Table
 from draftsmith.eval.report.themes import PAPER, chart_config
 
 WIDTH = 600  # pixels of a single panel; PNG has three for each, for print
@@ -37,13 +38,13 @@ def write_figures(sections: Sequence[Section], directory: Path, formats: Collect
     return written
 
 
-def contents(figure: Figure | Drawn, formats: Collection[str]) -> dict[str, bytes]:
+def contents(figure: Table | Chart, formats: Collection[str]) -> dict[str, bytes]:
     """Format -> file content, of those of `formats` that suit the figure."""
     if isinstance(figure, Table):
         return {form: write(figure).encode() for form, write in TEXTS.items() if form in formats}
-    if isinstance(figure, Chart) and not figure.rows:
+    if figure.specification is None:
         return {}
-    specification = on_paper(specification_of(figure))
+    specification = on_paper(figure.specification)
     found = {}
     if "png" in formats:
         found["png"] = png(specification)

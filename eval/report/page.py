@@ -21,22 +21,11 @@ import vl_convert
 from markupsafe import Markup
 
 from draftsmith.eval.report import tables
-from draftsmith.eval.report.charts import specification
-from draftsmith.eval.report.figures import Chart, Figure, Table
+from draftsmith.eval.report.drawing import Chart
 from draftsmith.eval.report.themes import INK, KINDS, LINE, PAPER, QUIET, SERIES, page_themes
 
 # The version of Vega-Lite that Altair writes, as vl-convert counts them: 6.1.0 -> 6.1.
 VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A chart as a Vega-Lite specification, for what `Chart` has no words."""
-
-    name: str
-    title: str
-    specification: Mapping[str, Any]
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,7 +39,7 @@ class Section:
     name: str
     title: str
     about: str
-    figures: Sequence[Figure | Drawn]
+    figures: Sequence[tables.Table | Chart]
     facts: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
     commands: Sequence[str] = ()
     viewer: Mapping[str, Any] | None = None
@@ -78,26 +67,22 @@ def render(title: str, date: str, sections: Sequence[Section]) -> str:
     )
 
 
-def specification_of(figure: Chart | Drawn) -> Mapping[str, Any]:
-    return figure.specification if isinstance(figure, Drawn) else specification(figure)
-
-
 def _for_template(section: Section, drawings: dict[str, Any]) -> dict[str, Any]:
     """A section with its tables as cells; its charts go into `drawings` under their anchors."""
     figures = []
     for figure in section.figures:
         anchor = f"{section.name}-{figure.name}"
         shown: dict[str, Any] = {"anchor": anchor, "title": figure.title, "note": figure.note}
-        if isinstance(figure, Table):
+        if isinstance(figure, tables.Table):
             shown |= {
                 "cells": tables.cells(figure),
                 "columns": [(column.title, tables.is_number(figure, column.key)) for column in figure.columns],
                 "groups": tables.groups(figure.columns),
             }
-        elif isinstance(figure, Chart) and not figure.rows:
+        elif figure.specification is None:
             shown |= {"empty": True}
         else:
-            drawings[anchor] = specification_of(figure)
+            drawings[anchor] = figure.specification
         figures.append(shown)
     viewer = json_text(section.viewer) if section.viewer is not None else None
     taken = (len(section.viewer["prompts"]), section.viewer["total"]) if section.viewer is not None else (0, 0)

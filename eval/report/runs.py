@@ -11,9 +11,8 @@ from typing import Any
 from draftsmith.data.store.manifest import flatten
 from draftsmith.data.store.reading import check_shape, read_json
 from draftsmith.eval.bench.compare import SAME_SETTINGS, SAME_SPEED
-from draftsmith.eval.bench.provenance import RESULTS
-from draftsmith.eval.bench.rows import PER_PROMPT
-from draftsmith.eval.report.figures import from_json
+from draftsmith.eval.bench.results import PER_PROMPT, RESULTS
+from draftsmith.eval.report.tables import from_json
 from draftsmith.modules.types import InputError
 
 MEASURE = "Measure it again."
@@ -32,7 +31,9 @@ META: dict[str, Any] = {
     **{f"{name}?": (dict, None) for name in ("versions", "models")},
     "clock?": str,
 }
-SHAPE = {"meta": META, "methods?": [{"method": str, "temperature?": float, **PART, "by_task?": {"*": PART}}]}
+TABLE = {"name": str, "title?": str, "note?": str, "columns?": [{"key": str, "title": str}], "rows?": [dict]}
+METHOD = {"method": str, "temperature?": float, **PART, "by_task?": {"*": PART}}
+SHAPE = {"meta": META, "methods?": [METHOD], "tables?": [TABLE], "figures?": [TABLE]}
 COLUMNS = ("method", "id", "tokens", "wall_s", "cpu_s")  # of prompts.parquet, that are drawn
 
 
@@ -82,14 +83,14 @@ def _read(directory: Path) -> Mapping[str, Any]:
         raise InputError("runs", f"no {RESULTS} in {directory}", "a finished run, which ends by writing it", remedy)
     results = read_json(directory / RESULTS, MEASURE)
     fits = isinstance(results, dict) and isinstance(results.get("meta"), dict)
-    if not fits or not any(isinstance(results.get(key), list) for key in ("methods", "figures")):
+    if not fits or not any(isinstance(results.get(key), list) for key in ("methods", "tables", "figures")):
         expected = "results of `eval bench` or of a study"
         raise InputError("runs", f"other JSON in {directory / RESULTS}", expected, "Pass another directory.")
     check_shape(directory / RESULTS, results, SHAPE, MEASURE)
     try:
-        from_json(results.get("figures", ()))
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
-        found = f"figures that cannot be drawn ({type(error).__name__}: {error})"
+        from_json(results)
+    except TypeError as error:  # of a column
+        found = f"tables that cannot be shown ({error})"
         raise InputError(str(directory / RESULTS), found, "those of a study of this version", MEASURE) from error
     return results
 

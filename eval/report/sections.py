@@ -5,26 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftsmith.data.store.manifest import flatten
 from draftsmith.eval.bench.trace import TRACE
-from draftsmith.eval.report.benchmark import bench_figures, mode, speeds
-from draftsmith.eval.report.charts import against
-from draftsmith.eval.report.figures import Figure, from_json
-from draftsmith.eval.report.page import Drawn, Section
+from draftsmith.eval.report import draw_calibration, draw_eagle2, draw_hsddw, draw_policies, draw_specdecpp, draw_tune
+from draftsmith.eval.report.benchmark import bench_figures, mode
+from draftsmith.eval.report.drawing import Chart, Drawing, chart
+from draftsmith.eval.report.page import Section
 from draftsmith.eval.report.runs import Run, temperatures
+from draftsmith.eval.report.tables import Column, Table, from_json
 from draftsmith.eval.report.viewer import share, viewer_data
 
-TITLES = {
-    "bench": "Benchmark",
-    "specdecpp": "SpecDec++: when to stop drafting",
-    "eagle2": "EAGLE-2: draft trees",
-    "hsddw": "HSDDW: entropy and draft windows",
-    "calibration": "Calibration of acceptance",
-    "policies": "Stop policies: what an acceptance head is worth",
-    "tune": "Tuning for this machine",
+# Kind of a study -> what the page calls it, and how it draws those of its tables that are for drawing.
+STUDIES: dict[str, tuple[str, Mapping[str, Drawing]]] = {
+    "specdecpp": ("SpecDec++: when to stop drafting", draw_specdecpp.DRAWINGS),
+    "eagle2": ("EAGLE-2: draft trees", draw_eagle2.DRAWINGS),
+    "hsddw": ("HSDDW: entropy and draft windows", draw_hsddw.DRAWINGS),
+    "calibration": ("Calibration of acceptance", draw_calibration.DRAWINGS),
+    "policies": ("Stop policies: what an acceptance head is worth", draw_policies.DRAWINGS),
+    "tune": ("Tuning for this machine", draw_tune.DRAWINGS),
 }
 MAX_FAILURES = 6  # that are told one by one
 
@@ -46,30 +47,34 @@ def make_sections(groups: Sequence[Sequence[Run]], trace_bytes: int) -> list[Sec
 
 
 def _bench_section(runs: Sequence[Run], trace_bytes: int) -> Section:
-    figures: list[Figure | Drawn] = list(bench_figures(runs))
-    for temperature in temperatures(runs[0]):
-        rows = speeds(runs, temperature)
-        methods = list(dict.fromkeys(row["method"] for row in rows))
-        if len(methods) > 1:
-            several = f" at {mode(temperature)}" if len(temperatures(runs[0])) > 1 else ""
-            note = "One point a prompt; above the dashed line the method along y is faster. Choose both below."
-            name, title = f"against-t{temperature:g}", f"Method against method{several}"
-            figures.insert(-1, Drawn(name, title, against(rows, methods), note))
     traces = [viewer_data(run.path, trace_bytes) for run in runs]
     viewer = next((trace for trace in traces if trace is not None), None)
-    return dataclasses.replace(_section(runs), figures=figures, viewer=viewer, warnings=_failures(runs))
+    return dataclasses.replace(_section(runs), figures=bench_figures(runs), viewer=viewer, warnings=_failures(runs))
 
 
 def _study_section(run: Run) -> Section:
-    return dataclasses.replace(_section([run]), figures=list(from_json(run.results.get("figures", []))))
+    _, drawings = STUDIES.get(run.kind, ("", {}))
+    figures = [_figure(table, drawings.get(table.name), run) for table in from_json(run.results)]
+    return dataclasses.replace(_section([run]), figures=figures)
+
+
+def _figure(table: Table, drawing: Drawing | None, run: Run) -> Table | Chart:
+    """A table as it is, or drawn; what nobody knows how to draw is a table of all that it holds."""
+    if table.columns:
+        return table
+    if drawing is not None:
+        return chart(table.name, drawing, table.rows, run.settings)
+    keys = dict.fromkeys(key for row in table.rows for key in row)
+    return dataclasses.replace(table, title=table.title or table.name, columns=[Column(key, key) for key in keys])
 
 
 def _section(runs: Sequence[Run]) -> Section:
     """All but the figures."""
     kind, named = runs[0].kind, ", ".join(run.name for run in runs)
+    title = "Benchmark" if kind == "bench" else STUDIES.get(kind, (kind,))[0]
     return Section(
         name=re.sub(r"[^A-Za-z0-9_-]+", "-", f"{kind}-{runs[0].name}").strip("-"),
-        title=f"{TITLES.get(kind, kind)} · {named}",
+        title=f"{title} · {named}",
         about=about(runs[0]),
         figures=(),
         facts=[fact for run in runs for fact in facts(run, run.name if len(runs) > 1 else "")],
@@ -82,8 +87,8 @@ def about(run: Run) -> str:
     settings, meta = run.settings, run.meta
     prompts, hardware = meta.get("prompts", {}), meta.get("hardware", {})
     parts = [f"Target {settings.get('target', 'not named')}"]
-    if settings.get("draft"):
-        parts.append(f"draft {settings['draft']}")
+    if drafts := settings.get("draft"):
+        parts.append(f"draft {drafts if isinstance(drafts, str) else ', '.join(drafts)}")
     if prompts:
         parts.append(f"{prompts.get('count', '?')} prompts of {prompts.get('source', 'an unnamed source')}")
     if run.kind == "bench":

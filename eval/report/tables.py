@@ -1,15 +1,104 @@
-"""Tables of `eval/report/figures.py` as cells, and as the files a paper takes: Markdown, CSV, LaTeX."""
+"""Tables: rows under headings, as results.json keeps them, and as screen, page, Markdown, CSV and LaTeX show them."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from rich import box
+from rich.table import Table as Printed
+
 from draftsmith.data.heads.markdown import markdown_lines
-from draftsmith.eval.report.figures import Column, Table, formatted
+
+Row = Mapping[str, Any]
+SIGNIFICANT_DIGITS = 5
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    key: of its values in the rows. title: its heading. format: of its numbers, `format()`'s; `x` behind it is kept:
+    `.2fx` writes 1.84x. group: a heading above this one, over all neighbours that share it. below: on the screen it
+    stands below the column before it.
+    """
+
+    key: str
+    title: str
+    format: str = ""
+    group: str = ""
+    below: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under headings; None and missing values are empty cells.
+
+    name: a file's name, without blanks. columns: none where the rows are there to be drawn. note: what a reader must
+    know to judge the table.
+    """
+
+    name: str
+    title: str = ""
+    columns: Sequence[Column] = ()
+    rows: Sequence[Row] = ()
+    note: str = ""
+
+
+def drawn_data(name: str, rows: Iterable[Row]) -> Table:
+    """A table whose rows only a chart shows (`eval/report/draw_*.py`)."""
+    return Table(name, rows=plain(list(rows)))
+
+
+def to_json(tables: Sequence[Table]) -> list[dict[str, Any]]:
+    """Tables as results.json holds them."""
+    return [{key: value for key, value in dataclasses.asdict(table).items() if value} for table in tables]
+
+
+def from_json(results: Row) -> list[Table]:
+    """The tables of a study's results.json. Earlier versions kept `figures`: tables, and charts with how they are
+    drawn, whose names and rows are those of today's."""
+    return [_table(item) for item in results.get("tables") or results.get("figures") or ()]
+
+
+def _table(item: Row) -> Table:
+    columns = [Column(**column) for column in item.get("columns", ())]
+    return Table(item["name"], item.get("title", ""), columns, item.get("rows", ()), item.get("note", ""))
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON holds it: rounded numbers, None where there is none (NaN), in mappings and lists alike."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
+    return value
+
+
+def formatted(value: Any, form: str) -> str:
+    """One value as text; None is empty, and so is NaN."""
+    if value is None or value != value:
+        return ""
+    if isinstance(value, str | bool) or not form:
+        return str(value)
+    return format(value, form[:-1]) + "x" if form.endswith("x") else format(value, form)
+
+
+def interval(ends: Sequence[float | None] | None, form: str = ".2f", between: str = "-") -> str:
+    """The ends of an interval as tables write it; empty where there is none."""
+    low, high = ends or (None, None)
+    return "" if low is None or low != low else f"{low:{form}}{between}{high:{form}}"
 
 
 def cells(table: Table) -> list[list[str]]:
@@ -32,6 +121,35 @@ def is_number(table: Table, key: str) -> bool:
 
 def _looks_like_one(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, str) and value[:1].isdigit())
+
+
+def plain_table(**kwargs: Any) -> Printed:
+    """An empty table of the screen, in this project's style."""
+    return Printed(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, **kwargs)
+
+
+def on_screen(table: Table, bold: str = "", joint: str = "\n", first_width: int | None = None) -> Printed:
+    """A table for a rich console, its note below it.
+
+    bold: key that is true in rows to stand out. joint: between a value and that of the column `below` it.
+    first_width: characters of the first column that are not given up in a narrow terminal.
+    """
+    shown = plain_table(
+        title=table.title or None, title_justify="left", title_style="bold", caption=table.note, caption_justify="left"
+    )
+    stacks: list[list[int]] = []
+    for number, column in enumerate(table.columns):
+        if column.below:
+            stacks[-1].append(number)
+            continue
+        stacks.append([number])
+        least = first_width if number == 0 else None
+        justify: Any = "right" if column.format else "left"
+        shown.add_column(column.title, justify=justify, overflow="fold", min_width=least)
+    for row, texts in zip(table.rows, cells(table), strict=True):
+        joined = (joint.join(filter(None, (texts[number] for number in stack))) for stack in stacks)
+        shown.add_row(*joined, style="bold" if bold and row.get(bold) else None)
+    return shown
 
 
 def headings(table: Table) -> list[str]:

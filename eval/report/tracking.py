@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.data.progress import say
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.tracking import finish_wandb, start_wandb
-from draftsmith.eval.report.figures import Chart, Table
 from draftsmith.eval.report.files import contents
 from draftsmith.eval.report.page import Section
+from draftsmith.eval.report.tables import Table
 
 if TYPE_CHECKING:
     from draftsmith.eval.report.command import ReportConfig
@@ -35,10 +35,10 @@ def log_report(config: ReportConfig, sections: Sequence[Section]) -> None:
         for figure in section.figures:
             key = f"{section.name}/{figure.name}"
             if isinstance(figure, Table):
-                keys = [column.key for column in figure.columns]
+                keys: list[Any] = [column.key for column in figure.columns]
                 rows = [[row.get(name) for name in keys] for row in figure.rows]
                 logged[key] = wandb.Table(columns=keys, data=rows, allow_mixed_types=True)
-            elif not isinstance(figure, Chart) or figure.rows:
+            elif figure.specification is not None:
                 image = Image.open(io.BytesIO(contents(figure, ("png",))["png"]))
                 logged[key] = wandb.Image(image, caption=figure.title)
     run.log(logged)

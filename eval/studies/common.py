@@ -1,8 +1,12 @@
-"""What studies share: settings, models and prompts, and benches below the study's directory."""
+"""What studies share: settings, models and prompts, rollouts, benches below the study's directory, and results.json.
+
+A study finds numbers and writes them down as tables; `eval/report/draw_*.py` draws those that are charts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,38 +14,42 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from rich.console import Console
+from torch import nn
 
+from draftsmith.data.heads.directory import load_head
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import bar, say
 from draftsmith.data.prompts import numbers
+from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.reading import read_object
-from draftsmith.eval.bench.command import BenchConfig, bench, longest_sequence, model_paths
-from draftsmith.eval.bench.load import LOADING, load_models
-from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner
-from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.provenance import RESULTS
-from draftsmith.eval.methods import check_needs, parse_methods
-from draftsmith.eval.methods.base import Models, at_least
-from draftsmith.eval.report.figures import Figure
-from draftsmith.eval.studies.keeping import keep
+from draftsmith.eval.bench.command import BenchConfig, bench
+from draftsmith.eval.bench.load import LOADING, check_methods, load_models
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
+from draftsmith.eval.bench.results import RESULTS, describe
+from draftsmith.eval.bench.runner import EngineRunner
+from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
+from draftsmith.eval.replay.rollouts import ChainRollouts
+from draftsmith.eval.replay.store import recorded
+from draftsmith.eval.report.tables import Table, on_screen, plain, to_json
+from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.types import SamplingParams
-
-NUM_RESAMPLES = 1000
+from draftsmith.modules.drafters.methods import Models, parse_methods
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyConfig:
+class StudyConfig(DraftSettings):
     """Settings of every study of decoding methods.
 
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts.
-    draft: draft model.
     mid: model between draft and target.
-    eagle: EAGLE head directory.
     split: keep prompts of this split (train, dev or test of embedded:prompts).
     keep_tasks: keep prompts whose own task is one of these, separated by commas.
     limit: study the first so many prompts; 0 takes all.
@@ -62,9 +70,7 @@ class StudyConfig:
 
     target: str
     prompts: str
-    draft: str | None = None
     mid: str | None = None
-    eagle: str | None = None
     split: str | None = None
     keep_tasks: str | None = None
     limit: int = 16
@@ -83,23 +89,22 @@ class StudyConfig:
     output: Path
 
     @property
-    def acceptance(self) -> str | None:
-        """Flag of a head that no study of this kind uses."""
-        return None
-
-    @property
     def sampling(self) -> list[SamplingParams]:
         """One for each temperature, in the order given."""
         return [SamplingParams(value) for value in numbers("temperatures", self.temperatures, float)]
 
 
 @dataclass(frozen=True)
-class Ground:
+class StudyContext:
     """What a study decodes with, loaded once. prompts: those that a bench of the same settings measures."""
 
     models: Models
     prompts: list[BenchPrompt]
-    eos_ids: tuple[int, ...]
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, and the drafts before them."""
+        return self.models.ends
 
 
 def reduced(config: Any, most: Mapping[str, int], instead: Mapping[str, Any]) -> Any:
@@ -109,7 +114,7 @@ def reduced(config: Any, most: Mapping[str, int], instead: Mapping[str, Any]) ->
     return dataclasses.replace(config, **lowered, **instead)
 
 
-def prepare(config: StudyConfig, methods: Sequence[str], further: Sequence[BenchPrompt] = ()) -> Ground:
+def prepare(config: StudyConfig, methods: Sequence[str], further: Sequence[BenchPrompt] = ()) -> StudyContext:
     """Check the settings, load the models that the methods need, and read the prompts.
 
     further: other prompts that are to be answered.
@@ -121,23 +126,74 @@ def prepare(config: StudyConfig, methods: Sequence[str], further: Sequence[Bench
         at_least(field, getattr(config, field), 1)
     at_least("limit", config.limit, 0)
     params = config.sampling[0]
-    named = parse_methods(",".join(dict.fromkeys(methods)))
-    for method in named:
-        check_needs(method, model_paths(config))
+    labels = list(dict.fromkeys(methods))
+    check_methods(parse_methods(",".join(labels)), config.paths)
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
+    models = load(config, config.paths, labels, params, [*prompts, *further])
+    return StudyContext(dataclasses.replace(models, ends=() if config.ignore_eos else models.ends), prompts)
+
+
+def load(
+    config: Any,
+    paths: Mapping[str, str],
+    methods: Sequence[str],
+    params: SamplingParams,
+    prompts: Sequence[BenchPrompt],
+) -> Models:
+    """The models that these methods need, with room for these prompts and their answers.
+
+    config: has target, max_new_tokens and how models are loaded. paths: flag -> the model that the user named.
+
+    Raises:
+        InputError: a missing or unfitting model or head, or a prompt that does not fit.
+    """
     how = {name: getattr(config, name) for name in LOADING}
     target = load_lm(config.target, **how)
-    longest = longest_sequence([*prompts, *further], config.max_new_tokens, target.info.max_position)
-    models = load_models(named, model_paths(config), longest, params, target, **how)
-    ends = () if config.ignore_eos else tuple(target.info.eos_ids)
-    return Ground(dataclasses.replace(models, ends=ends), prompts, ends)
+    longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
+    return load_models(parse_methods(",".join(methods)), paths, longest, params, target, **how)
+
+
+def head_directories(root: Path) -> dict[str, Path]:
+    """Name -> head directory, of every folder in `root` that is a head or a training's output (its best/).
+
+    Raises:
+        InputError: there is none.
+    """
+    found: dict[str, Path] = {}
+    for folder in sorted(path for path in root.glob("*") if path.is_dir()):
+        directory = next((place for place in (folder, folder / "best") if (place / "config.json").exists()), None)
+        if directory is not None:
+            found[folder.name] = directory
+    if not found:
+        expected = "a folder of acceptance heads or of trainings' outputs"
+        raise InputError("heads", f"no head in {root}", expected, "Check the path, or leave --heads out to train some.")
+    return found
+
+
+def load_heads(
+    directories: Mapping[str, Path], draft: CausalLM, identity: Mapping[str, str] | None = None
+) -> dict[str, AcceptanceHead]:
+    """Name -> acceptance head, each of which must have been trained for this draft; arguments as of `load_head`.
+
+    Raises:
+        InputError: one was trained for another, or predicts for trees: studies record chains.
+    """
+    loaded = {}
+    for name, directory in directories.items():
+        head = load_head(directory, draft, kind="acceptance", identity=identity)
+        assert isinstance(head, AcceptanceHead)
+        if head.config.judges != "chain":
+            found, expected = f"{directory}, which judges {head.config.judges}s", "heads that judge chains"
+            raise InputError("heads", found, expected, "Take it out of the folder.")
+        loaded[name] = head
+    return loaded
 
 
 def decode(
     config: StudyConfig,
-    ground: Ground,
+    context: StudyContext,
     label: str,
     params: SamplingParams,
     on_round: Callable[[BenchPrompt, Round], None],
@@ -147,18 +203,62 @@ def decode(
 
     drafter: the method's own, where the caller has built it to watch it.
     """
-    drafter = drafter or parse_methods(label)[0].method.build(ground.models)
+    drafter = drafter or parse_methods(label)[0].method.build(context.models)
     made: list[Generation] = []
-    with bar(f"{label}, T={params.temperature:g}", len(ground.prompts), "prompts") as advance:
-        for number, prompt in enumerate(ground.prompts):
+    with bar(f"{label}, T={params.temperature:g}", len(context.prompts), "prompts") as advance:
+        for number, prompt in enumerate(context.prompts):
 
             def seen(done: Round, prompt: BenchPrompt = prompt) -> None:
                 on_round(prompt, done)
 
-            runner = EngineRunner(ground.models.target, drafter, params, ground.eos_ids, seen)
-            made.append(runner(prompt.prompt_ids, config.max_new_tokens, config.seed + number))
+            runner = EngineRunner(context.models.target, drafter, params, context.eos_ids, seen)
+            made += runner([prompt.prompt_ids], config.max_new_tokens, [config.seed + number])
             advance(1)
     return made
+
+
+def recorded_chains(
+    directory: Path,
+    models: Models,
+    drafter: str,
+    prompts: Sequence[BenchPrompt],
+    how: Recording,
+    heads: Mapping[str, AcceptanceHead],
+    further: Literal["", "along", "together"] = "",
+    answers: TargetAnswers | None = None,
+) -> ChainRollouts:
+    """Chains of every prompt with the logits of all heads: those in `directory` are read, the others recorded there.
+
+    further: along, the target reads the drafts too; together, rounds are drafted side by side as well.
+    answers: of the target, where another drafter's are to be used again.
+
+    Raises:
+        InputError: the directory holds rollouts that were made otherwise.
+    """
+    settings: dict[str, Any] = {
+        **dataclasses.asdict(how),
+        "drafter": drafter,
+        "models": {flag: lm.info.identity for flag, lm in (("target", models.target), ("draft", models.draft)) if lm},
+        "heads": {name: digest(head) for name, head in heads.items()},
+    }
+    if models.ends:
+        settings["ends"] = list(models.ends)
+    if further:
+        settings[further] = True
+    if drafter != "draft":
+        settings["models"][drafter] = digest(models.heads[drafter])
+    together = further == "together"
+    recorder = ChainRecorder(models, drafter, how, heads, answers, along=bool(further), side_by_side=together)
+    with bar(f"rollouts, {directory.name}", len(prompts), "prompts") as advance:
+        return recorded(directory, prompts, settings, recorder, advance)
+
+
+def digest(head: nn.Module) -> str:
+    """Hash of a head's weights."""
+    values = hashlib.sha256()
+    for tensor in head.parameters():
+        values.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return values.hexdigest()[:16]
 
 
 def measured(
@@ -183,7 +283,7 @@ def measured(
 
 
 def bench_directory(config: StudyConfig, params: SamplingParams, name: str = "bench") -> Path:
-    """Where `measured` keeps a run."""
+    """Directory in which `measured` keeps a run."""
     return config.output / f"{name}-t{params.temperature:g}"
 
 
@@ -200,35 +300,39 @@ def measured_before(study: StudyConfig, config: BenchConfig) -> dict[str, Any] |
 
 
 def write_results(
-    config: StudyConfig, kind: str, ground: Ground, figures: Sequence[Figure], summary: Mapping[str, Any], **more: Any
+    kind: str,
+    config: Any,
+    context: StudyContext,
+    tables: Sequence[Table],
+    summary: Mapping[str, Any],
+    shown: Sequence[str] | None = None,
+    **more: Any,
 ) -> Path:
-    """Print all tables and write results.json; arguments as of `keep`."""
-    keep(kind, config, ground.models, ground.prompts, figures, summary, **more)
-    return config.output
+    """Write `output`/results.json, last of all: it is there only when the study is complete; and print its tables.
 
-
-def mean_interval(values: Sequence[float], owner: Sequence[Any], seed: int) -> tuple[float | None, float | None]:
-    """95 % bootstrap interval of the mean of values [N]; what belongs to one owner [N] (a prompt) is drawn together.
-    (None, None) for fewer than two owners."""
-    _, group = np.unique(np.asarray(owner), return_inverse=True)
-    count = group.max() + 1 if len(group) else 0
-    if count < 2:
-        return None, None
-    picks = np.random.default_rng(seed).integers(count, size=(NUM_RESAMPLES, count))
-    sums, sizes = np.bincount(group, values), np.bincount(group)
-    means = sums[picks].sum(1) / sizes[picks].sum(1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)
+    config: has prompts and output. summary: flat numbers that texts quote. shown: names of the tables to print, None
+    for all that have headings. more: what else belongs into `meta`.
+    """
+    models = context.models
+    smaller = {"draft": models.draft, "mid": models.mid}
+    results = {
+        "meta": describe(kind, config, models.target, context.prompts, config.prompts, smaller, **more),
+        "tables": to_json(tables),
+        "summary": plain(summary),
+    }
+    make_directory(config.output)
+    write_json(config.output / RESULTS, results)
+    console = Console(highlight=False)
+    for table in tables:
+        if table.columns and (shown is None or table.name in shown):
+            console.print(on_screen(table))
+    say(f"Written to {config.output / RESULTS}")
+    return Path(config.output)
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """None where there is nothing to average."""
+    """Mean of the values; None where there are none."""
     return float(np.mean(values)) if len(values) else None
-
-
-def ci(interval: Sequence[float] | None) -> str:
-    """As tables write it."""
-    return f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else ""
 
 
 def mode(temperature: float) -> str:

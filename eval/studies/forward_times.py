@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from draftsmith.eval.bench.rows import read_rows
-from draftsmith.eval.bench.summary import NUM_RESAMPLES
+from draftsmith.eval.bench.results import read_rows
+from draftsmith.eval.bootstrap import Floats, Resamples
+from draftsmith.eval.cost.fit import LinearCost, fit
+from draftsmith.eval.cost.fit import explained as share_explained
 from draftsmith.modules.decoding.trace import Totals
 
-Floats = NDArray[np.float64]
 Row = Mapping[str, Any]
+COUNTS = ("num_draft_tokens", "num_target_calls")
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,19 @@ def fit_forward_times(rows: Sequence[Row], clock: str) -> ForwardTimes:
 
     clock: `cpu` or `wall`.
     """
-    (t_draft, t_target), *_ = np.linalg.lstsq(_counts(rows), _seconds(rows, clock), rcond=None)
-    times = ForwardTimes(float(t_draft), float(t_target), 0.0, len(rows))
-    return replace(times, r2=explained(rows, times, clock))
+    found = fit(_columns(rows, *COUNTS), _columns(rows, f"{clock}_s")[:, 0])
+    t_draft, t_target = found.weights
+    return ForwardTimes(t_draft, t_target, found.r2, len(rows))
 
 
 def explained(rows: Sequence[Row], times: ForwardTimes, clock: str) -> float:
-    """R2 of these times over rows that they need not be fitted to: 1 - residual / total sum of squares about the mean
-    of T; NaN where T does not vary."""
-    seconds = _seconds(rows, clock)
-    residual = np.square(seconds - _counts(rows) @ [times.t_draft, times.t_target]).sum()
-    total = np.square(seconds - seconds.mean()).sum()
-    return float(1 - residual / total) if total else math.nan
+    """R2 of these times over rows that they need not be fitted to."""
+    cost = LinearCost((times.t_draft, times.t_target))
+    return share_explained(cost, _columns(rows, *COUNTS), _columns(rows, f"{clock}_s")[:, 0])
 
 
-def _counts(rows: Sequence[Row]) -> Floats:
-    return np.array([[row["num_draft_tokens"], row["num_target_calls"]] for row in rows], dtype=np.float64)
-
-
-def _seconds(rows: Sequence[Row], clock: str) -> Floats:
-    return np.array([row[f"{clock}_s"] for row in rows], dtype=np.float64)
+def _columns(rows: Sequence[Row], *names: str) -> Floats:
+    return np.array([[row[name] for name in names] for row in rows], dtype=np.float64)
 
 
 def gain_interval(rows: Sequence[Row], method: str, baseline: str, clock: str, seed: int) -> list[float] | None:
@@ -74,20 +67,19 @@ def gain_interval(rows: Sequence[Row], method: str, baseline: str, clock: str, s
         for name in (method, baseline)
     ]
     ids = [name for name in pairs[0] if name in pairs[1]]
-    if len(ids) < 2:
-        return None
-    own, other = (np.array([pair[name] for name in ids], dtype=np.float64) for pair in pairs)
+    own, other = (np.array([pair[name] for name in ids], dtype=np.float64).reshape(-1, 2) for pair in pairs)
     return ratio_interval(own, other, seed)
 
 
-def ratio_interval(own: Floats, other: Floats, seed: int) -> list[float]:
+def ratio_interval(own: Floats, other: Floats, seed: int) -> list[float] | None:
     """95 % bootstrap interval of (tokens/s of `own`) / (tokens/s of `other`) - 1; both [prompts, 2], tokens and seconds
-    of the same prompts, resampled in pairs."""
-    picks = np.random.default_rng(seed).integers(len(own), size=(NUM_RESAMPLES, len(own)))
-    tokens, seconds = np.moveaxis(own[picks].sum(1), 1, 0)
-    other_tokens, other_seconds = np.moveaxis(other[picks].sum(1), 1, 0)
-    low, high = np.percentile((tokens / seconds) / (other_tokens / other_seconds) - 1, [2.5, 97.5])
-    return [float(low), float(high)]
+    of the same prompts, resampled in pairs; None for fewer than two prompts."""
+    drawn = Resamples(range(len(own)), seed)
+
+    def speed(found: Floats) -> Floats:
+        return drawn.sums(found[:, 0]) / drawn.sums(found[:, 1])
+
+    return drawn.interval(lambda: speed(own) / speed(other) - 1)
 
 
 def theory_rows(rows: Sequence[Row], times: ForwardTimes, clock: str) -> list[dict[str, Any]]:

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftsmith.eval.cost.costs import AR, Costs, family_of, seconds
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import Named
-from draftsmith.eval.methods.chains import (
-    ConfidenceStop,
-    CostAware,
-    FixedK,
-    HeadByCost,
-    Judged,
-    Online,
-    SelfVerification,
-    SpecDecPlusPlus,
-)
-from draftsmith.eval.methods.lookups import PromptLookup
-from draftsmith.eval.methods.trees import MAX_NODES, Eagle2
+from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of
 from draftsmith.eval.replay import replay
-from draftsmith.eval.replay.judged import KnownJudge, OnlineRows, RowJudge, replay_judged
-from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, Ints, TreeRollouts
+from draftsmith.eval.replay.rollouts import ChainRollouts, Ints, TargetAnswer, TreeRollouts
+from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import CostRule, Rule, ThresholdRule
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
-from draftsmith.modules.decoding.tree import num_candidates
+from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
+from draftsmith.modules.drafters.chains import (
+    ByHead,
+    ByPrediction,
+    ConfidenceStop,
+    CostAware,
+    FixedK,
+    Online,
+    SelfVerification,
+    SpecDecPlusPlus,
+    by_drafter,
+    chain_methods,
+)
+from draftsmith.modules.drafters.methods import DynamicTrees, Named, parse_methods, tree_methods
+from draftsmith.modules.drafters.prompt_lookup import PromptLookup
 
 HEAD = "acceptance"  # label of its logits in the rollouts
 # Settings are weighed at these values; the coarse grid has every second of them.
@@ -46,51 +46,51 @@ class Grid:
     topks: tuple[int, ...]
     coarse: bool
 
-    def labels(self, given: Mapping[str, str | None], acceptance_reads: str) -> Iterator[str]:
-        """Every setting that the given models (flag -> path) allow."""
+    def labels(self, given: Collection[str], reader: str | None) -> Iterator[str]:
+        """Every setting that the given drafters allow. reader: the one that an acceptance head was trained for."""
         step = 2 if self.coarse else 1
         lengths = [k for k in range(1, self.depth + 1) if not self.coarse or k <= 4 or k % 2 == 0]
         longest = sorted({self.depth, max(self.depth // 2, 1)}, reverse=True)[::step]
         yield AR
         yield from (f"pld:k={k}:ngram={ngram}" for k in lengths[1::2] for ngram in NGRAMS)
-        for flag, name in (("draft", "spec"), ("eagle", "eagle")):
-            if not given.get(flag):
+        for drafter, fixed in chain_methods().items():
+            if drafter not in given:
                 continue
-            reader = ":drafter=eagle" if flag == "eagle" else ""
-            yield from (f"{name}:k={k}" for k in lengths)
-            yield from (f"confidence:t={t}:max={m}{reader}" for t in THRESHOLDS[:9:step] for m in longest)
-            yield from (f"self-verify:k={m}{reader}" for m in longest)
-            yield from (f"online:max={m}:by={by}{reader}" for m in longest for by in ("q", "max_q"))
-            if given.get("acceptance") and acceptance_reads == flag:
-                yield from self._specdecpp(step, longest, reader)
-                yield from (f"cost:max={m}:min={least}{reader}" for m in longest for least in (1, 2) if least <= m)
-        if given.get("eagle"):
+            own = by_drafter(drafter)
+            yield from (f"{fixed}:k={k}" for k in lengths)
+            yield from (f"confidence:t={t}:max={m}{own}" for t in THRESHOLDS[:9:step] for m in longest)
+            yield from (f"self-verify:k={m}{own}" for m in longest)
+            yield from (f"online:max={m}:by={by}{own}" for m in longest for by in ("q", "max_q"))
+            if drafter == reader:
+                yield from self._specdecpp(step, longest, own)
+                yield from (f"cost:max={m}:min={least}{own}" for m in longest for least in (1, 2) if least <= m)
+        for name in (name for kind, name in tree_methods().items() if kind in given):
             for topk in self.topks:
                 for depth in range(1, self.tree_depth + 1, step):
                     most = min(num_candidates(topk, depth + 1), MAX_NODES)
-                    yield from (f"eagle2:nodes={n}:depth={depth}:topk={topk}" for n in NODES[::step] if n <= most)
+                    yield from (f"{name}:nodes={n}:depth={depth}:topk={topk}" for n in NODES[::step] if n <= most)
 
-    def _specdecpp(self, step: int, longest: Sequence[int], reader: str) -> Iterator[str]:
+    def _specdecpp(self, step: int, longest: Sequence[int], own: str) -> Iterator[str]:
         for calibrated in ("off", "on"):
             for h in THRESHOLDS[::step]:
                 for minimum in (1, 2)[-1 if self.coarse else 0 :]:
                     limits = f"min={minimum}:max="
-                    yield from (f"specdec++:h={h}:{limits}{max(m, 2)}:calibrated={calibrated}{reader}" for m in longest)
+                    yield from (f"specdec++:h={h}:{limits}{max(m, 2)}:calibrated={calibrated}{own}" for m in longest)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Rollouts by what drafted them: `draft` or `eagle` chains, trees by their topk, lookups by their longest n-gram;
-    the head that judged; and c of each drafter of chains on this machine (`step_cost`)."""
+    """Rollouts by what drafted them: chains by `draft` or a head's kind, trees by their family (`family_of`), lookups
+    by their longest n-gram; the acceptance head; and c of each drafter of chains on this machine (`MachineTimes`)."""
 
     chains: Mapping[str, ChainRollouts]
-    trees: Mapping[int, TreeRollouts]
+    trees: Mapping[str, TreeRollouts]
     head: AcceptanceHead | None
     lookups: Mapping[int, ChainRollouts] = field(default_factory=dict)
     step_costs: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[TargetAnswer]:
         """The target's, which all rollouts share."""
         rollouts: list[ChainRollouts | TreeRollouts] = [*self.chains.values(), *self.trees.values()]
         return rollouts[0].answers
@@ -100,15 +100,16 @@ class Recorded:
         method = named.method
         if named.label == AR:
             return [alone(answer) for answer in self.answers]
-        if isinstance(method, Eagle2):
-            assert method.value == "on" and method.rerank and method.nodes != "auto"
-            return replay.replay_tree(self.trees[method.topk], method.nodes, method.most_depth)
+        if isinstance(method, DynamicTrees):
+            assert method.by_values and method.nodes != "auto" and method.depth != "auto"
+            return replay.replay_tree(self.trees[family_of(named)], method.nodes, method.depth)
         if isinstance(method, PromptLookup):
             lookups = self.lookups[method.ngram]
             return replay.replay(lookups, replay.fixed_k(lookups, method.k), calls_per_token=0)
         rollouts = self.chains[method.needs[0]]
-        if isinstance(method, Judged):
-            return replay_judged(rollouts, self._judge(method, rollouts), self._rule(method), *method.limits)
+        if isinstance(method, ByPrediction):
+            predictor, rule = self._predictor(method, rollouts), self._rule(method)
+            return replay_by_prediction(rollouts, predictor, rule, *method.limits)
         if isinstance(method, SelfVerification):
             return replay.self_verify(rollouts, method.k)
         return replay.replay(rollouts, self._lengths(named, rollouts))
@@ -120,22 +121,21 @@ class Recorded:
         assert isinstance(method, FixedK)
         return replay.fixed_k(rollouts, method.k)
 
-    def _judge(self, method: Judged, rollouts: ChainRollouts) -> RowJudge:
+    def _predictor(self, method: ByPrediction, rollouts: ChainRollouts) -> RecordedPredictor:
         if isinstance(method, Online):
-            return OnlineRows(rollouts, method.by, method.repeats)
-        assert self.head is not None and isinstance(method, HeadByCost | SpecDecPlusPlus)
-        calibrated = isinstance(method, HeadByCost) or method.calibrated
-        probs = replay.head_probs(rollouts.heads[HEAD], self.head, calibrated)
-        return KnownJudge(probs, late=self.head.config.late)
+            return RecordedOnline(rollouts, method.by, method.repeats)
+        assert self.head is not None and isinstance(method, ByHead)
+        probs = replay.head_probs(rollouts.heads[HEAD], self.head, method.uses_calibrated)
+        return KnownPredictor(probs, late=self.head.config.late)
 
-    def _rule(self, method: Judged) -> Rule:
+    def _rule(self, method: ByPrediction) -> Rule:
         if isinstance(method, SpecDecPlusPlus):
             return ThresholdRule(method.h)
         assert isinstance(method, CostAware)
         return CostRule(self.step_costs[method.drafter] if isinstance(method.c, str) else method.c)
 
 
-def alone(answer: Answer) -> DecodeTrace:
+def alone(answer: TargetAnswer) -> DecodeTrace:
     """Decoding without a drafter."""
     return DecodeTrace([DecodeStep(0, 0, 1, 0)] * (len(answer.tokens) - 1), prefill_emitted=1)
 
@@ -154,13 +154,13 @@ class Predicted:
         return self.named.label
 
 
-def predict(labels: Sequence[str], recorded: Recorded, costs: Costs) -> list[Predicted]:
+def predict(labels: Sequence[str], recorded: Recorded, costs: DecodingCosts) -> list[Predicted]:
     """Every setting's speed: tokens by seconds, both summed over the answers."""
     found = []
     for named in parse_methods(",".join(labels)):
         traces, family = recorded.traces(named), family_of(named)
         totals = pool(traces)
-        took = float(np.sum([seconds(trace, costs, family) for trace in traces]))
+        took = float(np.sum([costs.seconds(trace, named) for trace in traces]))
         found.append(Predicted(named, family, totals.tau, totals.num_tokens / took))
     return found
 

@@ -6,11 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table as ScreenTable
-
-from draftsmith.eval.bench.tables import plain_table
-from draftsmith.eval.cost.costs import AR, Costs
-from draftsmith.eval.report.figures import Axis, Chart, Column, Figure, Table, formatted, plain
+from draftsmith.eval.cost.machine import AR, DecodingCosts
+from draftsmith.eval.report.tables import Column, Table, drawn_data, plain
 from draftsmith.eval.tuning.candidates import Predicted, best_of_families
 
 COLUMNS = (
@@ -31,7 +28,7 @@ class Choice:
 
     predicted: Sequence[Predicted]
     measured: Mapping[str, float]
-    costs: Costs
+    costs: DecodingCosts
     spent: Mapping[str, float]
 
     @property
@@ -79,16 +76,6 @@ def rows(choice: Choice) -> list[dict[str, Any]]:
     return found
 
 
-def reasoning_table(choice: Choice) -> ScreenTable:
-    table = plain_table(caption=how_taken(choice), caption_justify="left")
-    for column in COLUMNS:
-        table.add_column(column.title, overflow="fold", justify="right" if column.format else "left")
-    for row in rows(choice):
-        cells = [formatted(row[column.key], column.format) for column in COLUMNS]
-        table.add_row(*cells, style="bold" if row["chosen"] else None)
-    return table
-
-
 def how_taken(choice: Choice) -> str:
     return (
         f"The best of each family, of {len(choice.predicted)} settings. Predicted: rounds replayed from one recording "
@@ -98,14 +85,14 @@ def how_taken(choice: Choice) -> str:
     )
 
 
-def figures(choice: Choice) -> list[Figure]:
-    """For results.json."""
+def tables(choice: Choice) -> list[Table]:
+    """For results.json; the first is for the screen."""
     table = Table("settings", "The best settings of each family", COLUMNS, rows(choice), how_taken(choice))
-    found: list[Figure] = [table, *length_charts(choice), target_chart(choice.costs)]
-    return [*found, draft_chart(choice.costs)] if choice.costs.drafters else found
+    found = [table, *length_rows(choice), drawn_data("target-cost", target_rows(choice.costs))]
+    return [*found, drawn_data("draft-cost", draft_rows(choice.costs))] if choice.costs.drafters else found
 
 
-def length_charts(choice: Choice) -> Iterator[Chart]:
+def length_rows(choice: Choice) -> Iterator[Table]:
     """Predicted speed by the length of chains, and by the size of trees: the best at each."""
     chains: dict[tuple[str, int], Predicted] = {}
     trees: dict[tuple[str, int], Predicted] = {}
@@ -115,21 +102,14 @@ def length_charts(choice: Choice) -> Iterator[Chart]:
             keep_best(trees, (item.family, int(settings["nodes"])), item)
         elif "k" in settings:
             keep_best(chains, (item.family, int(settings["k"])), item)
-    for name, title, axis, best in (
-        ("predicted-by-k", "Predicted speed by drafted tokens a round", "drafted tokens K", chains),
-        ("predicted-by-nodes", "Predicted speed by the size of the tree", "nodes", trees),
-    ):
-        if best:
-            points = [
-                {"family": family, "length": length, "setting": item.label, "tau": plain(item.tau),
-                 "tokens_per_s": plain(item.tokens_per_s)}
-                for (family, length), item in sorted(best.items())
-            ]  # fmt: skip
-            yield Chart(
-                name, title, "line", points, Axis("length", axis), Axis("tokens_per_s", "tokens/s", ",.0f"),
-                series="family", series_title="family", hover=("setting", "tau"),
-                note="Each line's highest point is the length that pays best on this machine.",
-            )  # fmt: skip
+    for name, best in (("predicted-by-k", chains), ("predicted-by-nodes", trees)):
+        points = [
+            {"family": family, "length": length, "setting": item.label, "tau": item.tau,
+             "tokens_per_s": item.tokens_per_s}
+            for (family, length), item in sorted(best.items())
+        ]  # fmt: skip
+        if points:
+            yield drawn_data(name, points)
 
 
 def keep_best(best: dict[tuple[str, int], Predicted], key: tuple[str, int], item: Predicted) -> None:
@@ -137,30 +117,22 @@ def keep_best(best: dict[tuple[str, int], Predicted], key: tuple[str, int], item
         best[key] = item
 
 
-def target_chart(costs: Costs) -> Chart:
-    points = [
-        {"rows": count, "kind": kind, "milliseconds": plain(1000 * seconds)}
+def target_rows(costs: DecodingCosts) -> list[dict[str, Any]]:
+    """Milliseconds of a target call by the rows that it reads, behind `context` kept tokens."""
+    return [
+        {"rows": count, "kind": kind, "milliseconds": 1000 * seconds, "context": costs.context}
         for kind, curve in (("chain", costs.target), ("tree", costs.tree))
         for count, seconds in curve.items()
     ]
-    return Chart(
-        "target-cost", "What one target call costs by the rows it reads", "line", points, Axis("rows", "rows read"),
-        Axis("milliseconds", "milliseconds", ".2f", zero=True), series="kind", series_title="rows form a",
-        note=f"The flatter the line, the more drafted tokens pay. Medians, behind {costs.context} kept tokens.",
-    )  # fmt: skip
 
 
-def draft_chart(costs: Costs) -> Chart:
-    points = [
-        {"drafter": name, "step": step, "milliseconds": plain(1000 * seconds)}
+def draft_rows(costs: DecodingCosts) -> list[dict[str, Any]]:
+    """Milliseconds of a drafter's steps."""
+    return [
+        {"drafter": name, "step": step, "milliseconds": 1000 * seconds}
         for name, cost in costs.drafters.items()
         for step, seconds in (("first of a round", cost.first), ("every further one", cost.step))
     ]
-    return Chart(
-        "draft-cost", "What a step of each drafter costs", "bar", points, Axis("drafter", "drafter", scale="ordinal"),
-        Axis("milliseconds", "milliseconds", ".2f", zero=True), series="step", series_title="step",
-        note="A step drafts one token of a chain, or one level of a tree of so many nodes a level.",
-    )  # fmt: skip
 
 
 def summary(choice: Choice) -> dict[str, Any]:

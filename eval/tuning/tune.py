@@ -16,34 +16,31 @@ import torch
 import yaml
 from rich.console import Console
 
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
+from draftsmith.data.settings import Sampling
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.auto import resolved_auto
-from draftsmith.eval.bench.command import longest_sequence, model_paths
-from draftsmith.eval.bench.learned import remember
-from draftsmith.eval.bench.load import LOADING, load_models
-from draftsmith.eval.bench.measure import BenchPrompt, EngineRunner, GroupRunner, Measured, OneByOne, answered, measure
-from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.provenance import RESULTS, describe
-from draftsmith.eval.bench.summary import Clock as ClockName
+from draftsmith.eval.bench.load import load_models, reads
+from draftsmith.eval.bench.prompt_runner import answered, measure
+from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
+from draftsmith.eval.bench.results import RESULTS, Measured, describe
+from draftsmith.eval.bench.runner import EngineRunner, remember
 from draftsmith.eval.bench.summary import tokens_per_s
-from draftsmith.eval.cost.clocks import Clock, clock_of, synchronised
-from draftsmith.eval.cost.costs import AR, Costs, measure_costs
-from draftsmith.eval.cost.step_cost import step_cost
-from draftsmith.eval.methods import parse_method, parse_methods
-from draftsmith.eval.methods.base import Models, Named, at_least
-from draftsmith.eval.replay.lookup import record_lookup
-from draftsmith.eval.replay.record import Answers, ChainRecorder, Recording
-from draftsmith.eval.replay.rollouts import joined
+from draftsmith.eval.cost.clock import Clock, ClockName, clock_name, clock_of
+from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of, measure_costs
+from draftsmith.eval.replay.lookup import LookupRecorder
+from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.trees import TreeRecorder
-from draftsmith.eval.report.figures import to_json
+from draftsmith.eval.report.tables import on_screen, to_json
+from draftsmith.eval.settings import Answers, PromptChoice, Running
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
-from draftsmith.eval.tuning.reasoning import Choice, figures, reasoning_table, summary
-from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.eval.tuning.reasoning import Choice, summary, tables
+from draftsmith.modules.drafters.chains import chain_methods
+from draftsmith.modules.drafters.methods import DynamicTrees, Models, Named, parse_method, parse_methods
+from draftsmith.modules.types import InputError, at_least
 
 DECODE = "decode.yaml"
 # Settings that decode.yaml takes over as they were given; `draftsmith decode` and `draftsmith eval bench` know them.
@@ -52,82 +49,45 @@ KEPT = ("temperature", "top_k", "top_p", "ignore_eos", "dtype", "device", "engin
 
 
 @dataclass(frozen=True)
-class TuneConfig:
+class TuneConfig(DraftSettings, Running, Sampling, PromptChoice, Answers):
     """Finds the fastest way to decode: method and settings for this machine, these models and these prompts.
 
     target: model directory, hub id or embedded:target.
     prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts; take some that
         are like those to come, and not those that speed is reported on.
-    draft: draft model: spec, online, confidence, self-verify, and specdec++ and cost with a head.
-    eagle: EAGLE head directory: the same with the head's chains, and eagle2's trees.
     acceptance: acceptance head directory.
-    acceptance_reads: drafter that the acceptance head was trained for: draft or eagle.
-    split: keep prompts of this split (train, dev or test of embedded:prompts).
-    keep_tasks: keep prompts whose own task is one of these, separated by commas.
+    acceptance_reads: drafter that the acceptance head was trained for, where it does not say: draft, or a head's kind.
     limit: use the first so many prompts; 0 takes all.
-    max_new_tokens: longest answer.
-    ignore_eos: go on after the end token, up to max_new_tokens.
-    temperature: 0 is greedy.
-    top_k: keep the k most probable tokens; 0 keeps all.
-    top_p: keep the most probable tokens of this mass; 1 keeps all.
     depth: longest chain of drafted tokens.
     tree_depth: most levels that a tree is expanded.
     topk: widths of trees, separated by commas; each is recorded by itself.
     grid: full, or coarse for every second setting.
     verify: best settings that are decoded for real, one a family; 0 trusts the prediction.
     repeats: runs of each of them on every prompt; the median counts.
-    dtype: float32, bfloat16, float16 or auto.
-    device: cpu, cuda, cuda:1, ...
-    engine: lean (Llama family), hf (any transformers model), or auto.
-    packed: on a CPU, hold large weights in the layout of its kernels (lean engine).
-    num_threads: CPU threads. With one, CPU time is the clock; it does not see other programs.
-    seed: of sampling.
-    trust_remote_code: run code that comes with a model.
     output: directory that receives decode.yaml and results.json.
     """
 
     target: str = "embedded:target"
     prompts: str = "embedded:prompts"
-    draft: str | None = None
-    eagle: str | None = None
     acceptance: str | None = None
-    acceptance_reads: Literal["draft", "eagle"] = "draft"
-    split: str | None = None
-    keep_tasks: str | None = None
+    acceptance_reads: str | None = None
     limit: int = 16
-    max_new_tokens: int = 128
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
     depth: int = 16
     tree_depth: int = 6
     topk: str = "4,8"
     grid: Literal["full", "coarse"] = "full"
     verify: int = 4
     repeats: int = 2
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    device: str = "cpu"
-    engine: Literal["auto", "lean", "hf"] = "auto"
-    packed: bool = True
-    num_threads: int = 1
-    seed: int = 0
-    trust_remote_code: bool = False
     output: Path = dataclasses.field(kw_only=True)
 
     @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_k, self.top_p)
-
-    @property
-    def mid(self) -> None:
-        """No method of three models is weighed."""
-        return None
+    def reader(self) -> str | None:
+        """The drafter whose states the acceptance head reads; None without one."""
+        return self.acceptance and (self.acceptance_reads or reads(self.acceptance))
 
     @property
     def clock(self) -> ClockName:
-        """As in the bench: a single CPU thread's own time, or the wall's."""
-        return "cpu" if torch.device(self.device).type == "cpu" and self.num_threads == 1 else "wall"
+        return clock_name(self.device, self.num_threads)
 
     def weighed(self) -> Grid:
         """The settings in question."""
@@ -153,14 +113,15 @@ def run(config: TuneConfig) -> Path:
     """Print the reasoning, and write `output`/decode.yaml and results.json."""
     setup = prepare(config)
     choice = tune(config, setup)
-    Console(highlight=False).print(reasoning_table(choice))
+    found = tables(choice)
+    Console(highlight=False).print(on_screen(dataclasses.replace(found[0], title=""), bold="chosen"))
     make_directory(config.output)
     write_text(config.output / DECODE, decode_yaml(config, choice))
     models = {"draft": setup.models.draft}
-    more = {"clock": config.clock, **resolved_auto(setup.models)}
+    more = {"clock": config.clock, **setup.models.times.state_dict()}
     meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
-    found = {"meta": meta, "figures": to_json(figures(choice)), "summary": summary(choice)}
-    write_json(config.output / RESULTS, {**found, "costs": choice.costs.to_json()})
+    results = {"meta": meta, "tables": to_json(found), "summary": summary(choice)}
+    write_json(config.output / RESULTS, {**results, "costs": choice.costs.to_json()})
     say(f"{choice.label}: written to {config.output / DECODE}. Use it: draftsmith decode --config FILE '...'")
     return config.output
 
@@ -171,14 +132,15 @@ def prepare(config: TuneConfig) -> Setup:
     torch.set_num_threads(config.num_threads)
     grid = config.weighed()
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
-    how = {name: getattr(config, name) for name in LOADING}
-    target = load_lm(config.target, **how)
+    target = load_lm(config.target, **config.loading)
     for topk in grid.topks:
         if topk > target.info.vocab_size:
             raise InputError("topk", topk, f"{target.info.vocab_size}, the vocabulary, or less", "Lower it.")
-    labels = list(grid.labels(model_paths(config), config.acceptance_reads))
+    labels = list(grid.labels(config.paths, config.reader))
     longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
-    models = load_models(parse_methods(",".join(labels)), model_paths(config), longest, config.sampling, target, **how)
+    models = load_models(
+        parse_methods(",".join(labels)), config.paths, longest, config.sampling, target, **config.loading
+    )
     eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
     return Setup(replace(models, ends=eos_ids), prompts, eos_ids, labels)
 
@@ -191,30 +153,28 @@ def check(config: TuneConfig) -> None:
         at_least(field, getattr(config, field), 0)
     for topk in config.weighed().topks:
         at_least("topk", topk, 1)
-    if not config.draft and not config.eagle:
-        remedy = "Pass --draft DIR or --eagle HEAD."
-        raise InputError("draft, eagle", "neither", "a draft model, an EAGLE head or both", remedy)
-    reads = config.acceptance_reads
-    if config.acceptance and not getattr(config, reads):
-        found = f"a head for --{reads}, which is not given"
-        raise InputError("acceptance", found, f"--{reads}, or another --acceptance-reads", f"Pass --{reads}.")
+    if not config.drafters:
+        raise InputError("draft", "nothing", "what drafts", "Pass --draft DIR: a draft model, a head, or several.")
+    if config.reader is not None and config.reader not in config.drafters:
+        found = f"a head for what {config.reader} drafts, which is not given"
+        raise InputError("acceptance", found, "--draft with it", "Pass --draft DIR too.")
     check_device(config.device)
 
 
 def tune(config: TuneConfig, setup: Setup) -> Choice:
     """Record, time, predict, verify."""
-    raw_clock = clock_of(config.device) if config.clock == "cpu" else synchronised
+    clock = clock_of(config.device, config.num_threads)
     spent: dict[str, float] = {}
 
     def timed(what: str, call: Callable[[], Any]) -> Any:
-        started = raw_clock()
+        started = clock()
         result = call()
-        spent[what] = raw_clock() - started
+        spent[what] = clock() - started
         return result
 
     say(f"{len(setup.labels)} settings on {len(setup.prompts)} prompts")
     recorded = timed("recording", lambda: record(config, setup))
-    costs = timed("costs", lambda: take_costs(config, setup, raw_clock))
+    costs = timed("costs", lambda: take_costs(config, setup, clock))
     predicted = timed("prediction", lambda: predict(setup.labels, recorded, costs))
     finalists = [item for item in best_of_families(predicted) if item.family != AR][: config.verify]
     measured = timed("verification", lambda: verify(config, setup, finalists))
@@ -224,24 +184,24 @@ def tune(config: TuneConfig, setup: Setup) -> Choice:
 def record(config: TuneConfig, setup: Setup) -> Recorded:
     """One recording a drafter, from which all settings are replayed."""
     how = Recording(config.sampling, config.depth, config.max_new_tokens, config.seed, setup.eos_ids)
-    models, grid = setup.models, config.weighed()
-    answers = Answers(models.target, how)
-    head = models.acceptance if isinstance(models.acceptance, AcceptanceHead) else None
+    models = setup.models
+    answers = TargetAnswers(models.target, how)
+    head = models.acceptance
     chains, trees = {}, {}
-    for flag in ("draft", "eagle"):
-        if getattr(models, flag) is not None:
-            heads = {HEAD: head} if head is not None and config.acceptance_reads == flag else {}
-            recorder = ChainRecorder(models, flag, how, heads, answers)
-            chains[flag] = joined([recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
-    if models.eagle is not None:
-        for topk in grid.topks:
-            tree_recorder = TreeRecorder(models, topk, replace(how, depth=config.tree_depth), answers)
-            trees[topk] = joined([tree_recorder(prompt, number) for number, prompt in enumerate(setup.prompts)])
-    lookups = {ngram: record_lookup(answers, setup.prompts, how, ngram) for ngram in NGRAMS}
-    return Recorded(chains, trees, head, lookups, {flag: step_cost(models, flag) for flag in chains})
+    for drafter in (name for name in chain_methods() if name in config.drafters):
+        heads = {HEAD: head} if head is not None and config.reader == drafter else {}
+        recorder = ChainRecorder(models, drafter, how, heads, answers)
+        chains[drafter] = record_all(recorder, setup.prompts)
+    for named in parse_methods(",".join(setup.labels)):
+        if isinstance(named.method, DynamicTrees) and family_of(named) not in trees:
+            tree_recorder = TreeRecorder(models, named.method, replace(how, depth=config.tree_depth), answers)
+            trees[family_of(named)] = record_all(tree_recorder, setup.prompts)
+    lookups = {ngram: record_all(LookupRecorder(answers, how, ngram), setup.prompts) for ngram in NGRAMS}
+    step_costs = {name: models.times.step_cost(models, name) for name in chains}
+    return Recorded(chains, trees, head, lookups, step_costs)
 
 
-def take_costs(config: TuneConfig, setup: Setup, clock: Clock) -> Costs:
+def take_costs(config: TuneConfig, setup: Setup, clock: Clock) -> DecodingCosts:
     settings = {family: [item.method for item in named] for family, named in probes(setup.labels).items()}
     return measure_costs(setup.models, setup.prompts, settings, config.sampling, config.seed, clock)
 
@@ -263,8 +223,8 @@ def measured_speeds(
 ) -> dict[str, float]:
     """Label -> tokens/s, interleaved prompt by prompt as in the bench."""
     models = setup.models
-    runners: dict[str, GroupRunner] = {
-        item.label: OneByOne(EngineRunner(models.target, item.method.build(models), config.sampling, setup.eos_ids))
+    runners = {
+        item.label: EngineRunner(models.target, item.method.build(models), config.sampling, setup.eos_ids)
         for item in named
     }
     for label, runner in runners.items():  # uncounted: the first run of a method pays for its set-up
@@ -284,7 +244,9 @@ def decode_yaml(config: TuneConfig, choice: Choice) -> str:
     """Settings for `draftsmith decode --config` and `draftsmith eval bench --config`."""
     needs = parse_method(choice.label).needs
     content: dict[str, Any] = {"target": full_path(config.target)}
-    content |= {flag: full_path(str(getattr(config, flag))) for flag in needs}
+    drafters = [full_path(path) for name, path in config.drafters.items() if name in needs]
+    content |= {"draft": drafters} if drafters else {}
+    content |= {"acceptance": full_path(str(config.acceptance))} if "acceptance" in needs else {}
     content |= {"method": choice.label, **{name: getattr(config, name) for name in KEPT}}
     about = (
         f"# Chosen by `draftsmith eval tune` among {len(choice.predicted)} settings: {choice.speedup:.2f}x the speed "

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.modules.acceptance.policies import JudgedStop, ThresholdRule
 from draftsmith.modules.acceptance.repeats import RepeatScores
 from draftsmith.modules.decoding.confidence import (
     MAX_LOGIT,
@@ -45,9 +44,10 @@ class AcceptanceHeadConfig:
     tied: one block applied num_blocks times, as SpecDec++'s published code does.
     calibration: scale and shift of the logit fitted on held-out tokens, on top of the correction for the weights.
     state: `after`, the drafter's state once it has read the token, as published; `before`, the state that predicted it,
-        and the token's embedding: judged without another forward.
-    features: numbers of the law that the token was drawn from, and of where it stands (`feature_values`).
-    judges: `chain`, the drafted tokens of a chain; `tree`, the most probable children of a tree's node.
+        and the token's embedding: asked without another forward.
+    features: numbers of the distribution that the token was drawn from, and of where it stands (`feature_values`).
+    judges: what it predicts for: `chain`, the drafted tokens of a chain; `tree`, the most probable children of a
+        tree's node.
     width: of the hidden layers, where there is more to read than a state; 0 is hidden_size.
     knots: isotonic calibration: (corrected logit, calibrated logit) in ascending order, with straight lines between
         them; it takes the place of `calibration`.
@@ -67,7 +67,7 @@ class AcceptanceHeadConfig:
 
     @property
     def late(self) -> bool:
-        """A token is judged one token later: what it reads is there once the drafter has read the token."""
+        """A token's prediction comes one token later: what it reads is there once the drafter has read the token."""
         return self.state == "after"
 
     @property
@@ -111,6 +111,9 @@ class AcceptanceHead(nn.Module):
     also go straight to the logit: what the draft's own confidence says needs no hidden layer. Output: the raw logit
     [..] of P^(y_i is accepted | its prefix was). With w_rej != w_acc it is no probability; `calibrated` is.
     """
+
+    kind = "acceptance"
+    Config = AcceptanceHeadConfig
 
     def __init__(self, config: AcceptanceHeadConfig):
         super().__init__()
@@ -161,8 +164,8 @@ class AcceptanceHead(nn.Module):
 
 def feature_value(name: Feature, known: Confidences) -> Tensor:
     """One of them, of tokens [..]: log q(y) from -MAX_LOGIT on; the log-odds of q(y) and of max q within MAX_LOGIT;
-    the law's entropy in nats; the logarithm of the place in the round, from 1; the temperature; and how the token goes
-    on with a repetition of the text (`acceptance.repeats.Repeats.score`)."""
+    the distribution's entropy in nats; the logarithm of the place in the round, from 1; the temperature; and how the
+    token goes on with a repetition of the text (`acceptance.repeats.Repeats.score`)."""
     if name == "log_q":
         return known.log_q.clamp_min(-MAX_LOGIT)
     if name == "logit_q":
@@ -204,7 +207,7 @@ def interpolate(logit: Tensor, knots: tuple[tuple[float, float], ...]) -> Tensor
     return y[left] + share * (y[right] - y[left])
 
 
-class HeadJudge:
+class HeadPredictor:
     """P^ of drafted tokens by an acceptance head, one by one while decoding."""
 
     learns = False
@@ -220,10 +223,10 @@ class HeadJudge:
         self._correction = math.log(config.w_rej / config.w_acc) if calibrated else 0.0
         self._knots = config.knots if calibrated else ()
         self._scale, self._shift = config.calibration if calibrated else (1.0, 0.0)
-        self._before: list[float] = []  # a late judge's features, of the token that it is going to judge
+        self._before: list[float] = []  # of a late one: features of the token that it speaks of next
         self._repeats = RepeatScores() if "repeat" in config.features else None
 
-    def beside(self) -> HeadJudge:
+    def beside(self) -> HeadPredictor:
         """One for another draft at the same time; it shares the head's weights and what was made of them."""
         other = copy(self)
         other._before, other._repeats = [], RepeatScores() if self._repeats is not None else None
@@ -237,7 +240,7 @@ class HeadJudge:
         self._before = []
 
     def prob(self, view: DraftView) -> float:
-        """Of the token shown; of a `late` judge that of the one before it, and 1 where there is none.
+        """Of the token shown; of a `late` one that of the one before it, and 1 where there is none.
 
         Raises:
             NonFinite: the head's output.
@@ -251,7 +254,7 @@ class HeadJudge:
         return self._prob(logit)
 
     def _features(self, view: DraftView) -> list[float]:
-        """Of the token to be judged."""
+        """Of the token that is asked about."""
         if not self._names:
             return []
         known = confidence_of(view)
@@ -282,7 +285,7 @@ class _OnDevice:
         self._head, self._embed, self._device = head, embed, head.out.weight.device
 
     def __call__(self, view: DraftView, values: list[float]) -> float:
-        """values: the head's features of the token that is judged."""
+        """values: the head's features of the token that is asked about."""
         embeds = None
         if self._head.config.state == "before":
             assert self._embed is not None
@@ -323,7 +326,7 @@ class _OnCpu:
         self._table: Any = None
 
     def __call__(self, view: DraftView, values: list[float]) -> float:
-        """values: the head's features of the token that is judged."""
+        """values: the head's features of the token that is asked about."""
         x, z = self._x, self._z
         hidden = wide(view.states).numpy()[-1]
         if self._join is None:
@@ -358,23 +361,3 @@ def product(weight: Tensor, x: Tensor, out: Tensor) -> Callable[[], object]:
     if weight.numel() < 8192:  # from there on numpy's may start threads, whatever torch was told
         return partial(weight.contiguous().numpy().dot, x.numpy(), out=out.numpy())
     return partial(torch.mv, weight.contiguous(), x, out=out)
-
-
-class SpecDecPP(JudgedStop):
-    """Stop when P(at least one drafted token is rejected) = 1 - prod p^ exceeds h (SpecDec++ section 3.2).
-
-    The published head reads a token one forward after it was drafted: when token n is shown, tokens 1..n-1 have been
-    judged, and token n, sampled from the forward that judged the last of them, stays in the draft.
-    """
-
-    def __init__(
-        self,
-        head: AcceptanceHead,
-        h: float = 0.7,
-        min_drafted: int = 2,
-        max_drafted: int = 20,
-        calibrated: bool = False,
-        embed: Callable[[Tensor], Tensor] | None = None,
-    ):
-        """h: threshold in (0, 1). calibrated: judge by the calibrated probability, not by the paper's raw output."""
-        super().__init__(HeadJudge(head, embed, calibrated), ThresholdRule(h), min_drafted, max_drafted)

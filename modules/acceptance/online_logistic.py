@@ -51,7 +51,7 @@ class OnlineLogistic(Learner):
 
     def observe(self, features: Iterable[Sequence[float]], num_accepted: int) -> None:
         """Learn a round's verdict: the first `num_accepted` drafted tokens were accepted, the next one, if there is
-        one, was not; what lies behind it was never judged."""
+        one, was not; what lies behind it was never verified."""
         for number, x in enumerate(features):
             if number > num_accepted:
                 return

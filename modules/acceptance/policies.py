@@ -1,4 +1,4 @@
-"""When to stop a chain, from the probabilities that its tokens will be accepted: who predicts them, and what is made of
+"""When to stop a chain, by the probabilities that its tokens will be accepted: what predicts them, and what is made of
 them. Any drafter's chains, any predictor, one rule or the other.
 
 None of it can bias the output: what has been drafted stays in the draft (`protocols.StopPolicy`).
@@ -18,10 +18,10 @@ from draftsmith.modules.decoding.protocols import DraftView
 ConfidenceName = Literal["q", "max_q"]
 
 
-class Judge(Protocol):
+class Predictor(Protocol):
     """Predicts P(a drafted token is accepted | its prefix was), token by token.
 
-    late: it judges the token before the one it is shown, whose state the drafter only now has.
+    late: it speaks of the token before the one it is shown, whose state the drafter only now has.
     learns: it has to be shown every drafted token, also where the draft ends anyway.
     """
 
@@ -35,7 +35,7 @@ class Judge(Protocol):
         """A new draft begins."""
 
     def prob(self, view: DraftView) -> float:
-        """In [0, 1]; 1 where there is no token to judge yet."""
+        """In [0, 1]; 1 where there is no token to predict for yet."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """The verdict on the round's draft."""
@@ -44,10 +44,11 @@ class Judge(Protocol):
 class Rule(Protocol):
     """What to make of the probabilities."""
 
-    def enough(self, survival: float, unjudged: int) -> bool:
+    def enough(self, survival: float, unseen: int) -> bool:
         """True when one more drafted token is not worth drafting, also where nothing can be said (NaN).
 
-        survival: probability that all judged tokens of the draft are accepted. unjudged: tokens behind them.
+        survival: probability that all tokens of the draft that were predicted are accepted. unseen: tokens behind
+        them.
         """
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
@@ -55,12 +56,12 @@ class Rule(Protocol):
 
 
 class ThresholdRule:
-    """Enough once P(some judged token is rejected) = 1 - survival exceeds h (SpecDec++, section 3.2)."""
+    """Enough once P(some token so far is rejected) = 1 - survival exceeds h (SpecDec++, section 3.2)."""
 
     def __init__(self, h: float):
         self.h = h
 
-    def enough(self, survival: float, unjudged: int) -> bool:
+    def enough(self, survival: float, unseen: int) -> bool:
         return not 1 - survival <= self.h
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
@@ -119,62 +120,62 @@ class CostRule:
 
     @property
     def acceptance(self) -> float:
-        """Accepted tokens by tokens that were judged, so far: those behind the first rejected one are not."""
+        """Accepted tokens by tokens that were verified, so far: those behind the first rejected one are not."""
         return self._acceptance.value
 
-    def enough(self, survival: float, unjudged: int) -> bool:
+    def enough(self, survival: float, unseen: int) -> bool:
         acceptance = self.acceptance
-        return not survival * acceptance ** (1 + unjudged) >= self.c * self.pace
+        return not survival * acceptance ** (1 + unseen) >= self.c * self.pace
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         self._pace.add(num_accepted + 1, 1 + self.c * num_drafted)
         self._acceptance.add(num_accepted, min(num_accepted + 1, num_drafted))
 
 
-class JudgedStop:
-    """A stop policy of a judge and a rule. What they have learned lasts from prompt to prompt.
+class PredictorStop:
+    """A stop policy of a predictor and a rule. What they have learned lasts from prompt to prompt.
 
-    probs: what the judge said in this round, one number for each time that it was asked.
+    probs: what the predictor said in this round, one number for each time that it was asked.
     """
 
-    def __init__(self, judge: Judge, rule: Rule, min_drafted: int, max_drafted: int):
+    def __init__(self, predictor: Predictor, rule: Rule, min_drafted: int, max_drafted: int):
         assert 1 <= min_drafted <= max_drafted
-        self.judge, self.rule = judge, rule
+        self.predictor, self.rule = predictor, rule
         self.min_drafted, self.max_drafted = min_drafted, max_drafted
         self.probs: list[float] = []
         self._survival = 1.0
 
     def reset(self) -> None:
-        self.judge.reset()
+        self.predictor.reset()
 
     def start_round(self) -> None:
         self._survival, self.probs = 1.0, []
-        self.judge.start_round()
+        self.predictor.start_round()
 
     def should_stop(self, view: DraftView) -> bool:
-        judge = self.judge
+        predictor = self.predictor
         full = view.num_drafted >= self.max_drafted
-        if full and not judge.learns:
+        if full and not predictor.learns:
             return True
-        prob = judge.prob(view)
+        prob = predictor.prob(view)
         self.probs.append(prob)
         self._survival *= prob
-        return full or (view.num_drafted >= self.min_drafted and self.rule.enough(self._survival, int(judge.late)))
+        return full or (view.num_drafted >= self.min_drafted and self.rule.enough(self._survival, int(predictor.late)))
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         if num_drafted:
-            self.judge.observe(num_drafted, num_accepted)
+            self.predictor.observe(num_drafted, num_accepted)
             self.rule.observe(num_drafted, num_accepted)
 
 
-class OnlineJudge:
+class OnlinePredictor:
     """Predicts from the draft's own confidence and from repetitions of the text, by a logistic fit to the verdicts so
     far: no training before."""
 
     late, learns = False, True
 
     def __init__(self, confidence: ConfidenceName = "q", repeats: bool = True):
-        """confidence: of the token, or of the law's most probable one. repeats: see `repeats.Repeats.score`."""
+        """confidence: of the token, or of the draft's most probable one. repeats: see `repeats.Repeats.score`."""
         self._best, self._repeats = confidence == "max_q", RepeatScores() if repeats else None
         self.model = OnlineLogistic(1 + repeats)
         self._seen: list[tuple[float, ...]] = []
@@ -198,5 +199,5 @@ class OnlineJudge:
         return log_prob_of(view, self._best)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Tokens behind the first rejected one were never judged: nothing is learned of them."""
+        """Tokens behind the first rejected one were never verified: nothing is learned of them."""
         self.model.observe(self._seen, num_accepted)

@@ -1,4 +1,4 @@
-"""An acceptance head that judges the nodes of a tree: all children of a level at once, while decoding."""
+"""What an acceptance head predicts for the nodes of a tree: all children of a level at once, while decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
 
 
-class TreeJudge:
+class TreePredictor:
     """log P^ that the target, at a node, goes on with one of its children.
 
     The head's arithmetic with its first layer taken apart: the state's part is worked out once a node, and the token's
@@ -35,18 +35,18 @@ class TreeJudge:
                 self._table = self._by_token(torch.arange(vocab_size, device=weight.device))
 
     def log_prob(
-        self, hidden: Tensor, logits: Tensor, log_law: Tensor, tokens: Tensor, depth: int, params: SamplingParams
+        self, hidden: Tensor, logits: Tensor, log_q: Tensor, tokens: Tensor, depth: int, params: SamplingParams
     ) -> Tensor:
         """[n, k] of children `tokens` [n, k] at `depth`, of n nodes with states [n, H] and raw logits [n, V], whose
-        log-softmax is log_law."""
+        log-softmax is log_q."""
         head, features = self._head, None
         of_token = self._by_token(tokens) if self._table is None else F.embedding(tokens, self._table)
         x = of_token + F.linear(hidden.float(), self._of_state)[:, None]
         if head.config.features:
-            # A head is told of the law that a token would be drawn from, as it was when it was trained.
+            # A head is told of the distribution that a token would be drawn from, as it was when it was trained.
             if not (params.greedy or (params.temperature == 1 and params.top_k == 0 and params.top_p == 1)):
-                log_law = probabilities(logits, params).clamp_min(SMALLEST).log()
-            known = confidences_of_children(log_law, tokens, depth, params.temperature)
+                log_q = probabilities(logits, params).clamp_min(SMALLEST).log()
+            known = confidences_of_children(log_q, tokens, depth, params.temperature)
             features = head.feature_values(known).float()
             x = x + F.linear(features, self._of_features)
         return F.logsigmoid(head.calibrated(head.rest(x, features)))

@@ -35,7 +35,7 @@ class TreeRule:
     `policies.CostRule`). Drafting is paid for when n is chosen, so it counts in the pace only.
 
     Another level is worth its time where the nodes to be expanded, one of which is on the target's path with the sum of
-    their P_i, would bring more tokens than the pace does: that sum x the share of accepted levels among the judged.
+    their P_i, would bring more tokens than the pace does: that sum x the share of accepted levels among the verified.
 
     Values may be too sure of themselves, all the more where the best of many are taken: every P_i is multiplied by
     `trust`, the nodes accepted so far by those that were expected.
@@ -43,7 +43,7 @@ class TreeRule:
 
     def __init__(self, times: TreeTimes, any_depth: bool = False):
         """any_depth: drafting may end before the tree's depth."""
-        self._times, self._any_depth = times, any_depth
+        self.times, self._any_depth = times, any_depth
         # As if one round had been: a tree of one node, accepted half of the time; and three nodes accepted as promised.
         self._pace = RecentRatio(1.5, times.draft(1) + times.verify[1])
         self._acceptance, self._trust = RecentRatio(0.5, 1.0), RecentRatio(3.0, 3.0)
@@ -64,11 +64,11 @@ class TreeRule:
         if not self._any_depth:
             return True
         survival = self.trust * sum(map(math.exp, frontier()))
-        return survival * self._acceptance.value > self.pace * self._times.step
+        return survival * self._acceptance.value > self.pace * self.times.step
 
     def choose(self, values: Sequence[float]) -> int:
         """How many of the candidates to take, 1 or more. values: logarithms of P_i, best first."""
-        pace, trust, verify = self.pace, self.trust, self._times.verify
+        pace, trust, verify = self.pace, self.trust, self.times.verify
         expected, best, most = 0.0, 1, -math.inf
         for count, value in enumerate(values[: len(verify) - 1], start=1):
             expected += math.exp(value)
@@ -79,6 +79,6 @@ class TreeRule:
 
     def observe(self, num_nodes: int, draft_calls: int, num_accepted: int) -> None:
         """The verdict on the tree that was chosen last."""
-        self._pace.add(num_accepted + 1, self._times.draft(draft_calls) + self._times.verify[num_nodes])
+        self._pace.add(num_accepted + 1, self.times.draft(draft_calls) + self.times.verify[num_nodes])
         self._acceptance.add(num_accepted, min(num_accepted + 1, draft_calls))
         self._trust.add(num_accepted, self._expected)

@@ -54,18 +54,16 @@ class Confidence:
         """Nothing is learned."""
 
 
-class UntilEnd:
-    """Another policy, and the draft's end at a token that ends the answer: what is drafted behind it is thrown away,
-    whether it is accepted or not (SpecDec++, footnote 1). The end token itself stays in the draft.
+class Around:
+    """Another policy, to which something is added at some of its calls.
+
+    innermost: the policy itself, for those who look at its numbers.
     """
 
-    def __init__(self, policy: StopPolicy, ends: Collection[int]):
-        self.policy, self._ends = policy, frozenset(ends)
+    def __init__(self, policy: StopPolicy):
+        self.policy = policy
+        self.innermost: Any = policy.innermost if isinstance(policy, Around) else policy
         self.max_drafted = policy.max_drafted
-
-    def __getattr__(self, name: str) -> Any:
-        """What else the policy has, for those who watch it."""
-        return getattr(vars(self)["policy"], name)
 
     def reset(self) -> None:
         self.policy.reset()
@@ -74,11 +72,24 @@ class UntilEnd:
         self.policy.start_round()
 
     def should_stop(self, view: DraftView) -> bool:
-        # The policy is asked in any case: what learns has to see every token.
-        return self.policy.should_stop(view) or view.token in self._ends
+        return self.policy.should_stop(view)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         self.policy.observe(num_drafted, num_accepted)
+
+
+class UntilEnd(Around):
+    """The draft's end at a token that ends the answer, too: what is drafted behind it is thrown away, whether it is
+    accepted or not (SpecDec++, footnote 1). The end token itself stays in the draft.
+    """
+
+    def __init__(self, policy: StopPolicy, ends: Collection[int]):
+        super().__init__(policy)
+        self._ends = frozenset(ends)
+
+    def should_stop(self, view: DraftView) -> bool:
+        # The policy is asked in any case: what learns has to see every token.
+        return self.policy.should_stop(view) or view.token in self._ends
 
 
 class RunningEntropy:

@@ -12,14 +12,14 @@ business (its alignment): nothing outside pairs them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
 from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
+from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, LossOutput
@@ -56,7 +56,7 @@ class TrainStep:
     total: int
     lengths: Sequence[int]
     seeds: Sequence[int]
-    feature_std: float
+    feature_std: float = 1.0
 
 
 class TargetWeights(Protocol):
@@ -69,16 +69,34 @@ class TargetWeights(Protocol):
         """[V, H]."""
 
 
+@dataclass(frozen=True)
+class HeadCard:
+    """What a model card says of a head beside what every head's card says.
+
+    title, what: a name for it, and what it is in a sentence or two. tags: for the model hub. method: to try it with, as
+    `decode` is told it. tree_method: the same with an acceptance head that judges a tree's children. shape: lines on
+    its sizes. metrics: what its own numbers of a validation mean.
+    """
+
+    title: str
+    what: str
+    tags: tuple[str, ...]
+    method: str
+    tree_method: str = ""
+    shape: tuple[str, ...] = ()
+    metrics: Mapping[str, str] = field(default_factory=dict)
+
+
 class DraftHead(nn.Module, ABC):
-    """A trained drafter: its net, how it learns and how it drafts.
+    """A trained drafter: its net, how it learns and how it drafts. It is built of its config, with random weights.
 
     kind: its name, that of its file or folder; config.json and the command line say it.
     Config: class of `config`, a `DraftHeadConfig`.
-    Settings: class of what `train KIND` asks beside what all trainings ask (train/config.py, train/drafter.py): a
+    Settings: class of what `train KIND` asks beside what all trainings of drafters ask (train/config.py): a
         frozen dataclass with keyword fields that all have defaults. Its docstring's `Attributes` become help,
         `__post_init__` checks; a field with metadata {"volatile": True} decides nothing of the weights.
     defaults: of settings that all trainings ask, what this drafter has in their place.
-    starts: what --init may name beside a head's directory; `random` is what `new` gives.
+    starts: what --init may name beside a head's directory; `random` are the weights it is built with.
     lookahead: rows fewer than tokens that its alignment leaves of a sequence. Pieces of a long one share so many.
     needs_features: it reads hidden states of the target.
     monitor, larger_is_better: the validation metric that picks best/.
@@ -99,8 +117,14 @@ class DraftHead(nn.Module, ABC):
     @classmethod
     def capture(cls, num_layers: int) -> tuple[int, ...]:
         """What it reads of a target of so many layers: () is the state after the final norm, [.., H]; else the residual
-        states after these layers (from 0), side by side [.., L*H]."""
+        states after the first so many layers, side by side [.., L*H] (`CausalLM.session`)."""
         return ()
+
+    @classmethod
+    def card(cls, head: Mapping[str, Any]) -> HeadCard:
+        """What its model card says of it. head: its `Config` as JSON values; empty where that is not known."""
+        what = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+        return HeadCard(f"{cls.kind} head", what, (cls.kind,), f"{cls.kind}:k=5")
 
     # -- training
 
@@ -136,16 +160,16 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def flops(cls, config: Any, settings: Any, lengths: Sequence[int], loss_tokens: int, progress: float) -> float:
+    def flops(cls, config: Any, settings: Any, step: TrainStep, loss_tokens: int) -> float:
         """Model FLOPs (modules/flops.py) of the loss and its gradient, from features that are there.
 
-        lengths: tokens of the sequences. loss_tokens: of them those that count. progress: share of the steps done.
+        step: with the lengths of the sequences. loss_tokens: of their tokens those that count.
         """
 
     # -- decoding
 
     @abstractmethod
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> Drafter:
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> NestedDrafter:
         """What drafts chains with it, a stop policy a row. capacity: most tokens of a text, drafts included."""
 
     @abstractmethod

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, NestedDrafter, Outcome, chain_parents
-from draftsmith.modules.decoding.stop import RunningEntropy, entropy
+from draftsmith.modules.decoding.protocols import (
+    NO_DRAFT,
+    Drafter,
+    DraftTree,
+    EachRow,
+    NestedDrafter,
+    Outcome,
+    StopPolicy,
+    chain_parents,
+)
+from draftsmith.modules.decoding.stop import FixedLength, RunningEntropy, SelfVerify, entropy
 from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.drafters.chains import bare_chains, check_drafter
+from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.finite import NonFinite, blame
 from draftsmith.modules.sampling import Source, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM, Scores
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
 class HierarchicalDrafter:
@@ -139,3 +151,71 @@ class HierarchicalDrafter:
         # M1 will ask for the features from the token before its next one on.
         self._features = {i: row for i, row in self._features.items() if self._inner_length - 1 <= i < length}
         self.rule.observe(self._num_drafted, outcome.num_accepted)
+
+
+MAX_HANDED_OVER = 64
+
+
+@dataclass(frozen=True)
+class PreVerification(Method):
+    """M1 drafts k tokens, M2 verifies them once, and what M2 emits is the draft for the target.
+
+    drafter: draft for a draft model, or the kind of a trained drafter, whose head was trained for M2.
+    """
+
+    k: int = 10
+    drafter: str = "draft"
+    drafts_for = "mid"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("mid", self.drafter)
+
+    def __post_init__(self) -> None:
+        check_drafter(self.drafter)
+        at_least("k", self.k, 1)
+        at_most("k", self.k, MAX_HANDED_OVER - 1)
+
+    def policy(self) -> StopPolicy:
+        return FixedLength(self.k)
+
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        return EachRow([self.hierarchy(models, self.k + 1, dynamic=False) for _ in range(rows)])
+
+    def hierarchy(self, models: Models, max_drafted: int, dynamic: bool) -> HierarchicalDrafter:
+        """Of one row."""
+        assert models.mid is not None
+        inner = bare_chains(models, self.drafter, models.mid, [self.policy()])
+        return HierarchicalDrafter(models.mid, inner, max_drafted, dynamic, models.capacity)
+
+
+@dataclass(frozen=True)
+class PreAndSelfVerification(PreVerification):
+    """As pre-verify, and M1 stops by its own entropy (HSDDW, figure 5b)."""
+
+    def policy(self) -> StopPolicy:
+        return SelfVerify(self.k)
+
+
+@dataclass(frozen=True)
+class Hsddw(PreAndSelfVerification):
+    """HSDDW: M1 and M2 take turns until M2's entropy exceeds its mean at rejected tokens, then the target verifies.
+
+    The paper looks at M2's entropy at all drafted positions (algorithm 2, line 28), this at those of the tokens that M2
+    hands on: what M1 drafted behind its first rejected token says nothing of them.
+
+    max: most tokens handed to the target at once.
+    """
+
+    max: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("max", self.max, 1)
+        at_most("max", self.max, MAX_HANDED_OVER)
+
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        return EachRow([self.hierarchy(models, self.max, dynamic=True) for _ in range(rows)])
+
+
+METHODS = {"pre-verify": PreVerification, "pre+self-verify": PreAndSelfVerification, "hsddw": Hsddw}

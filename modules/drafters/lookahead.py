@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import DraftTree, Outcome
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, EachRow, Outcome
+from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.finite import checked
 from draftsmith.modules.sampling import Source, best_tokens
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
 class LookaheadDrafter:
@@ -92,3 +95,24 @@ class LookaheadDrafter:
         ngrams[following] = None
         if len(ngrams) > self.max_ngrams:
             ngrams.popitem(last=False)
+
+
+@dataclass(frozen=True)
+class Lookahead(Method):
+    """Lookahead decoding (Fu et al. 2024): w columns of guesses, n-grams of n tokens, at most g of them verified."""
+
+    w: int = 15
+    n: int = 5
+    g: int = 15
+
+    def __post_init__(self) -> None:
+        at_least("w", self.w, 1)
+        at_least("n", self.n, 2)
+        at_least("g", self.g, 1)
+        at_most("(w + g) * (n - 1), nodes a round", (self.w + self.g) * (self.n - 1), MAX_NODES)
+
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        return EachRow([LookaheadDrafter(self.w, self.n, self.g) for _ in range(rows)])
+
+
+METHODS = {"lookahead": Lookahead}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import DraftTree, Outcome, chain_parents
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, EachRow, Outcome, chain_parents
+from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import Source, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
 class PearlDrafter:
@@ -74,3 +77,22 @@ class PearlDrafter:
             self._read = min(self._read, len(self._tokens) + accepted)
             self._session.keep([self._read])
         self._tokens += outcome.emitted
+
+
+@dataclass(frozen=True)
+class Pearl(Method):
+    """PEARL (Liu et al. 2024): k tokens are drafted beside every target call, which verifies those drafted before."""
+
+    k: int = 5
+    uses = ("draft",)
+
+    def __post_init__(self) -> None:
+        at_least("k", self.k, 1)
+        at_most("k", self.k, MAX_NODES // 2)
+
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        assert models.draft is not None
+        return EachRow([PearlDrafter(models.draft, self.k, models.capacity) for _ in range(rows)])
+
+
+METHODS = {"pearl": Pearl}

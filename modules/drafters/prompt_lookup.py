@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, chain_parents
+from draftsmith.modules.decoding.protocols import NO_DRAFT, Drafter, DraftTree, EachRow, Outcome, chain_parents
+from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.sampling import Source
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
 class PromptLookupDrafter:
@@ -43,3 +46,22 @@ class PromptLookupDrafter:
 
     def advance(self, outcome: Outcome) -> None:
         self._append(outcome.emitted)
+
+
+@dataclass(frozen=True)
+class PromptLookup(Method):
+    """What followed the last ngram (or fewer) tokens when they last occurred, up to k tokens."""
+
+    k: int = 10
+    ngram: int = 3
+
+    def __post_init__(self) -> None:
+        at_least("k", self.k, 1)
+        at_most("k", self.k, MAX_NODES)
+        at_least("ngram", self.ngram, 1)
+
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        return EachRow([PromptLookupDrafter(self.k, self.ngram) for _ in range(rows)])
+
+
+METHODS = {"pld": PromptLookup}

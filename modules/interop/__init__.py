@@ -1,10 +1,34 @@
-"""Public formats, one file each: pure maps between our state dicts and what other systems write and read.
+"""Public formats: pure maps between our state dicts and what other systems write and read.
 
-`FORMATS` names the files that hold a head; `base` says what each of them has.
+The folder is the registry: a format of heads is a file with a `HeadFormat` (base.py), whose `name` is what users write.
+`hf_assisted` is the format of a draft model, which is no head.
 """
 
-# Format -> kind of head. A format's file is its name.
-FORMATS = {
-    **dict.fromkeys(("eagle", "vllm", "sglang"), "eagle"),
-    **dict.fromkeys(("specdec_pp", "acceptance"), "acceptance"),
-}
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from draftsmith.modules.interop.base import HeadFormat
+
+
+@functools.cache
+def formats() -> dict[str, HeadFormat]:
+    """Every format of heads by its name."""
+    from draftsmith.modules.interop.base import HeadFormat
+
+    found: dict[str, HeadFormat] = {}
+    for file in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{file.name}")
+        classes = (value for value in vars(module).values() if isinstance(value, type))
+        own = (value for value in classes if issubclass(value, HeadFormat) and value.__module__ == module.__name__)
+        found |= {value.name: value() for value in own if "name" in vars(value)}
+    return found
+
+
+def formats_of(kind: str) -> list[HeadFormat]:
+    """The formats that hold a kind of head; a drafter may have none yet."""
+    return [format for format in formats().values() if format.kind == kind]

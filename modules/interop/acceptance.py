@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig, Feature, State
-from draftsmith.modules.interop.base import Finding, Package, Parsed, Reading, TargetFacts
+from draftsmith.modules.interop.base import Finding, Package, Parsed, Reading, Served, TargetFacts
+from draftsmith.modules.interop.detect import ForeignHead
+from draftsmith.modules.interop.predictor import PredictorFormat
 from draftsmith.modules.types import InputError
 
 FORMAT, VERSION = "draftsmith-acceptance", 1
@@ -69,60 +71,121 @@ def inputs_of(hidden_size: int, state: str, features: Sequence[Any]) -> list[dic
     return inputs + [{"name": name, "size": 1, "is": FEATURES[name]} for name in features]
 
 
-def write(config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Package:
-    """Any acceptance head; in float32 whatever `dtype`, as it decodes."""
-    fields = {
-        "format": FORMAT,
-        "format_version": VERSION,
-        "hidden_size": config.hidden_size,
-        "width": config.inner_size,
-        "num_blocks": config.num_blocks,
-        "tied": config.tied,
-        "dtype": "float32",
-        "judges": config.judges,
-        "judged": JUDGES[config.judges],
-        "inputs": inputs_of(config.hidden_size, config.state, config.features),
-        "law": LAW,
-        "forward": list(FORWARD),
-        "w_acc": config.w_acc,
-        "w_rej": config.w_rej,
-        "calibration": list(config.calibration),
-        "knots": [list(knot) for knot in config.knots],
-    }
-    tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in state.items()}
-    return Package(fields, tensors)
+class Acceptance(PredictorFormat):
+    """Holds any acceptance head."""
 
+    name = system = "acceptance"
 
-def read(package: Package, target: TargetFacts | None = None) -> Reading:
-    """What a server would hold that goes by `config.json`. weights: by the names of the file. settings: the config's.
+    def recognises(self, found: ForeignHead) -> bool:
+        return found.config.get("format") == FORMAT
 
-    target: the model whose hidden states the head reads: the draft, or the target of an EAGLE head.
-    """
-    config = package.config
-    refused = _refused(config)
-    if refused:
-        unread = [Finding("error", name, "not read: config.json does not say how") for name in package.tensors]
-        return Reading({}, {}, (*refused, *unread), ())
-    findings = [Finding("note", key, "a field that is not read") for key in config if key not in (*CONFIG, *SAID)]
-    width = (target.raw.get("hidden_size") if target is not None else None) or config["hidden_size"]
-    if width != config["hidden_size"]:
-        found = f"{config['hidden_size']}, but the model's hidden states have width {width}"
-        findings.append(Finding("error", "hidden_size", found))
-    weights: dict[str, Tensor] = {}
-    for name, shape in _shapes(config).items():
-        tensor = package.tensors.get(name)
-        if tensor is None or tuple(tensor.shape) != shape:
-            found = "missing" if tensor is None else f"shape {list(tensor.shape)} where {list(shape)} is wanted"
-            findings.append(Finding("error", name, found))
-            tensor = torch.full(shape, torch.nan)
-        weights[name] = tensor.detach().float()
-    used = tuple(name for name in weights if name in package.tensors)
-    findings += [Finding("error", name, "no such parameter") for name in package.tensors if name not in weights]
-    return Reading(weights, {name: config[name] for name in CONFIG}, tuple(findings), used)
+    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: manifest.get(name) for name in ("drafter", "sampling")}
+
+    def write(
+        self, config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+    ) -> Package:
+        """Any acceptance head; in float32 whatever `dtype`, as it decodes."""
+        fields = {
+            "format": FORMAT,
+            "format_version": VERSION,
+            "hidden_size": config.hidden_size,
+            "width": config.inner_size,
+            "num_blocks": config.num_blocks,
+            "tied": config.tied,
+            "dtype": "float32",
+            "judges": config.judges,
+            "judged": JUDGES[config.judges],
+            "inputs": inputs_of(config.hidden_size, config.state, config.features),
+            "law": LAW,
+            "forward": list(FORWARD),
+            "w_acc": config.w_acc,
+            "w_rej": config.w_rej,
+            "calibration": list(config.calibration),
+            "knots": [list(knot) for knot in config.knots],
+        }
+        tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in state.items()}
+        return Package(fields, tensors)
+
+    def read(self, package: Package, target: TargetFacts | None = None) -> Reading:
+        """What a server would hold that goes by `config.json`. weights: by the file's names. settings: the config's.
+
+        target: the model whose hidden states the head reads: the draft, or the target of an EAGLE head.
+        """
+        config = package.config
+        refused = _refused(config)
+        if refused:
+            unread = [Finding("error", name, "not read: config.json does not say how") for name in package.tensors]
+            return Reading({}, {}, (*refused, *unread), ())
+        findings = [Finding("note", key, "a field that is not read") for key in config if key not in (*CONFIG, *SAID)]
+        width = (target.raw.get("hidden_size") if target is not None else None) or config["hidden_size"]
+        if width != config["hidden_size"]:
+            found = f"{config['hidden_size']}, but the model's hidden states have width {width}"
+            findings.append(Finding("error", "hidden_size", found))
+        weights: dict[str, Tensor] = {}
+        for name, shape in _shapes(config).items():
+            tensor = package.tensors.get(name)
+            if tensor is None or tuple(tensor.shape) != shape:
+                found = "missing" if tensor is None else f"shape {list(tensor.shape)} where {list(shape)} is wanted"
+                findings.append(Finding("error", name, found))
+                tensor = torch.full(shape, torch.nan)
+            weights[name] = tensor.detach().float()
+        used = tuple(name for name in weights if name in package.tensors)
+        findings += [Finding("error", name, "no such parameter") for name in package.tensors if name not in weights]
+        return Reading(weights, {name: config[name] for name in CONFIG}, tuple(findings), used)
+
+    def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
+        """The head as it was written.
+
+        Raises:
+            InputError: a config that cannot be gone by, or tensors that are not those it asks for.
+        """
+        reading = self.read(package, target)
+        for finding in reading.errors:
+            found = f"{finding.where}: {finding.text}"
+            raise InputError("head", found, f"a whole head of the format {FORMAT} {VERSION}", "Export it again.")
+        fields = {name: package.config[name] for name in CONFIG if name != "inputs"}
+        fields["width"] = fields["width"] if fields["width"] != fields["hidden_size"] else 0
+        fields["calibration"] = tuple(fields["calibration"])
+        fields["knots"] = tuple(tuple(knot) for knot in fields["knots"])
+        state, features = _state_and_features(package.config)
+        return Parsed(AcceptanceHeadConfig(**fields, state=state, features=features), dict(reading.weights))
+
+    def accept_prob(self, reading: Reading, inputs: Mapping[str, Tensor]) -> Tensor:
+        """P [N], by `forward` of the config. inputs: name -> [N, size] of each of `inputs`."""
+        weights, settings = reading.weights, reading.settings
+        names = [part["name"] for part in settings["inputs"]]
+        given = [inputs[name].float() for name in names]
+        x = given[0]
+        if _joins(settings):
+            x = F.linear(torch.cat(given, -1), weights["join.weight"], weights["join.bias"])
+        for i in range(settings["num_blocks"]):
+            block = f"blocks.{0 if settings['tied'] else i}.linear"
+            x = x + F.silu(F.linear(x, weights[f"{block}.weight"], weights[f"{block}.bias"]))
+        z = F.linear(x, weights["out.weight"], weights["out.bias"])
+        numbers = [values for name, values in zip(names, given, strict=True) if name in FEATURES]
+        if numbers:
+            z = z + F.linear(torch.cat(numbers, -1), weights["direct.weight"])
+        z = z[..., 0] + math.log(settings["w_rej"] / settings["w_acc"])
+        return torch.sigmoid(_calibrated(z, settings))
+
+    def own_prob(self, head: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The calibrated output."""
+        config = head.config
+        numbers = torch.cat([inputs[name] for name in config.features], -1) if config.features else None
+        embeds = inputs["embedding"] if config.state == "before" else None
+        return torch.sigmoid(head.calibrated(head(inputs[f"state_{config.state}"], embeds, numbers)))
+
+    def serve(self, served: Served) -> str:
+        """No server loads it by itself: how to check the directory, which is a model for the code that will."""
+        models = ["--draft", served.model]
+        if served.drafter is not None:
+            models = ["--target", served.model, "--draft", served.drafter]
+        return shlex.join(["draftsmith", "check", served.directory, "--format", "acceptance", *models])
 
 
 def _refused(config: Mapping[str, Any]) -> list[Finding]:
-    """What makes a config one that can not be gone by."""
+    """What makes a config one that cannot be gone by."""
     if config.get("format") != FORMAT or config.get("format_version") != VERSION:
         found = f"{config.get('format')} {config.get('format_version')} where {FORMAT} {VERSION} is wanted"
         return [Finding("error", "format", found)]
@@ -146,7 +209,7 @@ def _state_and_features(config: Mapping[str, Any]) -> tuple[State, tuple[Any, ..
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of every tensor that the config asks for."""
+    """Shapes of the tensors that the config asks for."""
     size, parts = config["width"], config["inputs"]
     wide = sum(part["size"] for part in parts)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -163,25 +226,6 @@ def _joins(config: Mapping[str, Any]) -> bool:
     return len(config["inputs"]) > 1 or config["width"] != config["hidden_size"]
 
 
-def accept_prob(reading: Reading, inputs: Mapping[str, Tensor]) -> Tensor:
-    """P [N], by `forward` of the config. inputs: name -> [N, size] of each of `inputs`."""
-    weights, settings = reading.weights, reading.settings
-    names = [part["name"] for part in settings["inputs"]]
-    given = [inputs[name].float() for name in names]
-    x = given[0]
-    if _joins(settings):
-        x = F.linear(torch.cat(given, -1), weights["join.weight"], weights["join.bias"])
-    for i in range(settings["num_blocks"]):
-        block = f"blocks.{0 if settings['tied'] else i}.linear"
-        x = x + F.silu(F.linear(x, weights[f"{block}.weight"], weights[f"{block}.bias"]))
-    z = F.linear(x, weights["out.weight"], weights["out.bias"])
-    numbers = [values for name, values in zip(names, given, strict=True) if name in FEATURES]
-    if numbers:
-        z = z + F.linear(torch.cat(numbers, -1), weights["direct.weight"])
-    z = z[..., 0] + math.log(settings["w_rej"] / settings["w_acc"])
-    return torch.sigmoid(_calibrated(z, settings))
-
-
 def _calibrated(z: Tensor, settings: Mapping[str, Any]) -> Tensor:
     if not settings["knots"]:
         scale, shift = settings["calibration"]
@@ -190,30 +234,3 @@ def _calibrated(z: Tensor, settings: Mapping[str, Any]) -> Tensor:
     for (x0, y0), (x1, y1) in itertools.pairwise(settings["knots"]):
         result = torch.where(z >= x0, y0 + (y1 - y0) * ((z - x0) / (x1 - x0)).clamp(max=1), result)
     return result
-
-
-def parse(package: Package, target: TargetFacts | None = None) -> Parsed:
-    """The head as it was written.
-
-    Raises:
-        InputError: a config that can not be gone by, or tensors that are not those it asks for.
-    """
-    reading = read(package, target)
-    for finding in reading.errors:
-        found = f"{finding.where}: {finding.text}"
-        raise InputError("head", found, f"a whole head of the format {FORMAT} {VERSION}", "Export it again.")
-    fields = {name: package.config[name] for name in CONFIG if name != "inputs"}
-    fields["width"] = fields["width"] if fields["width"] != fields["hidden_size"] else 0
-    fields["calibration"] = tuple(fields["calibration"])
-    fields["knots"] = tuple(tuple(knot) for knot in fields["knots"])
-    state, features = _state_and_features(package.config)
-    return Parsed(AcceptanceHeadConfig(**fields, state=state, features=features), dict(reading.weights))
-
-
-def serve(target: str, directory: str, num_drafted: int, eagle: str | None = None) -> str:
-    """No server loads it by itself: how to check the directory, which is a model for the code that will.
-
-    target: the draft model whose hidden states the head reads; or, with `eagle`, the model that this head drafts for.
-    """
-    models = ["--draft", target] if eagle is None else ["--target", target, "--eagle", eagle]
-    return shlex.join(["draftsmith", "check", directory, "--format", "acceptance", *models])

@@ -1,25 +1,19 @@
-"""What a public format is to this project. Each file of `FORMATS` has four functions:
-
-write(config, state, dtype) -> Package
-    Our head (its config dataclass and its `named_parameters`) as that system wants it. Raises InputError with the
-    reason and the remedy where the format can not hold the head.
-read(package, target) -> Reading
-    What that system would compute with: its names, prefixes, skips, defaults, silent drops and errors, as its own
-    source has them and never as ours. Every tensor of the package is either used or has a finding, so has every tensor
-    of the system that the package does not fill.
-parse(package, target) -> Parsed
-    The head as one of ours. Raises InputError for what our head can not be.
-serve(target, directory, num_drafted) -> str
-    The command line that serves it. For an acceptance head `target` is the draft, and `verifier=` names the target.
-"""
+"""What a public format of heads is to this project, and what its four functions hand around."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    import torch
+
+    from draftsmith.modules.interop.detect import ForeignHead
 
 
 @dataclass(frozen=True)
@@ -35,12 +29,14 @@ class Package:
 class TargetFacts:
     """What a format needs to know of the model that a head reads.
 
-    raw: its `config.json`. embed_tokens, lm_head: [V, H], where they are at hand.
+    raw: its `config.json`. embed_tokens, lm_head: [V, H], where they are at hand. inv_freq: [head_dim / 2], the rotary
+    frequencies of its layers, where this project computes them itself.
     """
 
     raw: Mapping[str, Any]
     embed_tokens: Tensor | None = None
     lm_head: Tensor | None = None
+    inv_freq: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -58,12 +54,22 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """One number of a check: what it is, its value and the bar, in words, and whether it is met."""
+
+    name: str
+    value: str
+    bar: str
+    passed: bool
+
+
+@dataclass(frozen=True)
 class Reading:
     """A head as one system holds it in memory.
 
     weights: float32, under the names of our head (`fc.weight`, `layers.0.self_attn.q_proj.bias`, `model.0...`); what
         the system would leave uninitialised is NaN, so that no comparison can pass by chance.
-    settings: scalars that the forward needs beside weights (`reference.py` and `specdec_pp.py` say which).
+    settings: scalars that the forward needs beside weights (`eagle1/reference.py` and `specdec_pp.py` say which).
     used: names on disk that the system read.
     """
 
@@ -85,3 +91,128 @@ class Parsed:
     config: Any
     state: dict[str, Tensor]
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One prompt with the model's answer, and its hidden states [T, H] in float32.
+
+    ids: [T]. start: where the answer begins. features: after the final norm. before_norm: the same before it; None
+    where the model does not show them.
+    """
+
+    ids: Tensor
+    start: int
+    features: Tensor
+    before_norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Real text to try a head on.
+
+    facts: of the model whose hidden states it reads, with embedding and lm_head. probes: for a head that drafts.
+    inputs: for a predictor, name -> [N, size] of all that it may read of N tokens (`interop/acceptance.py` names them).
+    """
+
+    facts: TargetFacts
+    probes: Sequence[Probe] = ()
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a command line that serves a head names. model: whose hidden states the head reads. drafter: the head on it
+    whose hidden states those are, where a predictor reads that one's. verifier: the target of a predictor's draft."""
+
+    model: str
+    directory: str
+    num_drafted: int
+    drafter: str | None = None
+    verifier: str | None = None
+
+
+class HeadFormat(ABC):
+    """A directory that another system reads as a head of one kind.
+
+    name: as users write it. system: whose it is, as messages say it. kind: of our heads that it holds.
+    predicts: the head is a predictor, which reads a draft's hidden states, and no drafter.
+    num_drafted: tokens a round in the command that serves it, where nothing was measured.
+    probe_room: positions that `compare` needs behind a probe.
+    float32: the system reads no other type. torch_copy: it reads `pytorch_model.bin`, which is written too.
+    target_index: it finds the target's tensors through an index of shards. notes: what its users should know.
+    w_rej: the loss weight of rejected tokens is no part of the file, and has to be told.
+    """
+
+    name: ClassVar[str]
+    system: ClassVar[str]
+    kind: ClassVar[str]
+    predicts: ClassVar[bool] = False
+    num_drafted: ClassVar[int] = 5
+    probe_room: ClassVar[int] = 0
+    float32: ClassVar[bool] = False
+    torch_copy: ClassVar[bool] = False
+    target_index: ClassVar[bool] = False
+    notes: ClassVar[tuple[str, ...]] = ()
+    w_rej: ClassVar[bool] = False
+
+    @abstractmethod
+    def recognises(self, found: ForeignHead) -> bool:
+        """Is this the format of a foreign directory? Asked once those that are known and not read are ruled out."""
+
+    @abstractmethod
+    def write(self, config: Any, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
+        """Our head (its config dataclass and its `named_parameters`) as that system wants it.
+
+        Raises:
+            InputError: the reason and the remedy, where the format cannot hold the head.
+        """
+
+    @abstractmethod
+    def read(self, package: Package, target: TargetFacts | None = None) -> Reading:
+        """What that system would compute with: its names, prefixes, skips, defaults, silent drops and errors, as its
+        own source has them and never as ours. Every tensor of the package is either used or has a finding, so has every
+        tensor of the system that the package does not fill.
+
+        target: the model whose hidden states the head reads.
+
+        Raises:
+            InputError: for sizes in `config.json` that are no sizes.
+        """
+
+    @abstractmethod
+    def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
+        """The head as one of ours.
+
+        Raises:
+            InputError: for what our head cannot be, or where the system would compute with undefined numbers.
+        """
+
+    @abstractmethod
+    def serve(self, served: Served) -> str:
+        """The command line that serves it."""
+
+    @abstractmethod
+    def compare(self, reading: Reading, head: nn.Module, package: Package, trial: Trial) -> list[Measure]:
+        """The system's reading beside the same head as one of ours, in float32, on real text."""
+
+    def holds(self, head: Mapping[str, Any]) -> bool:
+        """Can it hold a head of these settings (`head` of its config.json), as far as they tell?"""
+        return True
+
+    def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """More fields of `config.json`, by the target's own and by the manifest of the head that is exported."""
+        return {}
+
+    def recorded(self, state: Mapping[str, Tensor], package: Package) -> Mapping[str, Tensor]:
+        """What was exported, by the names of `Reading.weights`."""
+        return package.tensors
+
+    def settings_differ(self, config: Mapping[str, Any], reading: Reading) -> list[Finding]:
+        """The settings of an exported head (its config as JSON values) against those that the system takes."""
+        return []
+
+
+def largest(values: Tensor) -> float:
+    """Largest absolute value; infinite where anything is not a number."""
+    return float(values.abs().nan_to_num(math.inf, math.inf, math.inf).max()) if values.numel() else 0.0

@@ -12,8 +12,9 @@ from typing import Any
 
 from draftsmith.modules.types import InputError
 
+NAME = "hf-assisted"  # as users write the format
 FIELDS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-TRANSFORMERS, OWN = ("hf-assisted",), ("spec", "confidence")
+TRANSFORMERS, OWN = (NAME,), ("spec", "confidence")
 
 
 @dataclass(frozen=True)

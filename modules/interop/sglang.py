@@ -13,117 +13,102 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig
-from draftsmith.modules.interop.base import Package, Parsed, Reading, TargetFacts
-from draftsmith.modules.interop.llama_layer import Producer, parse_head, write_head
-from draftsmith.modules.interop.reading import Biases, Reader, parts_of, positive, sizes, slots
-from draftsmith.modules.interop.rope import transformers_rope
+from draftsmith.modules.interop.base import Package, Served
+from draftsmith.modules.interop.eagle1.detect import SGLANG_CLASS as CLASS
+from draftsmith.modules.interop.eagle1.directory import write_head
+from draftsmith.modules.interop.eagle1.format import EagleFormat
+from draftsmith.modules.interop.eagle1.reader import Biases, Reader, parts_of, positive
+from draftsmith.modules.interop.eagle1.rope import transformers_rope
 
-SYSTEM = "SGLang"
-CLASS = "LlamaForCausalLMEagle"
 # Modules whose shorter tensors it fills up with zeros, for MLPs of odd widths (layers/linear.py).
 PADDED = ("gate_proj", "up_proj", "down_proj", "o_proj")
 OVERRIDE = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
 
 
-def write(config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
-    """With the zero biases that SGLang would otherwise fill at random (fc) or has beside those of q, k and v (o).
+class SGLang(EagleFormat):
+    """What `--speculative-algorithm EAGLE` takes."""
 
-    Raises:
-        InputError: where SGLang can not hold the head.
-    """
-    llama = config.llama
-    package = write_head(
-        config, state, dtype, {"architectures": [CLASS], "bias": False, "attention_bias": llama.qkv_bias}
-    )
-    zeros = {"fc.bias": torch.zeros(llama.hidden_size, dtype=dtype)}
-    if llama.qkv_bias:
-        for i in range(llama.num_layers):
-            zeros[f"layers.{i}.self_attn.o_proj.bias"] = torch.zeros(llama.hidden_size, dtype=dtype)
-    return Package(package.config, {**package.tensors, **zeros}, package.metadata)
+    name = "sglang"
+    system = "SGLang"
+    zero_bias = True
 
+    def write(self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
+        """Zero biases are added that it would otherwise fill at random (fc) or has beside those of q, k and v (o)."""
+        llama = config.llama
+        fields = {"architectures": [CLASS], "bias": False, "attention_bias": llama.qkv_bias}
+        package = write_head(config, state, dtype, fields)
+        zeros = {"fc.bias": torch.zeros(llama.hidden_size, dtype=dtype)}
+        if llama.qkv_bias:
+            for i in range(llama.num_layers):
+                zeros[f"layers.{i}.self_attn.o_proj.bias"] = torch.zeros(llama.hidden_size, dtype=dtype)
+        return Package(package.config, {**package.tensors, **zeros}, package.metadata)
 
-def parse(package: Package, target: TargetFacts | None) -> Parsed:
-    """As a head of ours.
-
-    Raises:
-        InputError: for what our head can not be, or where SGLang would compute with random numbers.
-    """
-    return parse_head(
-        package, target, Producer(SYSTEM, _biases(package.config), sizes(package.config), zero_o_bias=True)
-    )
-
-
-def serve(target: str, directory: str, num_drafted: int) -> str:
-    """A chain of num_drafted tokens; the token that the target itself gave is counted among those it verifies."""
-    return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE"
-        f" --speculative-draft-model-path {shlex.quote(directory)} --speculative-num-steps {num_drafted}"
-        f" --speculative-eagle-topk 1 --speculative-num-draft-tokens {num_drafted + 1}"
-    )
-
-
-def _biases(raw: Mapping[str, Any]) -> Biases:
-    """`attention_bias` or `bias` give q, k, v and o one; the MLP never has any, fc always (models/llama.py)."""
-    attention = bool(raw.get("attention_bias") or raw.get("bias"))
-    return Biases(fc=True, qkv=attention, o=attention, mlp=False)
-
-
-def read(package: Package, target: TargetFacts | None) -> Reading:
-    """What `--speculative-algorithm EAGLE` makes of the directory.
-
-    Raises:
-        InputError: for sizes in `config.json` that are no sizes.
-    """
-    reader = Reader(package, target, SYSTEM)
-    raw = package.config
-    size = sizes(raw)
-    reader.take(size, slots(size, _biases(raw), attention_bias=0.0), transformers_rope(raw))
-    _check_config(reader)
-    for name in package.tensors:
-        _load(reader, name)
-    for name in reader.slots:
-        if name.endswith("o_proj.bias") and name not in package.tensors:
-            reader.note(name, "does not find it and takes zeros")
-    reader.missing("random numbers")
-    reader.surroundings(truncates=True)
-    _check_length(reader)
-    _check_dtype(reader)
-    return reader.reading()
-
-
-def _check_config(reader: Reader) -> None:
-    raw = reader.raw
-    reader.check_llama()
-    if raw.get("model_type") != "llama":
-        reader.note("model_type", f"takes {raw.get('model_type')!r}, with other defaults than those of `llama`")
-    first = next(iter(raw.get("architectures") or []), None)
-    if first == CLASS:
-        reader.note("architectures", f"builds {first}")
-    elif first is None:
-        reader.error("architectures", f"raises: 'NoneType' object is not subscriptable: write {CLASS}")
-    else:
-        built = "an ordinary Llama" if first == "LlamaForCausalLM" else "no EAGLE-1 head"
-        reader.error("architectures", f"builds {built} for {first}, which this check does not follow: write {CLASS}")
-    if raw.get("bias") and not raw.get("attention_bias"):
-        reader.error("bias", "reads it as the bias of q, k, v and o; that of fc is always there")
-    if raw.get("tie_word_embeddings"):
-        reader.error(
-            "tie_word_embeddings", "raises: it deletes the shared table twice to put the target's in its place"
+    def serve(self, served: Served) -> str:
+        """A chain of num_drafted tokens; the token that the target itself gave is counted among those it verifies."""
+        return (
+            f"python -m sglang.launch_server --model-path {shlex.quote(served.model)} --speculative-algorithm EAGLE"
+            f" --speculative-draft-model-path {shlex.quote(served.directory)}"
+            f" --speculative-num-steps {served.num_drafted} --speculative-eagle-topk 1"
+            f" --speculative-num-draft-tokens {served.num_drafted + 1}"
         )
-    for key in ("qkv_bias", "mlp_bias", "logit_scale"):
-        if raw.get(key) not in (None, False, 1, 1.0):
-            reader.note(key, f"does not read it ({raw[key]})")
-    hot, vocab = raw.get("hot_vocab_size"), positive(raw, "vocab_size")
-    if hot not in (None, vocab):
-        reader.error(
-            "hot_vocab_size",
-            f"drafts from the target's whole lm_head, not from {hot} tokens, without --speculative-token-map",
-        )
+
+    def biases(self, raw: Mapping[str, Any]) -> Biases:
+        """`attention_bias` or `bias` give q, k, v and o one; the MLP never has any, fc always (models/llama.py)."""
+        attention = bool(raw.get("attention_bias") or raw.get("bias"))
+        return Biases(fc=True, qkv=attention, o=attention, mlp=False)
+
+    def check_config(self, reader: Reader) -> None:
+        raw = reader.raw
+        reader.check_llama()
+        if raw.get("model_type") != "llama":
+            reader.note("model_type", f"takes {raw.get('model_type')!r}, with other defaults than those of `llama`")
+        first = next(iter(raw.get("architectures") or []), None)
+        if first == CLASS:
+            reader.note("architectures", f"builds {first}")
+        elif first is None:
+            reader.error("architectures", f"raises: 'NoneType' object is not subscriptable: write {CLASS}")
+        else:
+            built = "an ordinary Llama" if first == "LlamaForCausalLM" else "no EAGLE-1 head"
+            reader.error(
+                "architectures", f"builds {built} for {first}, which this check does not follow: write {CLASS}"
+            )
+        if raw.get("bias") and not raw.get("attention_bias"):
+            reader.error("bias", "reads it as the bias of q, k, v and o; that of fc is always there")
+        if raw.get("tie_word_embeddings"):
+            reader.error(
+                "tie_word_embeddings", "raises: it deletes the shared table twice to put the target's in its place"
+            )
+        reader.unread("qkv_bias", "mlp_bias", "logit_scale")
+        hot, vocab = raw.get("hot_vocab_size"), positive(raw, "vocab_size")
+        if hot not in (None, vocab):
+            reader.error(
+                "hot_vocab_size",
+                f"drafts from the target's whole lm_head, not from {hot} tokens, without --speculative-token-map",
+            )
+
+    def load(self, reader: Reader, name: str) -> None:
+        """Prepend `model.`, except to what has `lm_head` in its name, which it skips."""
+        if "lm_head" in name:
+            reader.dropped_lm_head(name)
+        elif name == "embed_tokens.weight":
+            _load_embedding(reader, name)
+        elif all(slot in reader.slots for slot in parts_of(name)):
+            reader.fill_split(name, pads=PADDED)
+        elif name.removeprefix("model.") in reader.slots:
+            reader.dropped(name, "because it prepends `model.` a second time")
+        elif name.endswith("proj.bias"):
+            reader.dropped(name, "because `attention_bias` is not set; it never has biases in the MLP")
+        else:
+            reader.dropped(name, "because it has no such parameter")
+
+    def finish(self, reader: Reader) -> None:
+        _check_length(reader)
+        _check_dtype(reader)
 
 
 def _check_dtype(reader: Reader) -> None:
-    """With `--dtype auto` target and draft each run in the type that their own config names, and in float16 where that
-    is float32 (configs/model_config.py, _get_and_verify_dtype)."""
+    """Types of computation: with `--dtype auto` target and draft each run in the type that their own config names, and
+    in float16 where that is float32 (configs/model_config.py, _get_and_verify_dtype)."""
     if reader.target is None:
         return
     own, theirs = (_dtype(raw) for raw in (reader.raw, reader.target.raw))
@@ -136,22 +121,6 @@ def _check_dtype(reader: Reader) -> None:
 def _dtype(raw: Mapping[str, Any]) -> str:
     named = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     return "float16" if named == "float32" else str(named)
-
-
-def _load(reader: Reader, name: str) -> None:
-    """Prepend `model.`, except to what has `lm_head` in its name, which it skips."""
-    if "lm_head" in name:
-        reader.dropped_lm_head(name)
-    elif name == "embed_tokens.weight":
-        _load_embedding(reader, name)
-    elif all(slot in reader.slots for slot in parts_of(name)):
-        reader.fill_split(name, pads=PADDED)
-    elif name.removeprefix("model.") in reader.slots:
-        reader.dropped(name, "because it prepends `model.` a second time")
-    elif name.endswith("proj.bias"):
-        reader.dropped(name, "because `attention_bias` is not set; it never has biases in the MLP")
-    else:
-        reader.dropped(name, "because it has no such parameter")
 
 
 def _load_embedding(reader: Reader, name: str) -> None:

@@ -8,6 +8,7 @@ classifier as `model.{n}.*`; the block's other names, `model.1.linear.weight` an
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
-from draftsmith.modules.interop.base import Finding, Package, Parsed, Reading, TargetFacts
+from draftsmith.modules.interop.base import Finding, Package, Parsed, Reading, Served, TargetFacts
+from draftsmith.modules.interop.detect import ForeignHead, matrix_size
+from draftsmith.modules.interop.predictor import PredictorFormat
 from draftsmith.modules.types import InputError
 
 FIELDS = ("hidden_size", "num_layers")
@@ -28,28 +31,124 @@ UNCORRECTED = (
 )
 
 
-def write(config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Package:
-    """The head in that layout, in float32 whatever `dtype`: their code runs it in float32 beside a draft of any type.
+class SpecDecPP(PredictorFormat):
+    """Its class is fed the state after the token alone, and holds one block, or several that are the same one."""
 
-    Our one logit z becomes two, (0, z): softmax([0, z])[1] = sigmoid(z). Like theirs, the output is the raw one; our
-    correction for the loss weights and the fitted calibration have no place in the file.
+    name = "specdec_pp"
+    system = "SpecDec_pp"
+    torch_copy = True
+    w_rej = True
 
-    Raises:
-        InputError: several blocks with weights of their own, or inputs that their class does not have.
-    """
-    _check_inputs(config)
-    n = config.num_blocks
-    if n > 1 and not config.tied:
-        expected = "tied blocks or at most one: SpecDec_pp's class repeats one block object"
-        remedy = "Train one for it: draftsmith train acceptance --tied true (or --num-blocks 1)."
-        raise InputError("head", f"{n} blocks, each with its own weights", expected, remedy)
-    tensors = {f"model.0.linear.{part}": state[f"blocks.0.linear.{part}"] for part in PARTS if n}
-    for part in PARTS:
-        accepted = state[f"out.{part}"]
-        tensors[f"model.{n}.{part}"] = torch.cat([torch.zeros_like(accepted), accepted])
-    tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
-    aliases = {f"model.{i}.linear.{part}": f"model.0.linear.{part}" for i in range(1, n) for part in PARTS}
-    return Package({"hidden_size": config.hidden_size, "num_layers": n}, tensors, aliases)
+    def recognises(self, found: ForeignHead) -> bool:
+        """Residual blocks numbered in one Sequential, and a last layer of two classes (SpecDec_pp, wrap_model.py)."""
+        matched = [re.fullmatch(r"model\.(\d+)\.(linear\.)?(weight|bias)", name) for name in found.shapes]
+        names = [name for name in matched if name is not None]
+        if not names or len(names) != len(matched):
+            return False
+        last = [name[1] for name in names if name[2] is None and name[3] == "weight"]
+        return len(last) == 1 and matrix_size(found.shapes[f"model.{last[0]}.weight"], 0) == 2
+
+    def holds(self, head: Mapping[str, Any]) -> bool:
+        blocks = bool(head.get("tied")) or head.get("num_blocks", 2) <= 1
+        published = head.get("state", "after") == "after" and not head.get("features") and head.get("judges") != "tree"
+        return blocks and published
+
+    def write(
+        self, config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+    ) -> Package:
+        """The head in float32 whatever `dtype`: their code runs it in float32 beside a draft of any type.
+
+        Our one logit z becomes two, (0, z): softmax([0, z])[1] = sigmoid(z). Like theirs, the output is the raw one;
+        our correction for the loss weights and the fitted calibration have no place in the file.
+
+        Raises:
+            InputError: several blocks with weights of their own, or inputs that their class does not have.
+        """
+        _check_inputs(config)
+        n = config.num_blocks
+        if n > 1 and not config.tied:
+            expected = "tied blocks or at most one: SpecDec_pp's class repeats one block object"
+            remedy = "Train one for it: draftsmith train acceptance --tied true (or --num-blocks 1)."
+            raise InputError("head", f"{n} blocks, each with its own weights", expected, remedy)
+        tensors = {f"model.0.linear.{part}": state[f"blocks.0.linear.{part}"] for part in PARTS if n}
+        for part in PARTS:
+            accepted = state[f"out.{part}"]
+            tensors[f"model.{n}.{part}"] = torch.cat([torch.zeros_like(accepted), accepted])
+        tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
+        aliases = {f"model.{i}.linear.{part}": f"model.0.linear.{part}" for i in range(1, n) for part in PARTS}
+        return Package({"hidden_size": config.hidden_size, "num_layers": n}, tensors, aliases)
+
+    def read(self, package: Package, target: TargetFacts | None = None) -> Reading:
+        """What `AcceptancePredictionHead.from_pretrained` would hold. weights: under their names, the block as
+        `model.0.linear.*`. settings: `hidden_size`, `num_layers`.
+
+        target: the model whose hidden states it reads, which is the DRAFT.
+        """
+        width, n = package.config.get("hidden_size"), package.config.get("num_layers", 0)
+        refused = _refused(width, n)
+        if refused:
+            unread = [Finding("error", name, "not read: the class cannot be built") for name in package.tensors]
+            return Reading({}, {}, (*refused, *unread), ())
+        assert isinstance(width, int) and isinstance(n, int)
+        findings = _config_findings(package.config, target)
+        block = {f"model.0.linear.{part}": [f"model.{i}.linear.{part}" for i in range(n)] for part in PARTS if n}
+        names = block | {f"model.{n}.{part}": [f"model.{n}.{part}"] for part in PARTS}
+        weights: dict[str, Tensor] = {}
+        used: list[str] = []
+        for name, aliases in names.items():
+            rows = width if name in block else 2
+            shape = (rows, width) if name.endswith("weight") else (rows,)
+            weights[name], found = _loaded(package.tensors, name, aliases, shape)
+            findings += found
+            used += [alias for alias in aliases if alias in package.tensors]
+        unknown = [name for name in package.tensors if name not in used]
+        findings += [Finding("error", name, "no such parameter: dropped without a word") for name in unknown]
+        return Reading(weights, {"hidden_size": width, "num_layers": n}, tuple(findings), tuple(used))
+
+    def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
+        """A tied head that computes what theirs does: the logit is the difference of their two.
+
+        target: the DRAFT, where it is at hand.
+
+        Raises:
+            InputError: a head that their class cannot hold whole.
+        """
+        reading = self.read(package, target)
+        overwritten = [finding for finding in reading.errors if "overwritten by" in finding.text]
+        for finding in reading.errors:
+            if finding not in overwritten:
+                found = f"{finding.where}: {finding.text}"
+                raise InputError("head", found, "a whole SpecDec++ acceptance head", "Check where it comes from.")
+        n = reading.settings["num_layers"]
+        state = {f"blocks.0.linear.{part}": reading.weights[f"model.0.linear.{part}"].clone() for part in PARTS if n}
+        for part in PARTS:
+            rejected, accepted = reading.weights[f"model.{n}.{part}"]
+            state[f"out.{part}"] = (accepted - rejected)[None]
+        config = AcceptanceHeadConfig(reading.settings["hidden_size"], num_blocks=n, w_acc=1.0, w_rej=1.0, tied=True)
+        notes = [f"{finding.where}: {finding.text}" for finding in overwritten]
+        return Parsed(config, state, (*notes, UNCORRECTED))
+
+    def accept_prob(self, reading: Reading, inputs: Mapping[str, Tensor]) -> Tensor:
+        """`softmax(head(hidden.float()))[..., 1]` (specdec_pp/hf_generation.py) of the state after the token."""
+        weights, n = reading.weights, reading.settings["num_layers"]
+        x = inputs["state_after"].float()
+        for _ in range(n):
+            x = x + F.silu(F.linear(x, weights["model.0.linear.weight"], weights["model.0.linear.bias"]))
+        return F.linear(x, weights[f"model.{n}.weight"], weights[f"model.{n}.bias"]).softmax(-1)[..., 1]
+
+    def own_prob(self, head: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The raw output: our correction for the loss weights and the calibration have no place in the file."""
+        return torch.sigmoid(head(inputs["state_after"]))
+
+    def serve(self, served: Served) -> str:
+        """The command line of SpecDec_pp's own benchmark, to be run in a clone of it. The model that the head reads is
+        their `assistant`; 0.7 is the threshold of the stop rule in their sample.py."""
+        words = ["python3", "specdec_pp/evaluate.py", "--model_name", served.verifier or "TARGET"]
+        words += ["--assistant_name", served.model, "--num_assistant_tokens_schedule", "ada"]
+        words += ["--assist_acc_head_dir", served.directory, "--stop_threshold", "0.7"]
+        words += ["--bound", str(min(2, served.num_drafted)), str(served.num_drafted)]
+        words += ["--do_sample", "--data_path", "data/alpaca_data/test.json", "--save_path", "results"]
+        return shlex.join(words)
 
 
 def _check_inputs(config: AcceptanceHeadConfig) -> None:
@@ -60,34 +159,6 @@ def _check_inputs(config: AcceptanceHeadConfig) -> None:
         expected = "one that judges a chain by the state after the token alone, all that SpecDec_pp's class is fed"
         remedy = "Write it with its inputs: draftsmith export --format acceptance."
         raise InputError("head", found, expected, remedy)
-
-
-def read(package: Package, target: TargetFacts | None = None) -> Reading:
-    """What `AcceptancePredictionHead.from_pretrained` would hold. weights: under their names, the block as
-    `model.0.linear.*`. settings: `hidden_size`, `num_layers`.
-
-    target: the model whose hidden states it reads, which is the DRAFT.
-    """
-    width, n = package.config.get("hidden_size"), package.config.get("num_layers", 0)
-    refused = _refused(width, n)
-    if refused:
-        unread = [Finding("error", name, "not read: the class cannot be built") for name in package.tensors]
-        return Reading({}, {}, (*refused, *unread), ())
-    assert isinstance(width, int) and isinstance(n, int)
-    findings = _config_findings(package.config, target)
-    block = {f"model.0.linear.{part}": [f"model.{i}.linear.{part}" for i in range(n)] for part in PARTS if n}
-    names = block | {f"model.{n}.{part}": [f"model.{n}.{part}"] for part in PARTS}
-    weights: dict[str, Tensor] = {}
-    used: list[str] = []
-    for name, aliases in names.items():
-        rows = width if name in block else 2
-        shape = (rows, width) if name.endswith("weight") else (rows,)
-        weights[name], found = _loaded(package.tensors, name, aliases, shape)
-        findings += found
-        used += [alias for alias in aliases if alias in package.tensors]
-    unknown = [name for name in package.tensors if name not in used]
-    findings += [Finding("error", name, "no such parameter: dropped without a word") for name in unknown]
-    return Reading(weights, {"hidden_size": width, "num_layers": n}, tuple(findings), tuple(used))
 
 
 def _refused(width: object, n: object) -> list[Finding]:
@@ -138,52 +209,3 @@ def _loaded(
     if tensors[last].dtype != torch.float32:
         findings.append(Finding("note", last, f"{tensors[last].dtype} on disk, float32 in memory"))
     return tensors[last].detach().float(), findings
-
-
-def accept_prob(reading: Reading, hidden: Tensor) -> Tensor:
-    """P(accept) [..] by their forward: `softmax(head(hidden.float()))[..., 1]` (specdec_pp/hf_generation.py).
-
-    hidden [.., H]: the draft's last hidden state, after its final norm, once it has read the drafted token.
-    """
-    weights, n = reading.weights, reading.settings["num_layers"]
-    x = hidden.float()
-    for _ in range(n):
-        x = x + F.silu(F.linear(x, weights["model.0.linear.weight"], weights["model.0.linear.bias"]))
-    return F.linear(x, weights[f"model.{n}.weight"], weights[f"model.{n}.bias"]).softmax(-1)[..., 1]
-
-
-def parse(package: Package, target: TargetFacts | None = None) -> Parsed:
-    """A tied head that computes what theirs does: the logit is the difference of their two.
-
-    target: the DRAFT, where it is at hand.
-
-    Raises:
-        InputError: a head that their class cannot hold whole.
-    """
-    reading = read(package, target)
-    overwritten = [finding for finding in reading.errors if "overwritten by" in finding.text]
-    for finding in reading.errors:
-        if finding not in overwritten:
-            found = f"{finding.where}: {finding.text}"
-            raise InputError("head", found, "a whole SpecDec++ acceptance head", "Check where it comes from.")
-    n = reading.settings["num_layers"]
-    state = {f"blocks.0.linear.{part}": reading.weights[f"model.0.linear.{part}"].clone() for part in PARTS if n}
-    for part in PARTS:
-        rejected, accepted = reading.weights[f"model.{n}.{part}"]
-        state[f"out.{part}"] = (accepted - rejected)[None]
-    config = AcceptanceHeadConfig(reading.settings["hidden_size"], num_blocks=n, w_acc=1.0, w_rej=1.0, tied=True)
-    notes = [f"{finding.where}: {finding.text}" for finding in overwritten]
-    return Parsed(config, state, (*notes, UNCORRECTED))
-
-
-def serve(target: str, directory: str, num_drafted: int, verifier: str = "TARGET", threshold: float = 0.7) -> str:
-    """The command line of SpecDec_pp's own benchmark, to be run in a clone of it.
-
-    target: the model that the head reads, which is their `assistant`; verifier: the large model. num_drafted: most
-    drafted tokens a round. threshold: h of the stop rule, 0.7 in their sample.py.
-    """
-    words = ["python3", "specdec_pp/evaluate.py", "--model_name", verifier, "--assistant_name", target]
-    words += ["--num_assistant_tokens_schedule", "ada", "--assist_acc_head_dir", directory]
-    words += ["--stop_threshold", str(threshold), "--bound", str(min(2, num_drafted)), str(num_drafted)]
-    words += ["--do_sample", "--data_path", "data/alpaca_data/test.json", "--save_path", "results"]
-    return shlex.join(words)

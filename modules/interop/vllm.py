@@ -14,116 +14,104 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig
-from draftsmith.modules.interop.base import Package, Parsed, Reading, TargetFacts
-from draftsmith.modules.interop.llama_layer import Producer, parse_head, write_head
-from draftsmith.modules.interop.reading import (
-    ROTARY_BUFFERS,
-    Biases,
-    Reader,
-    number,
-    parts_of,
-    positions,
-    sizes,
-    slots,
-)
-from draftsmith.modules.interop.rope import transformers_rope
+from draftsmith.modules.interop.base import Package, Served
+from draftsmith.modules.interop.eagle import plain_fields
+from draftsmith.modules.interop.eagle1.detect import SGLANG_CLASS
+from draftsmith.modules.interop.eagle1.directory import write_head
+from draftsmith.modules.interop.eagle1.format import EagleFormat
+from draftsmith.modules.interop.eagle1.reader import ROTARY_BUFFERS, Biases, Reader, number, parts_of, positions
+from draftsmith.modules.interop.eagle1.rope import transformers_rope
 
-SYSTEM = "vLLM"
 CLASS = "EagleLlamaForCausalLM"
-SGLANG_CLASS = "LlamaForCausalLMEagle"  # no system but SGLang has it
 # Whose config always has `layer_types` (transformers 5).
 LAYER_TYPED = ("qwen2", "qwen3")
 # Kinds of rope whose table only grows with max_position_embeddings (config/speculative.py, _CACHE_ONLY_ROPE_TYPES).
 RESIZED = ("default", "linear", "llama3", "ntk", "proportional")
 
 
-def write(config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
-    """The same directory as for SafeAILab/EAGLE, and also for a head whose head_dim or rope only vLLM holds.
+class VLLM(EagleFormat):
+    """What `--speculative-config '{"method": "eagle", ...}'` takes."""
 
-    Raises:
-        InputError: where vLLM can not hold the head.
-    """
-    fields: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "bias": False}
-    return write_head(config, state, dtype, fields | ({"qkv_bias": True} if config.llama.qkv_bias else {}))
+    name = "vllm"
+    system = "vLLM"
+    uninitialised = "uninitialised memory"
 
+    def write(self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
+        """The same directory as for SafeAILab/EAGLE, and also for a head whose head_dim or rope only vLLM holds."""
+        return write_head(config, state, dtype, plain_fields(config))
 
-def parse(package: Package, target: TargetFacts | None) -> Parsed:
-    """As a head of ours.
+    def serve(self, served: Served) -> str:
+        settings = {"method": "eagle", "model": served.directory, "num_speculative_tokens": served.num_drafted}
+        return f"vllm serve {shlex.quote(served.model)} --speculative-config {shlex.quote(json.dumps(settings))}"
 
-    Raises:
-        InputError: for what our head can not be, or where vLLM would compute with uninitialised memory.
-    """
-    return parse_head(package, target, Producer(SYSTEM, _biases(package.config), sizes(package.config)))
+    def biases(self, raw: Mapping[str, Any]) -> Biases:
+        """`attention_bias` or `bias` give q, k, v and o one; `qkv_bias`, where present, decides for q, k and v; fc has
+        none (models/llama.py, LlamaDecoderLayer)."""
+        attention = bool(raw.get("attention_bias") or raw.get("bias"))
+        qkv = bool(raw["qkv_bias"]) if "qkv_bias" in raw else attention
+        return Biases(fc=False, qkv=qkv, o=attention, mlp=bool(raw.get("mlp_bias")))
 
+    def check_config(self, reader: Reader) -> None:
+        raw = reader.raw
+        reader.check_llama()
+        if raw.get("model_type") != "llama":
+            reader.error("model_type", f"builds another model for {raw.get('model_type')!r}; EAGLE heads are `llama`")
+        named = raw.get("architectures") or []
+        if not named:
+            reader.error("architectures", "raises: no model architectures are specified")
+        for name in named[:1]:
+            built = name if name.startswith("Eagle") else f"Eagle{name}"
+            if built == CLASS:
+                reader.note("architectures", f"builds {built} for {name}")
+            else:
+                reader.error("architectures", f"looks for {built} for {name}, not for {CLASS}: write LlamaForCausalLM")
+            if name == SGLANG_CLASS:
+                reader.error("architectures", f"raises: Model architectures {[name]} are not supported for now")
+        if raw.get("bias") and not raw.get("attention_bias"):
+            covered = "o" if "qkv_bias" in raw else "q, k, v and o"
+            reader.error("bias", f"reads it as the bias of {covered}, and never as that of fc")
+        if "bias" not in raw:
+            reader.note("bias", "gives neither fc nor, unless `attention_bias` says so, the attention a bias")
+        if raw.get("is_causal", True) is False:
+            reader.error("is_causal", "attends to later tokens")
+        _check_layer_types(reader)
+        if "sliding_attention" in (raw.get("layer_types") or []):
+            reader.error("layer_types", "attends within a sliding window, which this check and our head do not")
+        scale = number(raw, "logit_scale", 1.0)
+        reader.settings["logit_scale"] = scale
+        if scale != 1.0:
+            reader.error("logit_scale", f"multiplies the draft's logits by {scale}, which our head does not")
+        if raw.get("hot_vocab_size"):
+            reader.note("hot_vocab_size", "does not read it and drafts from the target's whole lm_head")
 
-def serve(target: str, directory: str, num_drafted: int) -> str:
-    settings = json.dumps({"method": "eagle", "model": directory, "num_speculative_tokens": num_drafted})
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(settings)}"
-
-
-def _biases(raw: Mapping[str, Any]) -> Biases:
-    """`attention_bias` or `bias` give q, k, v and o one; `qkv_bias`, where present, decides for q, k and v; fc has none
-    (models/llama.py, LlamaDecoderLayer)."""
-    attention = bool(raw.get("attention_bias") or raw.get("bias"))
-    qkv = bool(raw["qkv_bias"]) if "qkv_bias" in raw else attention
-    return Biases(fc=False, qkv=qkv, o=attention, mlp=bool(raw.get("mlp_bias")))
-
-
-def read(package: Package, target: TargetFacts | None) -> Reading:
-    """What `--speculative-config '{"method": "eagle", ...}'` makes of the directory.
-
-    Raises:
-        InputError: for sizes in `config.json` that are no sizes.
-    """
-    reader = Reader(package, target, SYSTEM)
-    raw = package.config
-    size, rope = sizes(raw), transformers_rope(raw)
-    reader.take(size, slots(size, _biases(raw)), rope)
-    _check_config(reader)
-    for name in package.tensors:
-        _load(reader, name)
-    reader.missing("uninitialised memory")
-    reader.surroundings(truncates=True)
-    own, theirs = reader.settings["max_position"], positions(target)
-    if theirs > own and rope.kind in RESIZED:
-        # The rotary table grows, the draft's own length does not (v1/worker/gpu_model_runner.py).
-        reader.error("max_position_embeddings", f"does not draft beyond {own} tokens; the target has {theirs}")
-        reader.settings["max_position"] = theirs
-    return reader.reading()
-
-
-def _check_config(reader: Reader) -> None:
-    raw = reader.raw
-    reader.check_llama()
-    if raw.get("model_type") != "llama":
-        reader.error("model_type", f"builds another model for {raw.get('model_type')!r}; EAGLE heads are `llama`")
-    named = raw.get("architectures") or []
-    if not named:
-        reader.error("architectures", "raises: no model architectures are specified")
-    for name in named[:1]:
-        built = name if name.startswith("Eagle") else f"Eagle{name}"
-        if built == CLASS:
-            reader.note("architectures", f"builds {built} for {name}")
+    def load(self, reader: Reader, name: str) -> None:
+        """Prepend `model.` unless the name has `lm_head` in it, then walk down the modules (AutoWeightsLoader)."""
+        if any(buffer in name for buffer in ROTARY_BUFFERS):
+            reader.dropped(name, "a rotary buffer")
+        elif "lm_head" in name:
+            inner = name.removeprefix("model.")
+            built = "LlamaModel" if inner != name else CLASS
+            where = inner.split(".")[0]
+            reader.error(name, f"raises: There is no module or parameter named {where!r} in {built}")
+        elif all(slot in reader.slots for slot in parts_of(name)):
+            reader.fill_split(name)
+        elif name == "embed_tokens.weight":
+            # Kept where it differs from the target's (v1/spec_decode/llm_base_proposer.py, _maybe_share_embeddings).
+            same = "finds it identical to the target's and shares that one"
+            reader.fill_embedding(name, reader.raw.get("vocab_size"), "a table of another shape", same)
         else:
-            reader.error("architectures", f"looks for {built} for {name}, not for {CLASS}: write LlamaForCausalLM")
-        if name == SGLANG_CLASS:
-            reader.error("architectures", f"raises: Model architectures {[name]} are not supported for now")
-    if raw.get("bias") and not raw.get("attention_bias"):
-        covered = "o" if "qkv_bias" in raw else "q, k, v and o"
-        reader.error("bias", f"reads it as the bias of {covered}, and never as that of fc")
-    if "bias" not in raw:
-        reader.note("bias", "gives neither fc nor, unless `attention_bias` says so, the attention a bias")
-    if raw.get("is_causal", True) is False:
-        reader.error("is_causal", "attends to later tokens")
-    _check_layer_types(reader)
-    if "sliding_attention" in (raw.get("layer_types") or []):
-        reader.error("layer_types", "attends within a sliding window, which this check and our head do not")
-    scale = number(raw, "logit_scale", 1.0)
-    reader.settings["logit_scale"] = scale
-    if scale != 1.0:
-        reader.error("logit_scale", f"multiplies the draft's logits by {scale}, which our head does not")
-    if raw.get("hot_vocab_size"):
-        reader.note("hot_vocab_size", "does not read it and drafts from the target's whole lm_head")
+            unknown = _first_unknown(name, reader)
+            if unknown.endswith(".bias"):
+                reader.dropped(name, "as it drops every bias that it has no place for")
+            else:
+                reader.error(name, f"raises: There is no module or parameter named {unknown!r} in LlamaModel")
+
+    def finish(self, reader: Reader) -> None:
+        own, theirs = reader.settings["max_position"], positions(reader.target)
+        if theirs > own and transformers_rope(reader.raw).kind in RESIZED:
+            # The rotary table grows, the draft's own length does not (v1/worker/gpu_model_runner.py).
+            reader.error("max_position_embeddings", f"does not draft beyond {own} tokens; the target has {theirs}")
+            reader.settings["max_position"] = theirs
 
 
 def _check_layer_types(reader: Reader) -> None:
@@ -138,27 +126,6 @@ def _check_layer_types(reader: Reader) -> None:
         reader.error("layer_types", f"raises: effective_layer_idx: {index} is out of bounds for layer_types")
 
 
-def _load(reader: Reader, name: str) -> None:
-    """Prepend `model.` unless the name has `lm_head` in it, then walk down the modules (AutoWeightsLoader)."""
-    if any(buffer in name for buffer in ROTARY_BUFFERS):
-        reader.dropped(name, "a rotary buffer")
-    elif "lm_head" in name:
-        inner = name.removeprefix("model.")
-        built = "LlamaModel" if inner != name else CLASS
-        where = inner.split(".")[0]
-        reader.error(name, f"raises: There is no module or parameter named {where!r} in {built}")
-    elif all(slot in reader.slots for slot in parts_of(name)):
-        reader.fill_split(name)
-    elif name == "embed_tokens.weight":
-        _load_embedding(reader, name)
-    else:
-        unknown = _first_unknown(name, reader)
-        if unknown.endswith(".bias"):
-            reader.dropped(name, "as it drops every bias that it has no place for")
-        else:
-            reader.error(name, f"raises: There is no module or parameter named {unknown!r} in LlamaModel")
-
-
 def _first_unknown(name: str, reader: Reader) -> str:
     """The part of a name down to where no module goes on; layer 0's `input_layernorm` is a module, an empty one."""
     modules = {"layers.0.input_layernorm"}
@@ -170,17 +137,3 @@ def _first_unknown(name: str, reader: Reader) -> str:
         if ".".join(parts[:i]) not in modules:
             return ".".join(parts[:i])
     return name
-
-
-def _load_embedding(reader: Reader, name: str) -> None:
-    """Kept where it differs from the target's (v1/spec_decode/llm_base_proposer.py, _maybe_share_embeddings)."""
-    shape = list(reader.package.tensors[name].shape)
-    expected = [reader.raw.get("vocab_size", shape[0]), reader.slots["fc.weight"].shape[0]]
-    if shape != expected:
-        reader.used.append(name)
-        reader.error(name, f"raises: a table of another shape (file {shape}, model {expected})")
-    elif reader.embeds_differ(name) is False:
-        reader.used.append(name)
-        reader.note(name, "finds it identical to the target's and shares that one")
-    else:
-        reader.keep_embedding(name)

@@ -29,15 +29,15 @@ ROWS += [
     for seed in (2**70, -1)
 ]
 ROWS += [
-    Row(f"{name} {number[1:]} of {words.split(' --')[0]}", words + f"--{name} {number}", (f"--{name}", "finite"))
+    Row(f"{name} {number} of {words.split(' --')[0]}", words + f"--{name} {number}", (f"--{name}", "finite"))
     for words, name in [
         (EAGLE, "lr"), (EAGLE, "weight-decay"), (EAGLE, "clip"), (EAGLE, "noise"), (EAGLE, "feature-weight"),
         (SEEDED[-1], "temperature"), (SEEDED[2], "top-p"), (BENCH, "temperature"),
     ]
-    for number in (".nan", ".inf")
+    for number in ("nan", "-inf")
 ]  # fmt: skip
 ROWS += [
-    Row("a number as text", EAGLE + "--lr nan", ("--lr", "nan", "a number")),
+    Row("a number as text", EAGLE + "--lr much", ("--lr", "much", "float")),
     Row("threads without end", BENCH + "--num-threads 1000000000", ("--num-threads", "1024")),
     Row("a batch beyond 64 bits", EAGLE + f"--batch-size {2**70}", ("--batch-size", "integer")),
     Row("a beta that is not finite", EAGLE + "--betas [.nan,0.9]", ("--betas", "finite")),

@@ -8,8 +8,8 @@ import torch
 from tiny_models import tiny_llama_dir, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from draftsmith.data.acceptance import label, label_positions
 from draftsmith.data.answering.batched import row_uniforms
+from draftsmith.data.mixed_text import label, label_positions
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows

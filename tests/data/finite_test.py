@@ -8,16 +8,16 @@ import pytest
 import torch
 from broken_models import CONTEXT, V, models, small_lm
 
-from draftsmith.data.acceptance import label
 from draftsmith.data.answering.batched import answer_all
+from draftsmith.data.heads.frozen_drafter import FrozenDrafter
+from draftsmith.data.mixed_text import label
 from draftsmith.data.models.naming import naming
 from draftsmith.data.rollouts import Rollouts, label_response
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.along import accept_along
 from draftsmith.eval.replay.coupling import CoupledDraws
 from draftsmith.eval.replay.record import ChainRecorder, Recording
-from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches
-from draftsmith.modules.drafters.eagle.drafting import EagleBranches
+from draftsmith.modules.decoding.branches import BranchedText
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import SamplingParams
 
@@ -54,11 +54,11 @@ def test_labels_of_rounds(broken, drafting, params):
     text, start = TEXTS[2] * 2, 2
     found = models(broken)
     target = found.target
-    drafter = EagleBranches(found.eagle, target, 3) if drafting == "eagle" else DraftModelBranches(found.draft, 3)
+    drafter = FrozenDrafter(target, {}, found.eagle) if drafting == "eagle" else FrozenDrafter(found.draft, {})
     row = {"id": "x", "input_ids": text, "prompt_length": start, "task": ""}
-    how = Rollouts(3, 1, (params,), 0, False, 4, 0, CONTEXT)
+    how = Rollouts(target, drafter, 3, 1, (params,), 0, False, 4, 0, CONTEXT)
     with pytest.raises(NonFinite) as caught, naming(["row-0"]):
-        label_response(target, BranchedText(target, 3), drafter, row, 0, how)
+        label_response(BranchedText(target, 3), drafter.branches(3), row, 0, how)
     assert caught.value.model == broken and caught.value.prompt == "row-0"
     assert caught.value.position == start + 1  # where drafts begin
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from draftsmith.eval.decode import DecodeConfig
 from draftsmith.eval.decode import run as decode
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.interop import FORMATS
+from draftsmith.modules.interop import formats
 from draftsmith.modules.types import InputError
 
 WIDTH = 32
@@ -172,9 +171,9 @@ def test_a_qwen_head_keeps_its_biases(tmp_path, qwen, file, producer):
     assert head_config(tmp_path / "ours")["head"]["llama"]["qkv_bias"]
 
 
-@pytest.mark.parametrize("name", [name for name, kind in FORMATS.items() if kind == "eagle"])
+@pytest.mark.parametrize("name", [name for name, format in formats().items() if format.kind == "eagle"])
 def test_what_we_write_for_another_system_comes_back_without_being_named(tmp_path, target, qwen, name):
-    module = importlib.import_module(f"draftsmith.modules.interop.{name}")
+    module = formats()[name]
     for model in (target, qwen):
         head = original(model, torch.bfloat16)
         state = dict(head.named_parameters())
@@ -321,7 +320,7 @@ def test_a_format_that_is_named_is_not_guessed(tmp_path, target):
 
 
 def test_facts_are_the_models_own_tables_on_either_engine(target):
-    from draftsmith.data.exchange.facts import facts_of
+    from draftsmith.data.exchange.states import facts_of
 
     lean, hf = (facts_of(target, load_lm(target, engine=engine)) for engine in ("lean", "hf"))
     assert lean.raw == hf.raw == json.loads(Path(target, "config.json").read_text())

@@ -13,7 +13,7 @@ from tiny_models import CONTEXT, tiny_tokenizer
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
-from draftsmith.data.text.conversations import parse_columns, recognise, up_to_last_user
+from draftsmith.data.text.conversations import parse_columns, recognise, up_to_last
 from draftsmith.data.text.sources import open_source
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, supervised_ids
 from draftsmith.modules.types import InputError
@@ -75,9 +75,9 @@ def test_unknown_columns_are_named_with_the_flag_that_maps_them():
 
 def test_the_prompt_ends_at_the_last_user_turn_and_keeps_earlier_answers():
     messages = chat((USER, "a"), (ASSISTANT, "b"), (USER, "c"), (ASSISTANT, "d"))
-    assert up_to_last_user(messages) == messages[:3]
+    assert up_to_last("user", messages) == messages[:3]
     with pytest.raises(RowError, match="no user turn"):
-        up_to_last_user(chat((ASSISTANT, "b")))
+        up_to_last("user", chat((ASSISTANT, "b")))
 
 
 @pytest.mark.parametrize(

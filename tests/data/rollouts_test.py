@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.data.acceptance import AcceptanceConfig
 from draftsmith.data.answering.batched import row_uniforms
-from draftsmith.data.heads.directory import eagle_identity, save_head
+from draftsmith.data.heads.directory import drafter_identity, save_head
+from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.inspect import InspectConfig
 from draftsmith.data.inspect import run as inspect
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.rollouts import Rollouts, label_drafts, label_response, label_shard, reached
+from draftsmith.data.rollouts import Rollouts, label_drafts, label_response, reached
 from draftsmith.data.store.manifest import MANIFEST, Manifest, file_sha256
 from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
 from draftsmith.data.store.shards import Rows, Shard
@@ -40,7 +41,8 @@ def rows_of(directory):
 
 
 def settings(**changes) -> Rollouts:
-    plain = {"depth": 2, "stride": 1, "children": 0, "prob": False, "chunk": 100, "seed": 0, "context": 64}
+    plain = {"target": None, "drafter": None, "depth": 2, "stride": 1, "children": 0, "prob": False, "chunk": 100}
+    plain |= {"seed": 0, "context": 64}
     return Rollouts(**{**plain, "sampling": (SamplingParams(1.0),), **changes})
 
 
@@ -208,13 +210,14 @@ def test_labels_give_the_law_of_how_many_tokens_the_decoder_accepts(params):
 
 def test_drafts_follow_the_drafters_law():
     """Pearson's chi-square of 300 drafts of two tokens, each of another row's uniforms."""
-    target, draft, rollouts = LogitTable(0), LogitTable(1), settings()
+    target, draft = LogitTable(0), LogitTable(1)
+    rollouts = settings(target=target, drafter=FrozenDrafter(draft, {}))
     text, drafter = BranchedText(target, 2), DraftModelBranches(draft, 2)
     ids = [*PROMPT, 1, 3]
     seen: Counter[tuple[int, ...]] = Counter()
     for number in range(300):
         row = {"id": "a", "input_ids": ids, "prompt_length": len(PROMPT), "task": None}
-        made = label_response(target, text, drafter, row, number, rollouts)
+        made = label_response(text, drafter, row, number, rollouts)
         assert made is not None and made["starts"] == [3]
         seen[tuple(made["draft_ids"].tolist())] += 1
     law = {}
@@ -267,16 +270,16 @@ class Source:
 
 
 def test_responses_without_room_are_left_out_and_counted():
-    target, drafter, advanced = LogitTable(0), DraftModelBranches(LogitTable(1), 4), []
-    rollouts = settings(depth=4, context=8)
+    advanced = []
+    rollouts = settings(target=LogitTable(0), drafter=FrozenDrafter(LogitTable(1), {}), depth=4, context=8)
     # Of the second the first token is all there is; four tokens more than the third's first one are too many.
     source = Source((8, 2), (3, 2), (8, 4), (4, 2))
-    content = label_shard(target, drafter, source, Shard(0, 0, 4), advanced.append, rollouts)
+    content = rollouts.label_shard(source, Shard(0, 0, 4), advanced.append)
     assert {row["id"]: row["starts"] for row in content.rows} == {"0": [3, 4], "3": [3]}
     assert content.counts == {"tokens": 12, "drafts": 3, "drafted_tokens": 12, "too_short_dropped": 2}
     assert sum(advanced) == 4
     with pytest.raises(InputError, match="response 7: found 9 tokens, expected at most 8, the shorter context"):
-        label_shard(target, drafter, Source((3, 2), (9, 2)), Shard(2, 6, 8), advanced.append, rollouts)
+        rollouts.label_shard(Source((3, 2), (9, 2)), Shard(2, 6, 8), advanced.append)
 
 
 def test_an_eagle_heads_chains_are_labelled_by_its_target(chain, remake, oracles, tmp_path):
@@ -284,8 +287,8 @@ def test_an_eagle_heads_chains_are_labelled_by_its_target(chain, remake, oracles
     torch.manual_seed(0)
     head = EagleHead(EagleConfig.for_target(target.config))
     saved = str(save_head(tmp_path / "head", head, {"target": target.info.identity}, "card"))
-    directory = remake("acceptance", **ROLLOUT, draft=None, eagle=saved, temperature=1.0, top_k=0, top_p=1.0)
-    assert Manifest.read(directory).identity["draft"] == eagle_identity(saved, target)
+    directory = remake("acceptance", **ROLLOUT, draft=saved, temperature=1.0, top_k=0, top_p=1.0)
+    assert Manifest.read(directory).identity["draft"] == drafter_identity(saved, target)
     for row in rows_of(directory):
         for number, start, ids in drafts_of(row):
             laws = oracles(ids)[0].log_softmax(-1)

@@ -16,8 +16,7 @@ from draftsmith.data import prompts
 from draftsmith.data.prompts import PromptsConfig, run
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows, account
-from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.tasks import task_sources
+from draftsmith.eval.bench.prompts import read_prompts, task_sources
 from draftsmith.modules.types import InputError
 
 GOOD = b'{"prompt": "Hi"}'

@@ -1,7 +1,7 @@
 """What goes wrong in an EAGLE-1 directory: each defect once, for our readers, which predict what an engine makes of it
 (`directories.py`), and for the engines, which are held to the prediction.
 
-Not here, since an engine without a GPU and its own attention can not be asked: quantised weights, sliding windows,
+Not here, since an engine without a GPU and its own attention cannot be asked: quantised weights, sliding windows,
 attention that is not causal.
 """
 

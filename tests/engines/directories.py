@@ -26,7 +26,6 @@ It runs with this project's Python. The engines live in environments of their ow
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Mapping
@@ -45,12 +44,13 @@ from tiny_models import tiny_llama_dir
 from draftsmith.data.exchange.directory import read_package
 from draftsmith.data.exchange.export import ExportConfig, write_package
 from draftsmith.data.exchange.export import run as export
-from draftsmith.data.exchange.facts import facts_of
+from draftsmith.data.exchange.states import facts_of
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.interop import reference
+from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Package, Reading
+from draftsmith.modules.interop.eagle1 import reference
 
 LENGTH = 48
 SPREAD = 0.1  # of random weights: far from any initial value
@@ -127,7 +127,7 @@ def break_and_predict(defect: Defect, case: Path, directory: Path) -> None:
         package = Package(*defect.apply(exported.config, exported.tensors, ours))
         (directory / kind / "directory").mkdir(parents=True)
         write_package(directory / kind / "directory", package)
-        reading = importlib.import_module(f"draftsmith.modules.interop.{kind}").read(package, facts)
+        reading = formats()[kind].read(package, facts)
         raises = [f.text for f in reading.errors if " raises: " in f.text]
         prediction = {
             "raises": raises,

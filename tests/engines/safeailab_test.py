@@ -1,7 +1,7 @@
 """Exported heads in SafeAILab's own module, float32.
 
 PyPI's last release is 1.2.1 of 2024: rotary base 10000 always, no `qkv_bias`, weights only as a pickle with the
-target's embedding in it. What it can hold is compared; what it can not is asserted, so that a newer release shows.
+target's embedding in it. What it can hold is compared; what it cannot is asserted, so that a newer release shows.
 Run by `make test-engines`.
 """
 

@@ -10,7 +10,7 @@ from quick_heads import varied_acceptance_head
 from tiny_models import CONTEXT, tiny_llama_dir, tiny_tokenizer
 
 from draftsmith.data.embedded.tokenizer import train_tokenizer
-from draftsmith.data.heads.directory import eagle_identity, save_head
+from draftsmith.data.heads.directory import drafter_identity, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.launch.cli import main
 
@@ -27,7 +27,7 @@ def world(models, tmp_path_factory) -> dict[str, str]:
     train_tokenizer(["While the queue is empty, wait: nobody reads it."] * 4, CONTEXT).save_pretrained(str(foreign))
     target = load_lm(models["target"])
     head = varied_acceptance_head(32)
-    identity = eagle_identity(models["eagle"], target)
+    identity = drafter_identity(models["eagle"], target)
     for_eagle = save_head(root / "for-eagle", head, {"target": identity}, "card")
     other_eagle = save_head(root / "other-eagle", head, {"target": {**identity, "eagle": "0" * 16}}, "card")
     for_target = save_head(root / "for-target", head, {"target": target.info.identity}, "card")
@@ -55,11 +55,11 @@ WRONG = [
     ("spec", {}, "--draft"),
     ("specdec++", DRAFT, "--acceptance"),
     ("specdec++:drafter=eagle", EAGLE, "--acceptance"),
-    ("specdec++:drafter=eagle", {"acceptance": "for-eagle"}, "--eagle"),
-    ("eagle2", DRAFT, "--eagle"),
+    ("specdec++:drafter=eagle", {"acceptance": "for-eagle"}, "a head of kind eagle"),
+    ("eagle2", DRAFT, "a head of kind eagle"),
     ("eagle2:value=head", EAGLE, "--acceptance"),
     ("hsddw", DRAFT, "--mid"),
-    ("pre-verify:drafter=eagle", {"mid": "draft"}, "--eagle"),
+    ("pre-verify:drafter=eagle", {"mid": "draft"}, "a head of kind eagle"),
     ("pearl", {}, "--draft"),
     # Settings out of range.
     ("spec:k=0", DRAFT, "k: found 0, expected 1 or more"),
@@ -91,7 +91,7 @@ WRONG = [
     (
         "eagle2:value=head",
         {**EAGLE, "acceptance": "for-eagle"},
-        "judges chains, expected a head that judges trees",
+        "predicts for chains, expected a head that predicts for trees",
     ),
     # The head reads the EAGLE head's states: one for a draft model, for the target itself or for another EAGLE head
     # does not fit although all have its width.

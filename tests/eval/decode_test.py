@@ -9,7 +9,7 @@ import torch
 import transformers
 from tiny_models import tiny_tokenizer
 
-from draftsmith.data.heads.directory import eagle_identity, load_head, save_head
+from draftsmith.data.heads.directory import drafter_identity, load_head, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.decode import DecodeConfig, TokenStream, choose_method
@@ -93,7 +93,7 @@ def test_the_method_follows_from_the_models_given(models, given, policy, method)
 def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_path):
     owner = load_lm(models["target"])
     of_eagle = save_head(
-        tmp_path / "head", load_head(models["acceptance"]), {"target": eagle_identity(models["eagle"], owner)}, "card"
+        tmp_path / "head", load_head(models["acceptance"]), {"target": drafter_identity(models["eagle"], owner)}, "card"
     )
     given = {"draft": models["draft"], "eagle": models["eagle"]}
     for directory, method in ((models["acceptance"], "cost"), (str(of_eagle), "cost:drafter=eagle")):
@@ -104,11 +104,11 @@ def test_a_head_is_used_with_the_drafter_that_it_was_trained_for(models, tmp_pat
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["--method", "hf"], "draftsmith eval bench"),
+        (["--method", "hf"], "'hf', expected one of ar, spec"),
         (["--method", "spec"], "--draft"),
         (["--method", "ar,spec"], "one method"),
         (["--method", "ar", "--policy", "online"], "policy: found online with --method ar"),
-        (["--policy", "cost"], "policy: found cost with nothing that drafts, expected --draft or --eagle"),
+        (["--policy", "cost"], "policy: found cost with nothing that drafts chains, expected --draft DIR"),
     ],
 )
 def test_what_cannot_be_streamed_is_an_error(models, capsys, args, expected):

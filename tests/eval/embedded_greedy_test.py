@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 import torch
 from quick_heads import quick_eagle_head, varied_acceptance_head
+from run_models import run_models
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.methods import METHODS, parse_method
-from draftsmith.eval.methods.base import Models
-from draftsmith.eval.methods.hf import HFAssisted, HFGenerate
-from draftsmith.modules.decoding.batch import generate_batch
-from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.loop import generate, generate_one
+from draftsmith.modules.drafters.methods import known_methods, parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -45,7 +43,7 @@ CHEAP = {
     "lookahead": "lookahead:w=3:n=3:g=3",
     "pearl": "pearl:k=4",
 }
-OWN = [CHEAP.get(name, name) for name in METHODS if METHODS[name] not in (HFGenerate, HFAssisted)]
+OWN = [CHEAP.get(name, name) for name in known_methods()]
 # Other settings of these, each made of parts that are shown above.
 VARIANTS = [
     "cost:c=0.2:max=6:drafter=eagle", "online:c=0.2:max=6:drafter=eagle",
@@ -77,11 +75,11 @@ class World:
         acceptance = varied_acceptance_head((self.target if reads_target else self.draft).info.hidden_size)
         if method.eagle_for == "mid" and "eagle" in method.needs:
             # The head knows the target's features, so M2 is the target itself: what M1 drafts is verified twice.
-            models = Models(self.target, None, self.target, self.eagle, capacity=CAPACITY)
+            models = run_models(self.target, None, self.target, eagle=self.eagle, capacity=CAPACITY)
         elif "mid" in method.needs:
-            models = Models(self.target, self.small, self.draft, capacity=CAPACITY)
+            models = run_models(self.target, self.small, self.draft, capacity=CAPACITY)
         else:
-            models = Models(self.target, self.draft, None, self.eagle, acceptance, capacity=CAPACITY)
+            models = run_models(self.target, self.draft, eagle=self.eagle, acceptance=acceptance, capacity=CAPACITY)
         return method.build(models)
 
 
@@ -111,7 +109,8 @@ def autoregressive(target: Any, prompts: list[list[int]]) -> list[list[int]]:
     answers: list[list[int]] = []
     for start in range(0, len(prompts), 20):
         part = prompts[start : start + 20]
-        answers += [made.tokens for made in generate_batch(target, None, part, GREEDY, NEW_TOKENS, [0] * len(part), ())]
+        sources = [TorchSource(0) for _ in part]
+        answers += [made.tokens for made in generate(target, None, part, GREEDY, NEW_TOKENS, sources, ())]
     return answers
 
 

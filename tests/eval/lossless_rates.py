@@ -26,8 +26,7 @@ from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.lossless.command import LosslessConfig, asked_of, loop_of, make_session
 from draftsmith.eval.lossless.power import Power
 from draftsmith.eval.lossless.sampling import SamplingTest
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import Models
+from draftsmith.modules.drafters.methods import Models, parse_methods
 
 CAPACITY = 512
 TESTS = 6

@@ -10,17 +10,16 @@ import pytest
 from planted_biases import PLANTED, Planted, child_twice, past_the_end
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.measure import BenchPrompt
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.lossless import greedy
 from draftsmith.eval.lossless.answers import ends_as_asked, seed_of
 from draftsmith.eval.lossless.command import LosslessConfig, certify, run
 from draftsmith.eval.lossless.defects import OF_NODES
 from draftsmith.eval.lossless.greedy import greedy_test
-from draftsmith.eval.methods import METHODS, parse_methods
-from draftsmith.eval.methods.base import Method, Models
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding import verify
 from draftsmith.modules.decoding.protocols import DraftTree
+from draftsmith.modules.drafters.methods import Method, Models, known_methods, parse_methods
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
 
@@ -116,7 +115,7 @@ class FirstTokens(Method):
 
 
 def test_a_second_draw_at_a_trees_nodes_is_found(loaded, tmp_path, monkeypatch):
-    monkeypatch.setitem(METHODS, "first", FirstTokens)
+    monkeypatch.setitem(known_methods(), "first", FirstTokens)
     row = planted_row(loaded, Planted(child_twice, "first"), tmp_path, monkeypatch)
     assert not row["sampling"]["passed"]
     assert row["sampling"]["strongest_bet"] in ("towards what was drafted", OF_NODES)

@@ -15,7 +15,7 @@ from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench import prompt_runner as asking
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.journal import Journal
-from draftsmith.eval.bench.rows import read_rows
+from draftsmith.eval.bench.results import read_rows
 from draftsmith.modules.types import InputError
 
 NUM_PROMPTS = 24

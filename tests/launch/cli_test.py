@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import subprocess
 import sys
@@ -14,8 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from draftsmith.launch import cli, help
-from draftsmith.launch.arguments import parse
+from draftsmith.launch import cli
+from draftsmith.launch.arguments import field_meanings, parse
+from draftsmith.launch.commands import COMMANDS, SECTIONS, Command, of_drafters
+from draftsmith.modules import drafters
 
 HEAVY = ("torch", "transformers", "lightning", "datasets", "deepspeed", "wandb", "pyarrow", "numpy", "safetensors")
 
@@ -24,25 +25,39 @@ HEAVY = ("torch", "transformers", "lightning", "datasets", "deepspeed", "wandb",
 class Inner:
     """Inner.
 
-    depth: how deep.
+    Attributes:
+        depth: how deep.
     """
 
     depth: int = 1
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Shared settings.
+
+    Attributes:
+        maybe: none or text.
+        pair: two numbers.
+    """
+
+    maybe: str | None = None
+    pair: tuple[float, float] = (0.5, 1.0)
+
+
 @dataclasses.dataclass(frozen=True)
-class ProbeConfig:
+class ProbeConfig(Shared):
     """A command for these tests.
 
-    name: who.
-    count: how many,
-        on two lines.
-    ignore_case: a flag.
-    files: several.
-    inner: nested.
-    where: a path.
-    scale: a number.
-    maybe: none or text.
+    Attributes:
+        name: who.
+        count: how many,
+            on two lines.
+        ignore_case: a flag.
+        files: several.
+        inner: nested.
+        where: a path.
+        scale: a number.
     """
 
     name: str
@@ -52,7 +67,6 @@ class ProbeConfig:
     inner: Inner = dataclasses.field(default_factory=Inner)
     where: Path = Path("runs/probe")
     scale: float = 1.0
-    maybe: str | None = None
 
 
 @pytest.fixture
@@ -62,12 +76,12 @@ def probe(monkeypatch) -> ModuleType:
     module.ProbeConfig, module.seen = ProbeConfig, []
     module.run = module.seen.append
     monkeypatch.setitem(sys.modules, "draftsmith.probe", module)
-    monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("probe", "ProbeConfig", "Probe", ("name", "files")))
+    monkeypatch.setitem(COMMANDS, "probe", Command("probe:ProbeConfig", "Probe", ("name", "files")))
     return module
 
 
 def words(*args: str) -> Any:
-    return parse("draftsmith probe", ProbeConfig, args, ("name", "files"), "Probe")
+    return parse("draftsmith probe", ProbeConfig, args, ("name", "files"))
 
 
 def error_line(capsys) -> str:
@@ -83,11 +97,11 @@ def error_line(capsys) -> str:
     ("args", "expected"),
     [
         (["--name", "x", "--cuont", "4"], ["--cuont", "--count"]),
-        (["--name", "x", "--count", "four"], ["--count", "'four'", "an integer"]),
-        (["--name", "x", "--scale", "big"], ["--scale", "'big'", "a number"]),
-        (["--name", "x", "--inner.depth", "deep"], ["--inner.depth", "'deep'", "an integer"]),
+        (["--name", "x", "--count", "four"], ["--count", '"four"', "int"]),
+        (["--name", "x", "--scale", "big"], ["--scale", '"big"', "float"]),
+        (["--name", "x", "--inner.depth", "deep"], ["--inner.depth", '"deep"', "int"]),
         (["--count", "4"], ["--name"]),
-        (["--name"], ["--name", "expected a value"]),
+        (["--name"], ["--name", "requires an argument"]),
         (["--name", "x", "--config", "absent.yaml"], ["absent.yaml", "no such file"]),
         (["--name", "x", "--config", "."], ["a directory", "a YAML file"]),
     ],
@@ -106,7 +120,8 @@ def test_a_wrong_word_ends_with_code_2_and_one_line(probe, capsys, args, expecte
         ("inner: {deptth: 4}", ["unknown key inner.deptth", "depth"]),
         ("count: [1", ["line 1"]),
         ("- a\n- b", ["list", "key: value"]),
-        ("count: many", ["--count", "'many'", "an integer"]),
+        ("count: many", ["settings.yaml", "[count]", '"many"', "int"]),
+        ("config: x", ["unknown key config"]),
     ],
 )
 def test_a_wrong_config_file_ends_with_code_2_and_one_line(probe, capsys, tmp_path, content, expected):
@@ -158,14 +173,14 @@ def test_debug_adds_the_traceback(probe, capsys):
 def test_a_defect_keeps_its_traceback_and_code_1():
     code = (
         "import sys, types, dataclasses\n"
-        "from draftsmith.launch import cli\n"
+        "from draftsmith.launch import cli, commands\n"
         "module = types.ModuleType('draftsmith.probe')\n"
         "@dataclasses.dataclass(frozen=True)\n"
         "class C:\n    a: int = 1\n"
         "def run(config): raise KeyError('a defect')\n"
         "module.C, module.run = C, run\n"
         "sys.modules['draftsmith.probe'] = module\n"
-        "cli.COMMANDS['probe'] = cli.Command('probe', 'C', 'Probe')\n"
+        "commands.COMMANDS['probe'] = commands.Command('probe:C', 'Probe')\n"
         "sys.exit(cli.main(['probe']))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -196,7 +211,11 @@ def test_flags_lists_negative_numbers_and_nested_settings():
     assert words("x", "--ignore-case", "false").ignore_case is False
     assert words("x", "--files", "a", "b", "--files=c").files == ("a", "b", "c")
     assert words("x", "--files", "a,b").files == ("a", "b")
+    assert words("x", "--files", '["a,b", "c"]').files == ("a,b", "c")
+    assert words("x", "--pair", "1", "2").pair == words("x", "--pair=1,2").pair == (1.0, 2.0)
     assert words("x", "a", "b").files == ("a", "b")  # the last positional takes the rest
+    assert words("x", "--maybe", "null").maybe is None
+    assert words("x", "--count", "4", "--count", "5").count == 5
     assert words("x", "--inner.depth", "7").inner == Inner(7)
     assert words("--", "--not-an-option").name == "--not-an-option"
 
@@ -220,6 +239,10 @@ def test_print_config_gives_back_every_setting_and_words_win_over_the_file(tmp_p
     assert set(yaml.safe_load(file.read_text())) == {field.name for field in dataclasses.fields(ProbeConfig)}
     assert words("--config", str(file)) == direct
     assert words("--config", str(file), "--count", "1") == dataclasses.replace(direct, count=1)
+    later = tmp_path / "later.yaml"
+    later.write_text("count: 2\nmaybe: null\npair: [1e-3, 2]\n")
+    expected = dataclasses.replace(direct, count=2, pair=(0.001, 2.0))
+    assert words("--config", str(file), "--config", str(later)) == expected
 
 
 def test_a_shipped_config_is_found_by_its_name(capsys):
@@ -250,30 +273,43 @@ def test_overview_and_version_load_nothing_heavy(args):
     assert shown and all(len(line) <= 80 for line in shown)
 
 
+@pytest.mark.parametrize("columns", [50, 80, 120, 200])
+def test_the_overview_uses_the_terminals_columns_and_cuts_nothing(monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    section = shown.split("Start here")[1].split("Your shell")[0].splitlines()
+    assert all(len(line) <= min(columns, 120) for line in section)
+    said = " ".join(shown.split())
+    assert all(f"{name} {command.help}" in said for name, command in COMMANDS.items())
+
+
 def test_every_command_is_in_the_overview_once():
-    listed = [name for names in cli.SECTIONS.values() for name in names]
-    assert sorted(listed) == sorted(cli.COMMANDS)
-    # Two columns of 80: indent 2, the longest name, a gap of 2.
-    width = 80 - 4 - max(len(name) for name in cli.COMMANDS)
-    assert all(len(command.help) <= width for command in cli.COMMANDS.values())
+    listed = [name for names in SECTIONS.values() for name in names]
+    assert len(set(listed)) == len(listed) == len(COMMANDS)
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_setting_of_every_command_is_explained(name, capsys):
-    command = cli.COMMANDS[name]
-    module = importlib.import_module(f"draftsmith.{command.module}")
-    config_class = getattr(module, command.config)
-    assert callable(module.run)
+    command = COMMANDS[name]
+    config_class, run = command.load()
+    assert callable(run)
     assert dataclasses.is_dataclass(config_class) and config_class.__dataclass_params__.frozen
-    unexplained = [row[0] for row in help.settings(config_class) if not row[3]]
-    assert unexplained == []
+    meanings = field_meanings(config_class)
+    fields = [field for field in dataclasses.fields(config_class) if field.init]
+    assert [field.name for field in fields if not meanings.get(field.name)] == []
     assert cli.main([*name.split(), "--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"--{row[0].replace('_', '-')}" in shown for row in help.settings(config_class))
+    said = "".join(shown.replace("│", " ").split())
+    nested = {field.name for field in fields if dataclasses.is_dataclass(field.default_factory)}
+    for field in fields:
+        if field.name not in nested:
+            assert f"--{field.name.replace('_', '-')}" in shown
+            assert [word for word in meanings[field.name].replace("`", "").split() if word not in said] == []
 
 
 def test_a_meaning_may_go_on_in_the_next_line():
-    assert help.field_meanings(ProbeConfig)["count"] == "how many, on two lines."
+    assert field_meanings(ProbeConfig)["count"] == "how many, on two lines."
 
 
 def test_python_dash_m_is_the_same_command_line():
@@ -291,3 +327,63 @@ def test_a_reader_that_goes_away_ends_the_output_quietly():
     finally:
         os.close(write)
     assert (result.returncode, result.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_help_uses_the_terminals_columns_and_cuts_nothing(monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert words("--help") is None
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert max(map(len, lines)) == min(columns, 120) and "…" not in shown
+    said = " ".join(shown.replace("│", " ").split())
+    assert all(text in said for text in ("how many, on two lines.", "two numbers. [default: 0.5, 1.0]", "how deep."))
+
+
+def test_a_script_of_one_command_has_the_same_help_settings_and_errors(capsys):
+    seen: list[ProbeConfig] = []
+    assert cli.main_of(ProbeConfig, seen.append, ["--name", "x", "--count=4"]) == 0
+    assert seen == [ProbeConfig("x", 4)]
+    assert cli.main_of(ProbeConfig, seen.append, ["--name", "x", "--cuont", "4"]) == 2
+    assert "--cuont" in error_line(capsys) and len(seen) == 1
+    assert cli.main_of(ProbeConfig, seen.append, ["--help"]) == 0 and len(seen) == 1
+
+
+def test_every_learned_drafter_has_its_commands(monkeypatch):
+    monkeypatch.setattr(drafters, "learned", lambda: {"probe": "Probe: drafts nothing (2024)."})
+    made = of_drafters("train", "train.drafter:drafter_config", "train.run")
+    expected = Command("train.drafter:drafter_config", "Probe: drafts nothing (2024)", (), "train.run", "probe")
+    assert made == {"train probe": expected}
+
+
+@pytest.mark.parametrize("args", [("--", "-x"), ("--name", "- x"), ("- x",), ("--name", "-x")])
+def test_a_text_may_begin_with_a_dash(args):
+    assert words(*args).name == args[-1]
+
+
+def test_a_drafters_command_asks_for_its_settings_by_its_name(probe, monkeypatch, capsys):
+    probe.settings_of = {"eagle": ProbeConfig}.__getitem__
+    monkeypatch.setitem(COMMANDS, "probe eagle", Command("probe:settings_of", "Probe", drafter="eagle"))
+    assert cli.main(["probe", "eagle", "--name", "x"]) == 0
+    assert probe.seen == [ProbeConfig("x")]
+
+
+def test_a_shell_completes_commands_options_and_choices(tmp_path):
+    """In a real bash, as it is called when Tab is pressed."""
+    script = tmp_path / "draftsmith.bash"
+    command = [sys.executable, "-m", "draftsmith", "completion"]
+    script.write_text(subprocess.run([*command, "bash"], capture_output=True, text=True, check=True).stdout)
+    test = f"source {script}\n"
+    lines = [
+        "draftsmith ev",
+        "draftsmith eval ben",
+        "draftsmith eval bench --keep",
+        "draftsmith eval bench --engine le",
+    ]
+    for line in lines:
+        test += (
+            f"COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMP_LINE={line!r}; COMPREPLY=()\n"
+            '_draftsmith draftsmith "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"; echo "${COMPREPLY[@]}"\n'
+        )
+    result = subprocess.run(["bash", "-c", test], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["eval", "bench", "--keep-tasks", "lean"]

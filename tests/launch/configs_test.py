@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from pathlib import Path
 
 import pytest
 import yaml
 
-from draftsmith.launch.arguments import parse
-from draftsmith.launch.cli import COMMANDS
+from draftsmith.launch.commands import COMMANDS, configure
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(file for group in ("data", "train", "eval") for file in (CONFIGS / group).rglob("*.yaml"))
@@ -20,7 +18,7 @@ def test_no_command_defaults_to_a_shared_output():
     """But for the demo, whose place is where it goes on; a plan writes nothing there."""
     named = set()
     for name, command in COMMANDS.items():
-        config_class = getattr(importlib.import_module(f"draftsmith.{command.module}"), command.config)
+        config_class, _ = command.load()
         named |= {name for field in dataclasses.fields(config_class) if field.name == "output" and field.default not in
                   (dataclasses.MISSING, None)}  # fmt: skip
     assert named == {"demo", "plan eagle", "plan acceptance"}
@@ -30,9 +28,7 @@ def test_no_command_defaults_to_a_shared_output():
 def test_a_config_is_accepted_by_its_command(file):
     """`configs/GROUP/COMMAND.yaml` and `configs/GROUP/COMMAND-VARIANT.yaml` belong to `draftsmith GROUP COMMAND`."""
     name = f"{file.relative_to(CONFIGS).parts[0]} {file.stem.split('-')[0]}"
-    command = COMMANDS[name]
-    config_class = getattr(importlib.import_module(f"draftsmith.{command.module}"), command.config)
     words = ["--config", str(file), "--output", "mine"]  # no two runs share an output that a file names
     assert "output" not in yaml.safe_load(file.read_text("utf-8"))
-    config = parse(f"draftsmith {name}", config_class, words, command.positional, command.help)
-    assert isinstance(config, config_class)
+    _, config = configure(name, words)
+    assert isinstance(config, COMMANDS[name].load()[0])

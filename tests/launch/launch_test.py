@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 from draftsmith.launch import cli, deepspeed, slurm
+from draftsmith.launch.commands import configure
 from draftsmith.launch.errors import UsageError
 from draftsmith.launch.inner import with_resume
 
@@ -56,7 +57,7 @@ def started(monkeypatch) -> list[list[str]]:
 def test_words_behind_the_dashes_are_left_alone(launcher, tmp_path):
     words = ["train", "eagle", "--config", "x", "--debug", "--", *NASTY]
     before = ["--hostfile", str(tmp_path)] if launcher == "deepspeed" else []
-    _, config = cli.configure(f"launch {launcher}", [*before, "--", *words])
+    _, config = configure(f"launch {launcher}", [*before, "--", *words])
     assert config.command == tuple(words)
 
 
@@ -69,7 +70,7 @@ def test_words_behind_the_dashes_are_left_alone(launcher, tmp_path):
         ),
         (["torchrun"], ["command: found nothing", "-- train eagle"]),
         (["torchrun", "--", "train", "eagel"], ["'train eagel'", "Did you mean train eagle?"]),
-        (["torchrun", "--", *TRAIN, "--epochs", "many"], ["--epochs", "'many'", "an integer"]),
+        (["torchrun", "--", *TRAIN, "--epochs", "many"], ["--epochs", '"many"', "int"]),
         (["torchrun", "--", *TRAIN, "--epohcs", "2"], ["--epohcs", "--epochs"]),
         (["torchrun", "--", *TRAIN, "--lr", "0"], ["lr: found 0"]),
         (["torchrun", "--nproc-per-node", "2", "--", "eval", "bench"], ["'eval bench'", "a data or train command"]),

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead, eagle_loss
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
-from draftsmith.modules.losses import acceptance_loss, unrolled_eagle_loss
+from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.types import AcceptanceBatch
 
 BATCH, LENGTH = 3, 11
@@ -75,7 +75,7 @@ def test_training_an_eagle_head(config, passes):
 
     def step() -> None:
         hidden = head.unroll(embeds, features, passes)
-        unrolled_eagle_loss(hidden, wanted, [mask] * passes, lm_head).loss.backward()
+        eagle_loss(hidden, wanted, [mask] * passes, lm_head).loss.backward()
 
     ours = flops.eagle_training(config, lengths, loss_tokens, passes)
     # Later passes compute the scores of all earlier passes' keys as well, which the mask then hides: pass j has

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from draftsmith.modules import losses
-from draftsmith.modules.losses import acceptance_loss, eagle_loss, unrolled_eagle_loss
+from draftsmith.modules.drafters.eagle.head import eagle_loss
+from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.types import AcceptanceBatch
 
 # The losses are taken in float32 and summed over tens of tokens.
@@ -71,7 +72,7 @@ def test_losses_of_an_empty_mask_are_zero():
     nothing = torch.zeros_like(batch.loss_mask)
     assert acceptance_loss(logit, AcceptanceBatch(batch.hidden, batch.accept_prob, nothing)).loss == 0
     hidden = torch.randn(3, 9, 4)
-    assert eagle_loss(hidden, hidden, nothing, torch.nn.Linear(4, 7)).loss == 0
+    assert eagle_loss([hidden], hidden, [nothing], torch.nn.Linear(4, 7)).loss == 0
 
 
 def eagle_case(seed: int = 0):
@@ -98,7 +99,7 @@ def test_eagle_loss_is_the_papers(feature_weight, token_weight):
         rank = int((scores > scores[target_scores.argmax()]).sum())
         top1, top3 = top1 + (rank < 1), top3 + (rank < 3)
     count = int(mask.sum())
-    output = eagle_loss(hidden, wanted, mask, lambda x: x @ weight.T, feature_weight, token_weight)
+    output = eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T, feature_weight, token_weight)
     assert output.loss.item() == pytest.approx((feature_weight * feature + token_weight * token) / count, rel=TOLERANCE)
     assert output.sums["feature_loss"].item() == pytest.approx(feature, rel=TOLERANCE)
     assert output.sums["token_loss"].item() == pytest.approx(token, rel=TOLERANCE)
@@ -110,7 +111,7 @@ def test_eagle_loss_does_not_train_the_target_and_ignores_hidden_rows():
     hidden, wanted, mask, weight = eagle_case()
     hidden.requires_grad_()
     wanted.requires_grad_()
-    eagle_loss(hidden, wanted, mask, lambda x: x @ weight.T, 0.0, 1.0).loss.backward()
+    eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T, 0.0, 1.0).loss.backward()
     assert wanted.grad is None or not wanted.grad.any()
     assert hidden.grad[mask].any(-1).all() and not hidden.grad[~mask].any()
 
@@ -122,8 +123,8 @@ def test_losses_are_means_over_tokens_whatever_the_batches():
     def head(x):
         return x @ weight.T
 
-    whole = eagle_loss(hidden, wanted, mask, head)
-    parts = [eagle_loss(hidden[b : b + 1], wanted[b : b + 1], mask[b : b + 1], head) for b in range(2)]
+    whole = eagle_loss([hidden], wanted, [mask], head)
+    parts = [eagle_loss([hidden[b : b + 1]], wanted[b : b + 1], [mask[b : b + 1]], head) for b in range(2)]
     total, count = sum(p.sums["loss"] for p in parts), sum(p.counts["loss"] for p in parts)
     assert (total / count).item() == pytest.approx(whole.loss.item(), rel=TOLERANCE)
 
@@ -146,7 +147,7 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_all_logits_at_once(monke
     later = mask.clone()
     later[:, 1] = False
     ours, theirs = ([h.clone().requires_grad_() for h in (first, second)] for _ in range(2))
-    loss = unrolled_eagle_loss(ours, wanted, [mask, later], lambda x: x @ weight.T, 1.0, 0.1, decay=0.8).loss
+    loss = eagle_loss(ours, wanted, [mask, later], lambda x: x @ weight.T, 1.0, 0.1, decay=0.8).loss
     oracle = plain_eagle_loss(theirs, wanted, [mask, later], weight, 0.8)
     assert loss.item() == pytest.approx(oracle.item(), rel=TOLERANCE)
     (3 * loss).backward()  # a factor, as training applies one
@@ -159,8 +160,8 @@ def test_the_weights_are_the_papers_where_none_are_asked_for():
     hidden, wanted, mask, weight = eagle_case()
     oracle = plain_eagle_loss([hidden], wanted, [mask], weight, 1.0).item()
     for made in (
-        eagle_loss(hidden, wanted, mask, lambda x: x @ weight.T),
-        unrolled_eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T),
+        eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T),
+        eagle_loss([hidden], wanted, [mask], lambda x: x @ weight.T),
     ):
         assert made.loss.item() == pytest.approx(oracle, rel=TOLERANCE)
 
@@ -168,6 +169,6 @@ def test_the_weights_are_the_papers_where_none_are_asked_for():
 def test_a_huge_logit_makes_no_nan():
     hidden, wanted, mask, weight = eagle_case()
     hidden = (1e4 * hidden).requires_grad_()
-    output = eagle_loss(hidden, 1e4 * wanted, mask, lambda x: x @ weight.T)
+    output = eagle_loss([hidden], 1e4 * wanted, [mask], lambda x: x @ weight.T)
     output.loss.backward()
     assert output.loss.isfinite() and hidden.grad.isfinite().all()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant, replayed
 
-REPLAY, JUDGED, COUPLING = (f"eval/replay/{name}.py" for name in ("replay", "judged", "coupling"))
+REPLAY, JUDGED, COUPLING = (f"eval/replay/{name}.py" for name in ("replay", "stop_rules", "coupling"))
 RULES, REPLAYED, JUDGED_TEST, COUPLED = (
-    f"tests/eval/replay/{name}_test.py" for name in ("rules", "replay", "judged", "coupling")
+    f"tests/eval/replay/{name}_test.py" for name in ("rules", "replay", "stop_rules", "coupling")
 )
 LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
+EAGLE = "modules/drafters/eagle/head.py"
 LOSS_TEST, METRIC_TEST = "tests/modules/losses_test.py", "tests/modules/metrics_test.py"
-LABELS, ROLLOUTS, DATASETS = "data/acceptance.py", "data/rollouts.py", "data/store/datasets.py"
+LABELS, ROLLOUTS, DATASETS = "data/mixed_text.py", "data/rollouts.py", "data/store/datasets.py"
 LABEL_TEST, ROLLOUT_TEST, DATASET_TEST = (
     f"tests/data/{name}_test.py" for name in ("acceptance", "rollouts", "store/datasets")
 )
-COSTS, COST_TEST = "eval/cost/costs.py", "tests/eval/cost/costs_test.py"
+COSTS, COST_TEST = "eval/cost/machine.py", "tests/eval/cost/machine_test.py"
 
 MUTANTS = [
     # -- replays
@@ -59,7 +60,7 @@ MUTANTS = [
     # -- costs
     Mutant("costs-first-step-twice", COSTS, "cost.first + (step.draft_calls - 1) * cost.step",
            "cost.first + step.draft_calls * cost.step", (COST_TEST,)),
-    Mutant("costs-no-root", COSTS, "costs.target_s(step.num_drafted + 1, ", "costs.target_s(step.num_drafted, ",
+    Mutant("costs-no-root", COSTS, "self.target_s(step.num_drafted + 1, ", "self.target_s(step.num_drafted, ",
            (COST_TEST,)),
     # -- labels
     Mutant("labels-one-position-late", LABELS, "torch.tensor(mask).nonzero()[:, 0] - 1 for",
@@ -111,7 +112,7 @@ MUTANTS = [
            "torch.ones_like(prob)", ("tests/train/rollouts_test.py",)),
     Mutant("loss-kl-plus-the-entropy", LOSSES, "(1 - prob) * reject) - entropy)", "(1 - prob) * reject) + entropy)",
            (LOSS_TEST,)),
-    Mutant("loss-token-weight", LOSSES, "token_weight: float = 0.1,\n    decay",
+    Mutant("loss-token-weight", EAGLE, "token_weight: float = 0.1,\n    decay",
            "token_weight: float = 1.0,\n    decay",
            (LOSS_TEST,)),
     Mutant("loss-gradient-without-the-target", LOSSES, "logits.sub_(log_norm).exp_().sub_(target_prob)",
@@ -120,9 +121,9 @@ MUTANTS = [
            (LOSS_TEST, "tests/train/eagle_test.py")),
     Mutant("loss-top3-of-two", LOSSES, "logits.topk(min(3, logits.shape[-1]), dim=-1)",
            "logits.topk(min(2, logits.shape[-1]), dim=-1)", (LOSS_TEST,)),
-    Mutant("loss-mean-over-the-last-steps-tokens", LOSSES, "torch.tensor(len(wanted), device=wanted.device)",
+    Mutant("loss-mean-over-the-last-steps-tokens", EAGLE, "torch.tensor(len(wanted), device=wanted.device)",
            "kept[-1].sum()", (LOSS_TEST,)),
-    Mutant("loss-all-steps-weigh-the-same", LOSSES, "[decay**i for i in range(len(passes))]",
+    Mutant("loss-all-steps-weigh-the-same", EAGLE, "[decay**i for i in range(len(passes))]",
            "[1.0 for i in range(len(passes))]", ("tests/train/eagle_test.py",)),
     Mutant("auc-ties-count-whole", METRICS, "(below + negatives / 2)", "(below + negatives)", (METRIC_TEST,)),
     Mutant("ece-of-unsorted-tokens", METRICS, "order = prob.argsort(stable=True)",

@@ -1,4 +1,4 @@
-"""Mutants of what ends a draft: policies, judges, rules, and what they learn."""
+"""Mutants of what ends a draft: policies, predictors, rules, and what they learn."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ RULES, ONLINE, NODES_PY, REPEATS = (
 )
 HEAD, TREE_HEAD = "modules/acceptance/head.py", "modules/acceptance/tree.py"
 SURE_TEST, EAGLE_TREES = "tests/modules/decoding/confidence_test.py", "tests/modules/drafters/eagle_tree_test.py"
-ONLINE_TEST, REPEATS_TEST, JUDGE_TEST, HEAD_TEST = (
-    f"tests/modules/acceptance/{name}_test.py" for name in ("online_logistic", "repeats", "head_judge", "head")
+ONLINE_TEST, REPEATS_TEST, PREDICTOR_TEST, HEAD_TEST = (
+    f"tests/modules/acceptance/{name}_test.py" for name in ("online_logistic", "repeats", "head_predictor", "head")
 )
 HIERARCHY = f"{LIMITS}::test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mean"
 
@@ -39,20 +39,20 @@ MUTANTS = [
     Mutant("threshold-of-the-last-token-only", RULES, "self._survival *= prob", "self._survival = prob", (POLICIES,)),
     Mutant("survival-goes-on-into-the-next-round", RULES, "        self._survival, self.probs = 1.0, []\n",
            "        self.probs = []\n", (POLICIES,)),
-    Mutant("judged-minimum-one-late", RULES, "view.num_drafted >= self.min_drafted and",
+    Mutant("predicted-minimum-one-late", RULES, "view.num_drafted >= self.min_drafted and",
            "view.num_drafted > self.min_drafted and", (POLICIES,)),
-    Mutant("judged-maximum-one-late", RULES, "full = view.num_drafted >= self.max_drafted",
+    Mutant("predicted-maximum-one-late", RULES, "full = view.num_drafted >= self.max_drafted",
            "full = view.num_drafted > self.max_drafted", (POLICIES,)),
-    Mutant("full-drafts-teach-no-last-token", RULES, "if full and not judge.learns:", "if full:", (POLICIES,)),
-    Mutant("rounds-without-a-draft-are-heard-of", RULES, "        if num_drafted:\n            self.judge",
-           "        if True:\n            self.judge", (POLICIES,)),
-    Mutant("cost-ignores-the-unjudged-token", RULES, "acceptance ** (1 + unjudged)", "acceptance ** 1", (POLICIES,)),
+    Mutant("full-drafts-teach-no-last-token", RULES, "if full and not predictor.learns:", "if full:", (POLICIES,)),
+    Mutant("rounds-without-a-draft-are-heard-of", RULES, "        if num_drafted:\n            self.predictor",
+           "        if True:\n            self.predictor", (POLICIES,)),
+    Mutant("cost-ignores-the-unseen-token", RULES, "acceptance ** (1 + unseen)", "acceptance ** 1", (POLICIES,)),
     Mutant("cost-a-token-as-good-as-its-time-is-not-drafted", RULES,
-           "acceptance ** (1 + unjudged) >= self.c * self.pace",
-           "acceptance ** (1 + unjudged) > self.c * self.pace", (POLICIES,)),
+           "acceptance ** (1 + unseen) >= self.c * self.pace",
+           "acceptance ** (1 + unseen) > self.c * self.pace", (POLICIES,)),
     Mutant("cost-pace-without-the-own-token", RULES, "self._pace.add(num_accepted + 1, ",
            "self._pace.add(num_accepted, ", (POLICIES,)),
-    Mutant("cost-judges-what-lies-behind-a-rejection", RULES,
+    Mutant("cost-counts-what-lies-behind-a-rejection", RULES,
            "self._acceptance.add(num_accepted, min(num_accepted + 1, num_drafted))",
            "self._acceptance.add(num_accepted, num_drafted)", (POLICIES,)),
     Mutant("cost-never-forgets", RULES, "kept = 1 - 1 / self.MEMORY", "kept = 1.0", (POLICIES,)),
@@ -69,7 +69,7 @@ MUTANTS = [
            (ONLINE_TEST,)),
     Mutant("online-takes-the-rejected-for-accepted", ONLINE, "float(number < num_accepted)",
            "float(number <= num_accepted)", (ONLINE_TEST,)),
-    Mutant("online-learns-what-was-never-judged", ONLINE,
+    Mutant("online-learns-what-was-never-verified", ONLINE,
            "            if number > num_accepted:\n                return\n",
            "", (ONLINE_TEST,)),
     Mutant("online-curvature", ONLINE, "curvature = prob * (1 - prob)", "curvature = prob", (ONLINE_TEST,)),
@@ -83,29 +83,29 @@ MUTANTS = [
     Mutant("tree-rule-without-trust", NODES_PY, "worth = trust * expected - pace * verify[count]",
            "worth = expected - pace * verify[count]", (NODES,)),
     Mutant("tree-rule-more-nodes-of-equal-worth", NODES_PY, "if worth > most:", "if worth >= most:", (NODES,)),
-    Mutant("tree-rule-deeper-at-equal-worth", NODES_PY, "self._acceptance.value > self.pace * self._times.step",
-           "self._acceptance.value >= self.pace * self._times.step", (NODES,)),
+    Mutant("tree-rule-deeper-at-equal-worth", NODES_PY, "self._acceptance.value > self.pace * self.times.step",
+           "self._acceptance.value >= self.pace * self.times.step", (NODES,)),
     Mutant("tree-rule-expects-of-all-candidates", NODES_PY, "        return best\n",
            "        self._expected = expected\n        return best\n", (NODES,)),
     Mutant("tree-rule-trust-upside-down", NODES_PY, "self._trust.add(num_accepted, self._expected)",
            "self._trust.add(self._expected, num_accepted)", (NODES,)),
-    Mutant("tree-rule-counts-all-levels-as-judged", NODES_PY, "min(num_accepted + 1, draft_calls)", "draft_calls",
+    Mutant("tree-rule-counts-all-levels-as-verified", NODES_PY, "min(num_accepted + 1, draft_calls)", "draft_calls",
            (NODES,)),
     Mutant("tree-times-first-level-twice", NODES_PY, "self.first + (calls - 1) * self.step",
            "self.first + calls * self.step", (NODES,)),
-    Mutant("judge-late-with-the-new-tokens-features", HEAD, "values, self._before = self._before, values",
-           "self._before = values", (JUDGE_TEST,)),
-    Mutant("judge-late-judges-the-first-token-at-once", HEAD, "if self.late and view.num_drafted == 1:",
-           "if False:", (HEAD_TEST, JUDGE_TEST)),
-    Mutant("judge-correction-the-wrong-way", HEAD, "logit + math.log(self.config.w_rej / self.config.w_acc)",
+    Mutant("predictor-late-with-the-new-tokens-features", HEAD, "values, self._before = self._before, values",
+           "self._before = values", (PREDICTOR_TEST,)),
+    Mutant("predictor-late-speaks-of-the-first-token-at-once", HEAD, "if self.late and view.num_drafted == 1:",
+           "if False:", (HEAD_TEST, PREDICTOR_TEST)),
+    Mutant("predictor-correction-the-wrong-way", HEAD, "logit + math.log(self.config.w_rej / self.config.w_acc)",
            "logit - math.log(self.config.w_rej / self.config.w_acc)", (HEAD_TEST,)),
-    Mutant("judge-calibrates-the-raw-output", HEAD, "if calibrated else 0.0\n", "if not calibrated else 0.0\n",
-           (JUDGE_TEST,)),
-    Mutant("judge-depth-from-zero", HEAD, "return math.log(view.num_drafted)", "return math.log(view.num_drafted + 1)",
-           (JUDGE_TEST,)),
-    Mutant("judge-straight-lines-go-on-past-the-knots", HEAD, "(x[right] - x[left])).clamp(0, 1)",
+    Mutant("predictor-calibrates-the-raw-output", HEAD, "if calibrated else 0.0\n", "if not calibrated else 0.0\n",
+           (PREDICTOR_TEST,)),
+    Mutant("predictor-depth-from-zero", HEAD, "return math.log(view.num_drafted)",
+           "return math.log(view.num_drafted + 1)", (PREDICTOR_TEST,)),
+    Mutant("predictor-straight-lines-go-on-past-the-knots", HEAD, "(x[right] - x[left])).clamp(0, 1)",
            "(x[right] - x[left]))", (HEAD_TEST,)),
-    Mutant("tree-judge-always-told-of-temperature-1", TREE_HEAD,
+    Mutant("tree-predictor-always-told-of-temperature-1", TREE_HEAD,
            "if not (params.greedy or (params.temperature == 1 and params.top_k == 0 and params.top_p == 1)):",
            "if False:", (EAGLE_TREES,)),
     Mutant("hierarchy-goes-on-at-its-threshold", "modules/drafters/hierarchical.py",

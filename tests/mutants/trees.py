@@ -7,6 +7,7 @@ from mutants.mutant import LIMITS, TREE, Mutant, replayed
 TREE_PY, GROWN = "modules/decoding/tree.py", "modules/decoding/growth.py"
 DRAFTING, READER = "modules/drafters/eagle/drafting.py", "modules/lean_rows.py"
 EAGLE, LEAN = "modules/drafters/eagle/head.py", "modules/lean.py"
+NET, CHAIN = (f"modules/drafters/eagle/{name}.py" for name in ("net", "chain"))
 EAGLE_TREES, EAGLE_TEST = "tests/modules/drafters/eagle_tree_test.py", "tests/modules/drafters/eagle_test.py"
 CONTEXTS = f"{LIMITS}::test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is"
 CACHE_TEST = "tests/modules/kv_cache_test.py"
@@ -28,9 +29,11 @@ MUTANTS = [
            (EAGLE_TREES,)),
     Mutant("tree-siblings-see-each-other", DRAFTING, "self._own[:count, :count].expand(batch, -1, -1)",
            "0 * self._own[:count, :count].clamp_min(0).expand(batch, -1, -1)", (EAGLE_TREES,)),
-    Mutant("tree-positions-one-too-far", READER, "position = before + depth - 1", "position = before + depth", (EAGLE_TREES,)),
-    Mutant("tree-one-level-too-deep", GROWN, "for row in growing if depth < depths[row]", "for row in growing if depth <= depths[row]", (EAGLE_TREES,)),
-    Mutant("tree-leaves-its-rows-in-the-cache", DRAFTING, "        self._rows.keep(committed)\n", "", (EAGLE_TREES,)),
+    Mutant("tree-positions-one-too-far", READER, "position = before + depth - 1", "position = before + depth",
+           (EAGLE_TREES,)),
+    Mutant("tree-one-level-too-deep", GROWN, "for row in growing if depth < depths[row]",
+           "for row in growing if depth <= depths[row]", (EAGLE_TREES,)),
+    Mutant("tree-leaves-its-rows-in-the-cache", DRAFTING, "        self.rows.keep(committed)\n", "", (EAGLE_TREES,)),
     Mutant("tree-frontier-with-another-parents-state", GROWN,
            "above, frontier = chosen // width, chosen + count",
            "above, frontier = chosen % width, chosen + count", (EAGLE_TREES,)),
@@ -60,10 +63,10 @@ MUTANTS = [
            (EAGLE_TEST,)),
     Mutant("eagle-steps-lose-a-row", EAGLE, "self.position_ids >= step", "self.position_ids > step",
            ("tests/train/eagle_test.py",)),
-    Mutant("eagle-rows-see-the-newer-pass-only", EAGLE, "ahead == i - j for i in range(1, j + 1)",
+    Mutant("eagle-rows-see-the-newer-pass-only", NET, "ahead == i - j for i in range(1, j + 1)",
            "ahead == 0 for i in range(1, j + 1)", (EAGLE_TEST,)),
-    Mutant("eagle-passes-see-one-true-row-too-many", EAGLE, "[ahead <= -j, ", "[ahead <= 1 - j, ", (EAGLE_TEST,)),
-    Mutant("eagle-keeps-drafted-rows", DRAFTING, "        self._rows.keep(committed)\n", "", (EAGLE_TEST,)),
+    Mutant("eagle-passes-see-one-true-row-too-many", NET, "[ahead <= -j, ", "[ahead <= 1 - j, ", (EAGLE_TEST,)),
+    Mutant("eagle-keeps-drafted-rows", DRAFTING, "        self.rows.keep(committed)\n", "", (EAGLE_TEST,)),
     Mutant("eagle-context-one-too-long", DRAFTING, "self._positions - length - len(ids) + 1)",
            "self._positions - length - len(ids) + 2)", (CONTEXTS,)),
 ]  # fmt: skip

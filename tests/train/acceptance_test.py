@@ -13,18 +13,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
-from trained_runs import newest_state
+from trained_runs import fake_trainer, newest_state
 
 from draftsmith.data.heads.directory import load_head, save_head
+from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import AcceptanceDataset, collate_acceptance
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, run
+from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens
+from draftsmith.train.acceptance_objective import AcceptanceObjective
 from draftsmith.train.checkpoints import FOLDER
 from draftsmith.train.data_module import Key, Part
 from draftsmith.train.drafted_tokens import MixedText
-from draftsmith.train.lit_acceptance import LitAcceptance
+from draftsmith.train.lit_head import LitHead
+from draftsmith.train.run import run
 
 # A learning rate and a number of steps at which a 32-wide head learns something.
 QUICK = {
@@ -62,10 +65,12 @@ def a_part(artefacts, count: int = 6) -> Part:
     return Part(batch, tuple(Key(0, i) for i in range(count)), tokens, tokens, True, True)
 
 
-def a_module(artefacts, tmp_path, greedy: bool = False) -> LitAcceptance:
+def a_module(artefacts, tmp_path, greedy: bool = False) -> LitHead:
     settings = config(artefacts, tmp_path)
-    reader = MixedText(load_lm(str(artefacts.draft)), greedy)
-    return LitAcceptance(make_head(settings, 32), reader, settings, 12)
+    reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), greedy)
+    module = LitHead(make_head(settings, 32), AcceptanceObjective(reader, settings.calibrate), settings, 12)
+    module.trainer = fake_trainer(AcceptanceDataset(artefacts.acceptance))
+    return module
 
 
 def test_validation_reports_what_the_issue_asks_for(trained):
@@ -98,9 +103,9 @@ def test_the_fitted_calibration_travels_with_the_head(trained, artefacts):
 
 def test_the_gradient_reaches_every_weight_of_the_head_and_none_of_the_draft(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path)
-    module.loss(a_part(artefacts), epoch_noise=True).loss.backward()
+    module.loss(a_part(artefacts)).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
-    assert not any(p.requires_grad or p.grad is not None for p in module.frozen.model.parameters())
+    assert not any(p.requires_grad or p.grad is not None for p in module.objective.reader.lm.model.parameters())
 
 
 def test_the_draft_is_no_part_of_module_or_checkpoint(artefacts, tmp_path, trained):
@@ -118,7 +123,7 @@ def test_what_is_saved_is_what_was_trained(trained):
 
 
 def test_greedy_labels_are_compared_with_the_drafts_probability_at_temperature_one(artefacts, tmp_path):
-    reader, data = a_module(artefacts, tmp_path, greedy=True).reader, a_part(artefacts, 2).data
+    reader, data = a_module(artefacts, tmp_path, greedy=True).objective.reader, a_part(artefacts, 2).data
     expected = reader.lm.lm_head(reader.lm.features(data.z_ids)).log_softmax(-1)
     expected = expected[:, :-1].gather(-1, data.z_ids[:, 1:, None])[..., 0][data.loss_mask[:, 1:]]
     found = reader.read(data, with_log_q=True)

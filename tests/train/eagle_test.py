@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_llama_dir
-from trained_runs import newest_state
+from trained_runs import fake_trainer, newest_state
 
 from draftsmith.data.heads.directory import load_head, save_head
 from draftsmith.data.models.loading import load_lm
@@ -24,15 +24,18 @@ from draftsmith.data.store.shards import Rows
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
-from draftsmith.modules.drafters.eagle.head import EagleHead, shift
+from draftsmith.modules.drafters.eagle.head import EagleHead, eagle_loss, noise_like, shift
 from draftsmith.modules.flops import eagle_training, layers_forward
-from draftsmith.modules.losses import eagle_loss
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train import fit
+from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.data_module import Key, Part, Samples, held_out
-from draftsmith.train.eagle import TrainEagleConfig, feature_std, held_out_prompts, make_head, prepare, run, tau_prompts
-from draftsmith.train.lit_eagle import LitEagle, TauProbe, num_loss_tokens
+from draftsmith.train.drafter import drafter_config, feature_std, make_head, prepare
+from draftsmith.train.drafter_objective import DrafterObjective
+from draftsmith.train.lit_head import LitHead
+from draftsmith.train.run import run
+from draftsmith.train.tau import TauProbe, held_out_prompts, probe_prompts
 
 QUICK = {
     "lr": 3e-3,
@@ -46,9 +49,9 @@ QUICK = {
 QUICK |= {"token_weight": 1.0, "tau_prompts": 3, "tau_max_new_tokens": 8}
 
 
-def config(artefacts, output: Path, **changes) -> TrainEagleConfig:
+def config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
     settings = {"data": artefacts.features, "target": str(artefacts.target), "output": output, **QUICK, **changes}
-    return TrainEagleConfig(**settings)
+    return drafter_config("eagle")(**settings)
 
 
 @pytest.fixture(scope="module")
@@ -74,27 +77,23 @@ def test_a_run_goes_on_with_its_own_target_only(artefacts, tmp_path, capsys):
     assert "read_model" in capsys.readouterr().err
 
 
-class FakeTrainer:
-    """What `LitEagle` asks of Lightning's trainer: the lengths of the training samples."""
-
-    def __init__(self, samples: Samples):
-        self.datamodule = type("Data", (), {"train": samples})()
-
-
-def a_module(artefacts, tmp_path, **changes) -> LitEagle:
+def a_module(artefacts, tmp_path, **changes) -> LitHead:
     settings, target = config(artefacts, tmp_path, **changes), load_lm(str(artefacts.target))
-    weights = {"feature_weight": settings.feature_weight, "token_weight": settings.token_weight}
-    module = LitEagle(
-        make_head(settings, target), target, settings, 12, noise=settings.noise, feature_std=2.0, **weights
-    )
-    module._trainer = FakeTrainer(Samples(FeatureDataset(artefacts.features), range(12)))  # type: ignore[assignment]
+    objective = DrafterObjective(EagleHead, settings, target, feature_std=2.0)
+    module = LitHead(make_head(settings, target), objective, settings, 12)
+    module.trainer = fake_trainer(FeatureDataset(artefacts.features))
     return module
+
+
+def change(module: LitHead, **settings) -> None:
+    """Go on with other settings."""
+    module.objective.settings = dataclasses.replace(module.objective.settings, **settings)
 
 
 def a_part(artefacts, indices, collate=collate_features) -> Part:
     data = FeatureDataset(artefacts.features)
     batch = collate([data[i] for i in indices])
-    tokens = num_loss_tokens(batch)
+    tokens = EagleHead.num_loss_tokens(batch)
     return Part(batch, tuple(Key(0, i) for i in indices), tokens, tokens, True, True)
 
 
@@ -127,9 +126,9 @@ def test_best_and_last_are_heads_that_decode(trained, artefacts):
 @pytest.mark.parametrize("init", ["random", "target-last-layer"])
 def test_the_gradient_reaches_every_weight_of_the_head_and_none_of_the_target(artefacts, tmp_path, init):
     module = a_module(artefacts, tmp_path, init=init)
-    module.loss(a_part(artefacts, range(6)), epoch_noise=True).loss.backward()
+    module.loss(a_part(artefacts, range(6))).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
-    assert not any(p.requires_grad or p.grad is not None for p in module.target.model.model.parameters())
+    assert not any(p.requires_grad or p.grad is not None for p in module.objective.target.model.parameters())
 
 
 def test_the_target_is_no_part_of_module_or_checkpoint(artefacts, tmp_path, trained):
@@ -169,39 +168,46 @@ def test_noise_belongs_to_the_sample_not_to_its_batch(artefacts, tmp_path):
     length = len(FeatureDataset(artefacts.features)[3]["input_ids"]) - 2
 
     def noise(part: Part) -> torch.Tensor:
-        size = part.data.features.shape
-        return module._noise_of(part, torch.zeros(size[0], size[1] - 2, size[2]))
+        size, step = part.data.features.shape, module._step(part.keys)
+        return noise_like(torch.zeros(size[0], size[1] - 2, size[2]), step, 0.2, flat=False)
 
     assert torch.equal(noise(alone)[0, :length], noise(together)[3, :length])
-    assert 0.15 < noise(together).abs().max() <= 0.2  # 0.1 of the features' standard deviation, 2
+    assert 0.15 < noise(together).abs().max() <= 0.2
     later = Part(together.data, tuple(Key(1, key.index) for key in together.keys), 1, 1, True, True)
     assert not torch.equal(noise(later), noise(together))
+    plain, pair = shift(together.data), module.head.unroll
+    read = []
+    module.head.unroll = lambda embeds, features, *rest: read.append(features) or pair(embeds, features, *rest)
+    module.loss(together)  # 0.1 of the features' standard deviation, 2
+    assert torch.equal(read[0], plain.features.float() + noise(together))
 
 
 def test_unrolled_training_is_the_weighted_mean_of_the_drafts_steps_and_reports_the_first(artefacts, tmp_path):
-    module = a_module(artefacts, tmp_path)
+    module = a_module(artefacts, tmp_path, noise=0.0)
     part = a_part(artefacts, [0, 1])
-    first = module.loss(part, epoch_noise=False)
-    module.noise, module.unroll, module.unroll_decay, module.trainer.global_step = 0.0, 2, 0.5, 0
-    both = module.loss(part, epoch_noise=True)
-    pair = shift(part.data)
-    hidden = module.head.unroll(module.target.model.embed(pair.next_ids), pair.features.float(), 2)[1]
+    first = module.loss(part)
+    change(module, unroll=2, unroll_decay=0.5)
+    both = module.loss(part)
+    pair, target, settings = shift(part.data), module.objective.target, module.objective.settings
+    hidden = module.head.unroll(target.embed(pair.next_ids), pair.features.float(), 2)[1:]
     second = eagle_loss(
-        hidden, pair.target_features, pair.loss_mask, module.lm_head, module.feature_weight, module.token_weight
+        hidden, pair.target_features, [pair.loss_mask], target.lm_head, settings.feature_weight, settings.token_weight
     )  # no loss before the second row: prompts are longer
     torch.testing.assert_close(both.loss, (first.loss + 0.5 * second.loss) / 1.5)
     assert both.sums["loss"] == first.sums["loss"]
-    module.unroll_from = 1  # not yet
-    torch.testing.assert_close(module.loss(part, epoch_noise=True).loss, first.loss)
+    change(module, unroll_after=1 / 12)  # after the first of 12 steps
+    torch.testing.assert_close(module.loss(part).loss, first.loss)
+    module.trainer.global_step = 1
+    torch.testing.assert_close(module.loss(part).loss, both.loss)
 
 
 def test_a_packed_batch_has_the_loss_and_the_gradient_of_the_padded_one(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path, noise=0.1)
-    module.unroll, module.trainer.global_step = 2, 0
+    change(module, unroll=2)
     found = {}
     for collate in (collate_features, pack_features):
         module.zero_grad()
-        output = module.loss(a_part(artefacts, range(9), collate), epoch_noise=True)
+        output = module.loss(a_part(artefacts, range(9), collate))
         output.loss.backward()
         found[collate] = output, [p.grad.clone() for p in module.head.parameters()]
     (padded, grads), (packed, packed_grads) = found.values()
@@ -245,8 +251,9 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
     module = a_module(artefacts, tmp_path)
     prompts = list(held_out_prompts(Samples(FeatureDataset(artefacts.features), range(3))))
     assert len(prompts) == 3
-    target, tokens, calls, behind = module.target.model, 0, 0, 0
-    ends = generate_one(target, None, prompts[0], SamplingParams(), 10, TorchSource(0)).tokens[3:4]  # as if it ended there
+    target, tokens, calls, behind = module.objective.target, 0, 0, 0
+    plain = generate_one(target, None, prompts[0], SamplingParams(), 10, TorchSource(0))
+    ends = plain.tokens[3:4]  # as if it ended there
     target.info = dataclasses.replace(target.info, eos_ids=tuple(ends))
     for prompt in prompts:
         drafter = EagleDrafter(module.head, target, [FixedLength(2)], 128)
@@ -255,12 +262,13 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
         first = generation.tokens.index(ends[0]) if ends[0] in generation.tokens else 9
         behind += 9 - first
     assert tokens == 30 and behind > 0
-    probe = TauProbe(module, prompts, 2, 10)
+    probe = TauProbe(module, target, prompts, config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10), 1)
     assert probe() == {"tau": tokens / calls, "tau_behind_end": behind / tokens}
     assert probe.measured.endswith("tokens, 10 each, end tokens ignored, chains of 2")
-    short = TauProbe(module, prompts[:1], 2, 10, ignore_eos=False)()
-    shorter = generate_one(target, EagleDrafter(module.head, target, [FixedLength(2)], 128), prompts[0], SamplingParams(), 10,
-                       TorchSource(0))  # fmt: skip
+    until_end = config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10, tau_ignore_eos=False)
+    short = TauProbe(module, target, prompts[:1], until_end, 1)()
+    drafter = EagleDrafter(module.head, target, [FixedLength(2)], 128)
+    shorter = generate_one(target, drafter, prompts[0], SamplingParams(), 10, TorchSource(0))
     assert len(shorter.tokens) < 10 and short == {"tau": len(shorter.tokens) / (1 + len(shorter.trace.steps))}
 
 
@@ -286,15 +294,15 @@ def test_tau_is_measured_on_prompts_as_long_as_conversations_get(artefacts, tmp_
     # The first answer of the first, the second of the second, and so on; then those that are left.
     assert [len(prompt) for prompt in held_out_prompts(samples)] == [3, 10, 7, 9, 8, 2, 15, 4]
     settings = config(artefacts, tmp_path, tau_prompts=3, tau_max_new_tokens=8)
-    assert [len(prompt) for prompt in tau_prompts(settings, samples, 256)] == [3, 10, 7]
+    assert [len(prompt) for prompt in probe_prompts(settings, samples, 256)] == [3, 10, 7]
     # An answer of the stated length has room behind each, where there are such.
-    assert [len(prompt) for prompt in tau_prompts(settings, samples, 16)] == [3, 7, 8]
-    assert [len(prompt) for prompt in tau_prompts(settings, samples, 9)] == [3, 7, 8]
+    assert [len(prompt) for prompt in probe_prompts(settings, samples, 16)] == [3, 7, 8]
+    assert [len(prompt) for prompt in probe_prompts(settings, samples, 9)] == [3, 7, 8]
     served = artefacts.responses.with_name("prompts")
     ids = [row["prompt_ids"] for row in Rows(served, Manifest.read(served)).read(0, 3)]
-    assert tau_prompts(dataclasses.replace(settings, tau_data=served), samples, 256) == ids
+    assert probe_prompts(dataclasses.replace(settings, tau_data=served), samples, 256) == ids
     with pytest.raises(InputError, match="an artefact of kind features, expected kind prompts"):
-        tau_prompts(dataclasses.replace(settings, tau_data=artefacts.features), samples, 256)
+        probe_prompts(dataclasses.replace(settings, tau_data=artefacts.features), samples, 256)
 
 
 def test_what_will_be_learned_is_said_and_recorded(artefacts, trained, tmp_path, capsys):
@@ -361,18 +369,18 @@ def test_flops_are_those_of_the_real_tokens_and_of_the_draft_steps_trained(artef
     lengths = [len(FeatureDataset(artefacts.features)[i]["input_ids"]) - 2 for i in (0, 1, 5)]
     assert module.flops(part) == eagle_training(config, lengths, part.tokens)
     assert module.flops(filler) == eagle_training(config, lengths[:2], part.tokens)
-    module.unroll, module.trainer.global_step = 3, 0
+    change(module, unroll=3)
     assert module.flops(part) == eagle_training(config, lengths, part.tokens, passes=3)
     online = Part(dataclasses.replace(part.data, features=None), part.keys, part.tokens, part.tokens, True, True)
-    target = layers_forward(module.target.model.config, [length + 2 for length in lengths])
+    target = layers_forward(module.objective.target.config, [length + 2 for length in lengths])
     assert module.flops(online) - module.flops(part) == pytest.approx(target)
 
 
-def drafted_by_hand(module: LitEagle, item: dict[str, torch.Tensor], steps: int) -> list[list[bool]]:
+def drafted_by_hand(module: LitHead, item: dict[str, torch.Tensor], steps: int) -> list[list[bool]]:
     """For every draft of a text, whether each of its steps was right: drafted greedily from each response token on,
     the head reading all rows anew for every token. A draft ends at its first wrong step, at `steps`, or with the text.
     """
-    head, target = module.head, module.target.model
+    head, target = module.head, module.objective.target
     ids, features, is_response = item["input_ids"], item["features"].float(), item["loss_mask"].tolist()
     wanted = target.lm_head(features).argmax(-1)  # [T], what the target says after token t
     drafts = []
@@ -409,20 +417,20 @@ def greedy_items(target, number: int) -> list[dict[str, torch.Tensor]]:
 
 def part_of(items: list[dict[str, torch.Tensor]], packed: bool = False) -> Part:
     batch = (pack_features if packed else collate_features)(items)
-    tokens = num_loss_tokens(batch)
+    tokens = EagleHead.num_loss_tokens(batch)
     return Part(batch, tuple(Key(0, i) for i in range(len(items))), tokens, tokens, True, True)
 
 
 def test_agreement_by_draft_step_is_that_of_drafting_greedily_from_everywhere(artefacts, tmp_path):
     module = a_module(artefacts, tmp_path)
-    greedy, data = greedy_items(module.target.model, 12), FeatureDataset(artefacts.features)
+    greedy, data = greedy_items(module.objective.target, 12), FeatureDataset(artefacts.features)
     learn = torch.optim.AdamW(module.head.parameters(), lr=1e-2)
-    module.noise, module.unroll, module.trainer.global_step = 0.0, 4, 0
+    change(module, noise=0.0, unroll=4)
     for _ in range(30):  # until drafts go on for some steps
-        module.loss(part_of(greedy), epoch_noise=True).loss.backward()
+        module.loss(part_of(greedy)).loss.backward()
         learn.step()
         learn.zero_grad()
-    module.agreement_steps = 4
+    change(module, agreement_steps=4)
     for items in (greedy, greedy[:5] + [data[i] for i in range(7)]):  # and sampled text, which leaves the greedy path
         metrics = module.validate([part_of(items[:7]), part_of(items[7:])])
         with torch.no_grad():
@@ -436,18 +444,19 @@ def test_agreement_by_draft_step_is_that_of_drafting_greedily_from_everywhere(ar
     assert {k: v for k, v in packed.items() if "agree" in k} == {k: v for k, v in metrics.items() if "agree" in k}
 
 
-def test_a_draft_ends_with_its_document(artefacts, tmp_path):
+def test_a_draft_ends_with_its_document(artefacts, tmp_path, monkeypatch):
     module = a_module(artefacts, tmp_path)
-    module.agreement_steps = 2
-    module._choices = lambda hidden, rows: torch.where(rows, batch.input_ids[:, 2:], -1)  # always right
-    first, second = greedy_items(module.target.model, 2)
+    right = lambda target, hidden, rows: torch.where(rows, batch.input_ids[:, 2:], -1)  # noqa: E731
+    monkeypatch.setattr("draftsmith.modules.drafters.eagle.head.choices", right)
+    target = module.objective.target
+    first, second = greedy_items(target, 2)
     items = [{k: v[-8:] for k, v in item.items()} for item in (first, second)]  # responses from their first token on
     joined = {k: torch.cat([item[k] for item in items]) for k in items[0]}
     batch = collate_features([joined])
-    output = module.agreement(part_of([joined]))
-    assert output.sums == output.counts
+    sums, counts = module.head.agreement(batch, target, 2)
+    assert sums == counts
     # 14 rows of the pairing; the second document's first one continues no draft.
-    assert [int(count) for count in output.counts.values()] == [14, 12]
+    assert [int(count) for count in counts.values()] == [14, 12]
 
 
 def test_fine_tuning_starts_at_the_heads_own_loss(artefacts, tmp_path, trained):

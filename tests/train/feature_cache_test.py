@@ -20,8 +20,8 @@ from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError
 from draftsmith.train import feature_cache
 from draftsmith.train.data_module import Samples
-from draftsmith.train.eagle import run
-from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_room
+from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_cache_room
+from draftsmith.train.run import run
 
 IDENTITY = {"config": "abc", "lm_head": "def", "layers": "final-norm"}
 
@@ -158,7 +158,7 @@ def test_the_disk_is_looked_at_before_the_first_step(artefacts, tmp_path, monkey
     unique = {tuple(data[i]["input_ids"].tolist()) for i in range(len(data))}
     tokens = sum(map(len, unique)) - data.lengths[0]
     whole = Samples(data, range(len(data)))
-    check_room(cache, [whole, whole], 32, tmp_path / "cache")
+    check_cache_room(cache, [whole, whole], 32, tmp_path / "cache")
     assert f"{tokens * (32 + 2):,} bytes" in capsys.readouterr().out  # a value is a byte, a token's scale two
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1000))

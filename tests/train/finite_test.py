@@ -9,32 +9,47 @@ import pyarrow as pa
 import pytest
 import torch
 from online_cases import config, texts
+from trained_runs import fake_trainer
 
+from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
-from draftsmith.data.store.datasets import AcceptanceDataset, Lists, check_labels, collate_acceptance, collate_features
+from draftsmith.data.store.datasets import (
+    AcceptanceDataset,
+    Lists,
+    check_finite_labels,
+    collate_acceptance,
+    collate_features,
+)
+from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError
-from draftsmith.train import acceptance, eagle
+from draftsmith.train import acceptance, drafter
+from draftsmith.train.acceptance_objective import AcceptanceObjective
 from draftsmith.train.bad_steps import BadSteps
 from draftsmith.train.data_module import Key, Part
 from draftsmith.train.drafted_tokens import MixedText
+from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.feature_cache import FeatureCache
-from draftsmith.train.lit_acceptance import LitAcceptance
-from draftsmith.train.lit_eagle import LitEagle
+from draftsmith.train.lit_head import LitHead
 
 
-def a_module(artefacts, tmp_path) -> LitEagle:
-    settings, target = config(artefacts, tmp_path), load_lm(str(artefacts.target))
-    head = eagle.make_head(settings, target)
-    return LitEagle(head, target, settings, 10, feature_weight=1.0, token_weight=1.0, noise=0.0, feature_std=1.0)
+def a_module(artefacts, tmp_path) -> LitHead:
+    settings, target = config(artefacts, tmp_path, noise=0.0), load_lm(str(artefacts.target))
+    head = drafter.make_head(settings, target)
+    module = LitHead(head, DrafterObjective(EagleHead, settings, target), settings, 10)
+    module.trainer = fake_trainer(texts(artefacts))
+    return module
 
 
-def acceptance_module(artefacts, tmp_path) -> LitAcceptance:
+def acceptance_module(artefacts, tmp_path) -> LitHead:
     settings = acceptance.filled(
         acceptance.TrainAcceptanceConfig(data=artefacts.acceptance, draft=str(artefacts.draft), output=tmp_path)
     )
-    reader = MixedText(load_lm(str(artefacts.draft)), False)
-    return LitAcceptance(acceptance.make_head(settings, 32), reader, settings, 12)
+    reader = MixedText(FrozenDrafter(load_lm(str(artefacts.draft)), {}), False)
+    objective = AcceptanceObjective(reader, settings.calibrate)
+    module = LitHead(acceptance.make_head(settings, 32), objective, settings, 12)
+    module.trainer = fake_trainer(AcceptanceDataset(artefacts.acceptance))
+    return module
 
 
 def part_of(batch) -> Part:
@@ -81,22 +96,16 @@ def test_a_target_that_reads_nan_ends_the_training_and_the_validation(artefacts,
     module.bad_steps.begin()
     module.training_step(part, 0)
     assert end_of_step(module) == (False, 0.0)
-    module.source._target = Spoiled(module.target.model)
+    module.objective.source._target = Spoiled(module.objective.target)
     error = named(module, part)
     assert error.model == "target" and error.prompt == "sample 0, sample 1, sample 2"
-    module._trainer = type("Trainer", (), {"datamodule": type("Data", (), {"val": Names()})()})()
-    with pytest.raises(NonFinite, match="hidden states of prompt row 0, row 1, row 2"):
+    with pytest.raises(NonFinite, match="hidden states of prompt 0000000, 0000001, 0000002"):
         module.validate([part])
-
-
-class Names:
-    def name(self, index):
-        return f"row {index}"
 
 
 def test_a_draft_that_reads_nan_ends_the_training_of_its_acceptance_head(artefacts, tmp_path):
     module, part = acceptance_module(artefacts, tmp_path), acceptance_part(artefacts, 3)
-    module.reader.lm = Spoiled(module.reader.lm)
+    module.objective.reader.lm = Spoiled(module.objective.reader.lm)
     error = named(module, part)
     assert error.model == "draft" and error.prompt == "sample 0, sample 1, sample 2"
 
@@ -146,15 +155,15 @@ def test_labels_that_are_none_are_named_by_their_row(tmp_path):
     labels = [[0.5, 1.0], [], [0.25], [1.0, math.nan], [math.inf]]
     column = Lists(pa.chunked_array([pa.array(labels, pa.list_(pa.float32()))]))
     with pytest.raises(InputError, match=r"labels of row row-3"):
-        check_labels(tmp_path, Ids(), column)
-    check_labels(tmp_path, Ids(), Lists(pa.chunked_array([pa.array(labels[:3], pa.list_(pa.float32()))])))
+        check_finite_labels(tmp_path, Ids(), column)
+    check_finite_labels(tmp_path, Ids(), Lists(pa.chunked_array([pa.array(labels[:3], pa.list_(pa.float32()))])))
 
 
 def test_stored_features_are_not_looked_at_twice(artefacts, tmp_path):
     """A batch that brings its features leaves no mark: they were looked at when they were read."""
     data, module = texts(artefacts), a_module(artefacts, tmp_path)
     batch = collate_features([data[i] for i in range(2)])
-    features = module.target.model.features(batch.input_ids)
+    features = module.objective.target.features(batch.input_ids)
     module.bad_steps.begin()
     module.training_step(part_of(dataclasses.replace(batch, features=features)), 0)
     assert module.bad_steps._parts[0].inputs == {}

@@ -13,11 +13,11 @@ from draftsmith.train.language_model import (
     batches,
     collate,
     distillation_loss,
-    fit,
     grow,
     init_weights,
     lr_fraction,
     next_token_loss,
+    train_steps,
 )
 from draftsmith.train.muon import MuonAdamW, orthogonalise
 
@@ -92,7 +92,7 @@ def test_fit_learns_and_repeats():
     def train() -> list[float]:
         losses: list[float] = []
         recipe = Recipe(steps=40, tokens_per_step=120, lr=1e-2, warmup=5)
-        fit(model(), batches(ROWS, recipe, 0), recipe, next_token_loss, lambda step, loss: losses.append(loss))
+        train_steps(model(), batches(ROWS, recipe, 0), recipe, next_token_loss, lambda step, loss: losses.append(loss))
         return losses
 
     first = train()

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from online_cases import config, curve, texts
+from trained_runs import fake_trainer
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data import prompts
@@ -15,23 +16,25 @@ from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
+from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.types import FeatureBatch, InputError
 from draftsmith.train.data_module import Key, Part, Samples
-from draftsmith.train.eagle import feature_std, make_head, run
+from draftsmith.train.drafter import feature_std, make_head
+from draftsmith.train.drafter_objective import DrafterObjective
 from draftsmith.train.feature_source import FeatureSource
-from draftsmith.train.lit_eagle import LitEagle, num_loss_tokens
+from draftsmith.train.lit_head import LitHead
+from draftsmith.train.run import run
 
 
-def a_module(artefacts, tmp_path, **changes) -> LitEagle:
-    settings, target = config(artefacts, tmp_path), load_lm(str(artefacts.target))
-    return LitEagle(
-        make_head(settings, target), target, settings, 10, feature_weight=1.0, token_weight=1.0, noise=0.0,
-        feature_std=1.0, **changes,
-    )  # fmt: skip
+def a_module(artefacts, tmp_path) -> LitHead:
+    settings, target = config(artefacts, tmp_path, noise=0.0), load_lm(str(artefacts.target))
+    module = LitHead(make_head(settings, target), DrafterObjective(EagleHead, settings, target), settings, 10)
+    module.trainer = fake_trainer(texts(artefacts))
+    return module
 
 
 def part_of(batch: FeatureBatch) -> Part:
-    tokens = num_loss_tokens(batch)
+    tokens = EagleHead.num_loss_tokens(batch)
     return Part(batch, tuple(Key(0, i) for i in range(len(batch.input_ids))), tokens, tokens, True, True)
 
 
@@ -60,7 +63,7 @@ def test_features_are_transformers_states_without_gradient_and_outside_of_autoca
     data, module = texts(artefacts), a_module(artefacts, tmp_path)
     batch = collate_features([data[i] for i in (0, 5, 6)])
     with torch.autocast("cpu", torch.bfloat16):
-        features = module.features_of(batch).features
+        features = module.objective.features_of(batch).features
     assert features.dtype == torch.float32 and not features.requires_grad
     for row, i in enumerate((0, 5, 6)):
         with torch.no_grad():
@@ -73,17 +76,17 @@ def test_rows_that_are_packed_have_the_features_that_each_has_alone(artefacts, t
     data, module = texts(artefacts), a_module(artefacts, tmp_path)
     batch = collate_features([data[i] for i in (3, 0, 6)])
     flat = pack_features([data[i] for i in (3, 0, 6)])
-    features = module.features_of(flat).features
+    features = module.objective.features_of(flat).features
     assert features.shape[:2] == flat.input_ids.shape == (1, sum(flat.lengths))
-    expected = module.features_of(batch).features[batch.attention_mask]
+    expected = module.objective.features_of(batch).features[batch.attention_mask]
     torch.testing.assert_close(features[0], expected, rtol=1e-5, atol=1e-5)  # sums in another order
 
 
 def test_the_loss_is_exactly_that_of_a_batch_that_brings_the_same_features(artefacts, tmp_path):
     data, module = texts(artefacts), a_module(artefacts, tmp_path)
     batch = collate_features([data[i] for i in range(4)])
-    brought = dataclasses.replace(batch, features=module.target.model.features(batch.input_ids))
-    online, stored = (module.loss(part_of(b), epoch_noise=False) for b in (batch, brought))
+    brought = dataclasses.replace(batch, features=module.objective.target.features(batch.input_ids))
+    online, stored = (module.loss(part_of(b)) for b in (batch, brought))
     assert online.loss == stored.loss and online.sums == stored.sums
     online.loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.head.parameters())
@@ -107,8 +110,8 @@ def test_the_noise_unit_is_that_of_the_stored_features(artefacts):
     stored = feature_std(Samples(FeatureDataset(artefacts.features), range(6)), target)
     assert feature_std(samples, target) == pytest.approx(stored, rel=1e-3)  # bf16
     # Alone or in a batch, the sums differ in their order only, and so, rarely, what they round to.
-    assert feature_std(samples, target, "bf16") == pytest.approx(stored, rel=1e-5)
-    assert feature_std(samples, target, "fp8") == pytest.approx(stored, rel=1e-2)
+    assert feature_std(samples, target, stored="bf16") == pytest.approx(stored, rel=1e-5)
+    assert feature_std(samples, target, stored="fp8") == pytest.approx(stored, rel=1e-2)
 
 
 def test_a_row_that_was_computed_is_what_reading_the_cache_gives(artefacts, tmp_path):
@@ -117,7 +120,7 @@ def test_a_row_that_was_computed_is_what_reading_the_cache_gives(artefacts, tmp_
     target, data = load_lm(str(artefacts.target)), texts(artefacts)
     batch = collate_features([data[i] for i in (0, 6)])
     cache = FeatureCache(tmp_path / "cache", target.info.identity, "fp8", "float32")
-    computed = FeatureSource(target, cache)(batch.input_ids, [data.lengths[i] for i in (0, 6)])
+    computed = FeatureSource(target, cache=cache)(batch.input_ids, [data.lengths[i] for i in (0, 6)])
     plain = target.features(batch.input_ids)
     for row, i in enumerate((0, 6)):
         length = data.lengths[i]

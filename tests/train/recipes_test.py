@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import pytest
 import yaml
 
-from draftsmith.launch.arguments import parse
-from draftsmith.launch.cli import COMMANDS
+from draftsmith.launch.commands import COMMANDS, configure
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted((CONFIGS / "recipes").glob("*.yaml"))
@@ -19,12 +17,10 @@ FILES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 def test_a_recipe_is_accepted_by_its_command(file):
     """`configs/recipes/MODEL-HEAD.yaml` belongs to `draftsmith train HEAD`."""
     name = f"train {file.stem.split('-')[-1]}"
-    command = COMMANDS[name]
-    config_class = getattr(importlib.import_module(f"draftsmith.{command.module}"), command.config)
     words = ["--config", str(file), "--output", "mine"]  # no two runs share an output that a file names
     assert "output" not in yaml.safe_load(file.read_text("utf-8"))
-    config = parse(f"draftsmith {name}", config_class, words, command.positional, command.help)
-    assert isinstance(config, config_class)
+    _, config = configure(name, words)
+    assert isinstance(config, COMMANDS[name].load()[0])
 
 
 def test_there_are_the_promised_recipes():

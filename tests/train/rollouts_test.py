@@ -10,20 +10,23 @@ import pytest
 import sklearn.metrics
 import torch
 from safetensors.torch import load_file
-from trained_runs import newest_state
+from trained_runs import fake_trainer, newest_state
 
 from draftsmith.data import acceptance as labels
-from draftsmith.data.heads.directory import eagle_identity, load_head, save_head
+from draftsmith.data.heads.directory import drafter_identity, load_head, save_head
+from draftsmith.data.heads.frozen_drafter import FrozenDrafter
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, prepare, run
+from draftsmith.train.acceptance import TrainAcceptanceConfig, make_head, num_loss_tokens, prepare
+from draftsmith.train.acceptance_objective import AcceptanceObjective, predicted
 from draftsmith.train.data_module import Key, Part
 from draftsmith.train.drafted_tokens import RolloutDrafts
-from draftsmith.train.lit_acceptance import LitAcceptance
-from draftsmith.train.planning.plan import plan_of
+from draftsmith.train.lit_head import LitHead
+from draftsmith.train.planning.estimate import plan_of
+from draftsmith.train.run import run
 
 # Of the labels: conftest.py.
 DEPTH, CHILDREN = 4, 3
@@ -68,7 +71,7 @@ def test_a_token_is_read_as_if_its_draft_had_been_read_alone(artefacts, rollouts
     draft = load_lm(str(artefacts.draft))
     head = AcceptanceHeadConfig(32, state=state, features=("log_q", "depth", "temperature", "entropy"))
     batch = a_batch(rollouts)
-    found = RolloutDrafts(draft, head, DEPTH).read(batch, with_log_q=True)
+    found = RolloutDrafts(FrozenDrafter(draft, {}), head, DEPTH).read(batch, with_log_q=True)
     states, numbers, weights, accept = [], [], [], []
     for number, text in drafts_of(batch):
         hidden = draft.features(torch.tensor([[*text, *batch.draft_ids[number].tolist()]]))[0]
@@ -102,7 +105,7 @@ def test_a_token_is_read_as_if_its_draft_had_been_read_alone(artefacts, rollouts
 def test_a_draft_of_one_token_is_read_too(artefacts, rollouts, state):
     draft, batch = load_lm(str(artefacts.draft)), a_batch(rollouts)
     batch = dataclasses.replace(batch, draft_ids=batch.draft_ids[:, :1])
-    found = RolloutDrafts(draft, AcceptanceHeadConfig(32, state=state), 1).states(batch)
+    found = RolloutDrafts(FrozenDrafter(draft, {}), AcceptanceHeadConfig(32, state=state), 1).states(batch)
     for number, text in drafts_of(batch):
         read = [*text, int(batch.draft_ids[number, 0])]
         hidden = draft.features(torch.tensor([read]))[0]
@@ -114,7 +117,9 @@ def test_an_eagle_heads_states_are_those_over_the_targets_features(artefacts, ro
     target = load_lm(str(artefacts.target))
     head = load_head(eagle, target)
     batch = a_batch(rollouts, rows=(1, 2))
-    found = RolloutDrafts(target, AcceptanceHeadConfig(32, state="before"), DEPTH, head).states(batch)
+    found = RolloutDrafts(FrozenDrafter(target, {}, head), AcceptanceHeadConfig(32, state="before"), DEPTH).states(
+        batch
+    )
     for number, text in drafts_of(batch):
         ids = torch.tensor([text])
         rows = head(target.embed(ids[:, 1:]), target.features(ids)[:, :-1])[0]
@@ -125,8 +130,8 @@ def test_children_are_judged_by_the_state_of_their_place(artefacts, rollouts):
     draft = load_lm(str(artefacts.draft))
     head = AcceptanceHeadConfig(32, state="before", features=("log_q", "logit_max_q"), judges="tree")
     batch = a_batch(rollouts)
-    found = RolloutDrafts(draft, head, DEPTH).read(batch).batch
-    chain = RolloutDrafts(draft, dataclasses.replace(head, judges="chain"), DEPTH).read(batch).batch
+    found = RolloutDrafts(FrozenDrafter(draft, {}), head, DEPTH).read(batch).batch
+    chain = RolloutDrafts(FrozenDrafter(draft, {}), dataclasses.replace(head, judges="chain"), DEPTH).read(batch).batch
     count = len(chain.hidden)
     assert torch.equal(found.hidden.view(count, CHILDREN, 32), chain.hidden[:, None].expand(-1, CHILDREN, -1))
     assert torch.equal(found.weight.view(count, CHILDREN)[:, 1], chain.weight)
@@ -139,11 +144,13 @@ def test_children_are_judged_by_the_state_of_their_place(artefacts, rollouts):
     assert torch.allclose(numbers[:, 0, 1], (top - torch.log(-torch.expm1(top))).clamp(-12, 12), atol=1e-3)
 
 
-def a_module(artefacts, rollouts, tmp_path) -> LitAcceptance:
+def a_module(artefacts, rollouts, tmp_path) -> LitHead:
     settings = config(artefacts, rollouts, tmp_path)
     head = make_head(settings, 32)
-    reader = RolloutDrafts(load_lm(str(artefacts.draft)), head.config, DEPTH)
-    return LitAcceptance(head, reader, settings, 8)
+    reader = RolloutDrafts(FrozenDrafter(load_lm(str(artefacts.draft)), {}), head.config, DEPTH)
+    module = LitHead(head, AcceptanceObjective(reader, settings.calibrate), settings, 8)
+    module.trainer = fake_trainer(RolloutDataset(rollouts))
+    return module
 
 
 def a_part(rollouts, rows) -> Part:
@@ -154,9 +161,9 @@ def a_part(rollouts, rows) -> Part:
 
 def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollouts, tmp_path):
     module, part = a_module(artefacts, rollouts, tmp_path), a_part(rollouts, (0, 1))
-    output = module.loss(part, epoch_noise=True)
-    batch = module.reader.read(part.data).batch
-    prob, label = torch.sigmoid(module.judge(batch).detach().double()), batch.accept_prob.double()
+    output = module.loss(part)
+    batch = module.objective.reader.read(part.data).batch
+    prob, label = torch.sigmoid(predicted(module.head, batch).detach().double()), batch.accept_prob.double()
     each = -(label * prob.log() + (1 - label) * (1 - prob).log())
     expected = float((batch.weight * each).sum() / batch.weight.sum())
     assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-5)
@@ -164,9 +171,9 @@ def test_the_loss_is_the_weighted_mean_and_reaches_every_weight(artefacts, rollo
     # At the start a block's weights are zero, and so is what the layer before it could learn through them.
     for weight in module.head.parameters():
         weight.data.normal_(std=0.1)
-    module.loss(part, epoch_noise=True).loss.backward()
+    module.loss(part).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in module.head.parameters())
-    assert not any(p.requires_grad or p.grad is not None for p in module.frozen.model.parameters())
+    assert not any(p.requires_grad or p.grad is not None for p in module.objective.reader.drafter.lm.model.parameters())
 
 
 def test_accumulating_gives_the_same_weights(artefacts, rollouts, tmp_path, trained):
@@ -181,8 +188,8 @@ def test_accumulating_gives_the_same_weights(artefacts, rollouts, tmp_path, trai
 def test_validation_weighs_tokens_by_how_often_they_are_reached(artefacts, rollouts, tmp_path):
     module, parts = a_module(artefacts, rollouts, tmp_path), [a_part(rollouts, (0, 1)), a_part(rollouts, (2, 4, 5))]
     found = module.validate(parts)
-    batches = [module.reader.read(part.data, with_log_q=True) for part in parts]
-    prob = torch.cat([torch.sigmoid(module.judge(tokens.batch)) for tokens in batches]).detach().double()
+    batches = [module.objective.reader.read(part.data, with_log_q=True) for part in parts]
+    prob = torch.cat([torch.sigmoid(predicted(module.head, tokens.batch)) for tokens in batches]).detach().double()
     label, weight = (torch.cat([getattr(t.batch, n) for t in batches]).double() for n in ("accept_prob", "weight"))
     log_q = torch.cat([tokens.log_q for tokens in batches])
     positive, share = torch.cat([torch.ones_like(label), torch.zeros_like(label)]), torch.cat([label, 1 - label])
@@ -231,12 +238,15 @@ def test_heads_of_eagle_chains_and_of_trees_are_trained(artefacts, eagle, tmp_pa
     )
     settings = config(artefacts, made, tmp_path / "run", draft=None, **models, max_steps=2, judges="tree")
     best = run(settings)
-    identity = eagle_identity(eagle, load_lm(str(artefacts.target)))
+    identity = drafter_identity(eagle, load_lm(str(artefacts.target)))
     head = load_head(best, load_lm(str(artefacts.target)), kind="acceptance", identity=identity)
     assert head.config.judges == "tree" and "temperature" not in head.config.features
     written = json.loads((best / "config.json").read_text())
     assert (written["target"], written["drafter"], written["mode"]) == (identity, "eagle", "greedy")
     assert "value=head" in (best / "README.md").read_text()
+    named = run(dataclasses.replace(settings, eagle=None, draft=str(eagle), output=tmp_path / "named"))
+    ours, theirs = (load_file(path / "model.safetensors") for path in (best, named))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)  # --draft is told what it is by the directory
     with pytest.raises(InputError, match=r"draft: found none, expected one drafter"):
         run(dataclasses.replace(settings, eagle=None, output=tmp_path / "other"))
     with pytest.raises(InputError, match="target: found none"):

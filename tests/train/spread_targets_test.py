@@ -17,11 +17,10 @@ from draftsmith.data import features
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import FeatureDataset
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.launch.arguments import dashed
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
-from draftsmith.train.eagle import run
+from draftsmith.train.run import run
 
 JOB = Path(__file__).with_name("spread_job.py")
 
@@ -32,7 +31,7 @@ def command_line(words: list[str], settings: Any) -> list[str]:
     for spec in dataclasses.fields(settings):
         value = getattr(settings, spec.name)
         if value is not None and value != spec.default:
-            argv += [f"--{dashed(spec.name)}", *map(str, value if isinstance(value, tuple) else (value,))]
+            argv += [f"--{spec.name}", *map(str, value if isinstance(value, tuple) else (value,))]
     return argv
 
 

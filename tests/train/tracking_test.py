@@ -16,8 +16,10 @@ import pytest
 from wandb_file import OfflineRun, offline_runs
 
 from draftsmith.data.store.manifest import Manifest, git_commit, resolved
-from draftsmith.train.eagle import TrainEagleConfig, run
-from draftsmith.train.lit_eagle import LitEagle
+from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.drafter import drafter_config
+from draftsmith.train.lit_head import LitHead
+from draftsmith.train.run import run
 
 STOPPED_AT, STEPS = 23, 50
 
@@ -27,7 +29,7 @@ class Tracked:
     """A run's output directory, its two sessions in Weights & Biases, its table, and what it said."""
 
     output: Path
-    config: TrainEagleConfig
+    config: TrainDrafterConfig
     sessions: list[OfflineRun]
     table: list[dict[str, float]]
     said: list[str]
@@ -46,12 +48,12 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
     shared |= {"max_steps": STEPS, "batch_size": 8, "val_share": 0.25, "val_every": 10, "log_every": 5, "lr": 3e-3}
     shared |= {"tau_prompts": 2, "tau_max_new_tokens": 6, "tau_every": 50, "token_weight": 1.0, "num_threads": 1}
     shared |= {"track": ("wandb", "tensorboard"), "agreement_steps": 2}
-    learn = LitEagle.loss
+    learn = LitHead.loss
 
-    def interrupted(module: LitEagle, part, epoch_noise: bool):
+    def interrupted(module: LitHead, part):
         if module.trainer.global_step == STOPPED_AT - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return learn(module, part, epoch_noise)
+        return learn(module, part)
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
@@ -59,11 +61,11 @@ def tracked(artefacts, tmp_path_factory) -> Tracked:
         patch.setenv("NETRC", str(output.parent / "no netrc"))
         patch.setattr("draftsmith.train.callbacks.say", said.append)
         with patch.context() as stopping:
-            stopping.setattr(LitEagle, "loss", interrupted)
+            stopping.setattr(LitHead, "loss", interrupted)
             with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-                run(TrainEagleConfig(**shared))
+                run(drafter_config("eagle")(**shared))
         said.append("resumed")
-        config = TrainEagleConfig(**shared, resume=True)
+        config = drafter_config("eagle")(**shared, resume=True)
         run(config)
     return Tracked(output, config, offline_runs(output), table(output), said)
 

@@ -12,12 +12,11 @@ from draftsmith.data.store.datasets import in_pieces
 from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.answers import conversation_numbers
-from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.planning.step import Subject
 
 # Of the tokens of documents that are not there yet.
 ASSUMED_LOSS_SHARE = 0.6
-LABELS = ("acceptance", "rollouts")
 
 
 @dataclass(frozen=True)
@@ -48,26 +47,23 @@ class _Texts:
         self.lengths = lengths
 
 
-def documents_of(config: TrainConfig, kind: str, context: int, samples: int, length: int) -> Documents:
+def documents_of(config: TrainConfig, subject: Subject, samples: int, length: int) -> Documents:
     """The training samples of the artefact, split at the context where they are longer, and without held-out ones.
 
-    kind, samples, length: what is assumed where there is no artefact.
+    samples, length: what is assumed where there is no artefact.
     """
     from draftsmith.train.data_module import held_out
 
     directory, assumed = config.data, not (config.data / MANIFEST).exists()
     if assumed:
-        lengths, share = [length] * samples, ASSUMED_LOSS_SHARE
+        lengths, share, kind = [length] * samples, ASSUMED_LOSS_SHARE, subject.kind
         own = list(range(samples))
         said = f"assumed: {samples:,} samples of {length} tokens, as {directory} is not there"
     else:
         manifest = Manifest.read(directory)
         lengths, share, kind, said = *_texts(directory, manifest), manifest.kind, str(directory)
         own = _conversations(directory, manifest, len(lengths))
-    if kind == "rollouts":  # never split
-        context = max(lengths, default=0)
-    limit = min(config.max_length or context, context)
-    pieces = in_pieces(_Texts(lengths), limit, LOOKAHEAD if kind not in LABELS else 0)
+    pieces = in_pieces(_Texts(lengths), min(config.max_length or subject.context, subject.context), subject.lookahead)
     rows = [own[row] for row in getattr(pieces, "rows", range(len(lengths)))]
     lengths = pieces.lengths
     if config.val is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import tempfile
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +15,15 @@ import torch
 
 from draftsmith.data.store.manifest import MANIFEST
 from draftsmith.modules.types import InputError
-from draftsmith.train import acceptance, eagle
 from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.benchmark.synthetic import dialogue_lengths, write_responses
-from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import Part
-from draftsmith.train.eagle import TrainEagleConfig
-from draftsmith.train.lit_head import LitHead
-from draftsmith.train.planning.estimate import Plan, frozen_model, planned_dtype
+from draftsmith.train.config import TrainConfig, TrainDrafterConfig
+from draftsmith.train.metrics import num_ranks
+from draftsmith.train.planning.estimate import Plan, planned_dtype
+from draftsmith.train.planning.frozen import frozen_model
+from draftsmith.train.planning.made_up import dialogue_lengths, write_responses
+from draftsmith.train.prepare import TrainedConfig, prepare
 from draftsmith.train.strategies import trainer_arguments
-from draftsmith.train.telemetry import peak_memory_gb
+from draftsmith.train.telemetry import Telemetry
 
 WARM_UP, TIMED = 3, 5
 
@@ -57,93 +55,67 @@ class Measured:
         )
 
 
-class StepClock(pl.Callback):
-    """Wall seconds, tokens and FLOPs of the steps after the first WARM_UP, of this rank."""
+class Timing(pl.Callback):
+    """What the training's own telemetry says of the steps after the first WARM_UP."""
 
-    def __init__(self, warm_up: int = WARM_UP):
-        self._warm_up = warm_up
-        self.seconds, self.tokens, self.flops, self.steps = 0.0, 0, 0.0, 0
-        self._started = 0.0
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, i: int) -> None:
-        assert isinstance(pl_module, LitHead) and isinstance(batch, Part)
-        if trainer.global_step < self._warm_up:
-            return
-        if not self._started:
-            self._started = _now(pl_module.device)
-        self.tokens += sum(pl_module.lengths_of(batch))
-        self.flops += pl_module.flops(batch)
+    def __init__(self) -> None:
+        self.telemetry = Telemetry(peak=1.0)  # so that its utilisation is FLOP/s
+        self.numbers: dict[str, float] = {}
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch.last and self._started:
-            self.steps += 1
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seconds = _now(pl_module.device) - self._started
-
-
-def _now(device: torch.device) -> float:
-    """Wall seconds, once a GPU is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+        if batch.last and trainer.global_step in (WARM_UP, trainer.max_steps):
+            if pl_module.device.type == "cuda":
+                torch.cuda.synchronize(pl_module.device)
+            self.numbers = self.telemetry.take(pl_module.device)
 
 
 def measure(config: TrainConfig, plan: Plan) -> Measured:
     """Train for a few steps on the first batches; on made-up responses where the data is not there.
 
     Raises:
-        InputError: as the training itself; or acceptance labels that are not there, which can not be made up.
+        InputError: as the training itself; or acceptance labels that are not there, which cannot be made up.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:
         own, on_what = short_run(config, Path(folder))
-        prepare: Any = eagle.prepare if isinstance(own, TrainEagleConfig) else acceptance.prepare
+        assert isinstance(own, TrainedConfig)
         module, data, *_ = prepare(own)
-        clock = StepClock()
+        timing = Timing()
         trainer = pl.Trainer(
             **trainer_arguments(own),
             max_steps=own.max_steps,
-            max_epochs=1,
-            accumulate_grad_batches=own.accumulate,
             logger=False,
-            callbacks=[clock],
+            callbacks=[timing.telemetry, timing],
             default_root_dir=folder,
-            limit_val_batches=0,
-            num_sanity_val_steps=0,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
             trainer.fit(module, datamodule=data)
-        peak = int(peak_memory_gb(module.device) * 1e9)
-    return Measured(
-        clock.steps, clock.seconds, clock.flops / clock.seconds, clock.tokens / clock.seconds, peak, on_what
-    )
+    found = timing.numbers
+    seconds, tokens = TIMED / found["steps_per_s"], found["tokens_per_s"] / num_ranks()
+    return Measured(TIMED, seconds, found["mfu"], tokens, int(found["memory_gb"] * 1e9), on_what)
 
 
 def short_run(config: TrainConfig, folder: Path) -> tuple[TrainConfig, str]:
     """The settings of a few steps that leave nothing behind, and what they train on."""
     changes: dict[str, Any] = {"output": folder / "run", "max_steps": WARM_UP + TIMED, "resume": False, "wandb": "off"}
-    if isinstance(config, TrainEagleConfig):
-        changes |= {"tau_prompts": 0, "unroll_after": 0.0, "feature_cache": None}
+    if isinstance(config, TrainDrafterConfig):
+        changes |= {"tau_prompts": 0, "feature_cache": None}
+    if hasattr(config, "unroll_after"):  # as at the end of the training, where all passes run
+        changes["unroll_after"] = 0.0
     if (config.data / MANIFEST).exists():
         return dataclasses.replace(config, **changes), str(config.data)
-    if not isinstance(config, TrainEagleConfig):
+    if not isinstance(config, TrainDrafterConfig):
         assert isinstance(config, TrainAcceptanceConfig)
         remedy = "Make it with data acceptance, or leave --measure out."
         raise InputError("data", f"no artefact at {config.data}", "labels to measure a training on", remedy)
     target = frozen_model(config.target, planned_dtype(config))
-    assert target.llama is not None
     steps = changes["max_steps"]
     number = config.batch_size * steps
     if config.tokens_per_batch:
         number = max(2, config.tokens_per_batch * steps // 400)
     lengths = [min(length, target.context) for length in dialogue_lengths(number)]
-    data = write_responses(folder / "responses", config.target, lengths, target.llama.vocab_size)
+    data = write_responses(folder / "responses", config.target, lengths, target.vocab_size)
     return dataclasses.replace(config, **changes, data=data, val=None), f"{number} made-up dialogues"

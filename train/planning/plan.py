@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,30 +18,30 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import volatile
 from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance import TrainAcceptanceConfig, labels_of
-from draftsmith.train.config import TrainConfig
-from draftsmith.train.eagle import TrainEagleConfig
-from draftsmith.train.planning import estimate
-from draftsmith.train.planning.documents import documents_of, has_texts
-from draftsmith.train.planning.estimate import Plan, check_room, frozen_model, planned_device, planned_dtype
-from draftsmith.train.planning.estimate_acceptance import plan_acceptance
+from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train.config import TrainConfig, TrainDrafterConfig
+from draftsmith.train.drafter import drafter_config
+from draftsmith.train.planning.documents import has_texts
+from draftsmith.train.planning.dry_run import NotRehearsed
+from draftsmith.train.planning.estimate import Plan, check_room, plan_of, planned_device
+from draftsmith.train.planning.memory import LAYOUTS
 
-# Column titles of the strategies, short enough for 80 columns side by side.
-SHORT = {
-    ("one process", False): "alone",
-    ("ddp", False): "ddp",
-    ("deepspeed_stage_1", False): "zero-1",
-    ("deepspeed_stage_2", False): "zero-2",
-    ("deepspeed_stage_3", False): "zero-3",
-    ("deepspeed_stage_2", True): "z2-off",
-    ("deepspeed_stage_3", True): "z3-off",
-}
 WIDEST = 100  # longer lines are hard to read
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What planning asks beside a training's own settings."""
+    """What planning asks beside a training's own settings.
+
+    Attributes:
+        data: The artefact to train on; where it is not there yet, its size is assumed.
+        output: Where the training would write.
+        world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
+        measure: Time a few real steps here and say how long the whole training takes, with the peak that was measured.
+        assume_samples: Samples, where the artefact is not there yet.
+        assume_length: Tokens of each of these.
+        json: File that receives the numbers.
+    """
 
     data: Path = volatile(Path("runs/data"))
     output: Path = volatile(Path("runs/heads"))
@@ -57,37 +58,26 @@ class PlanOptions:
                 raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanEagleConfig(PlanOptions, TrainEagleConfig):
-    """What `train eagle` with these settings will take: memory of a rank by part and strategy, disk, steps, FLOPs.
-
-    Attributes:
-        data: The artefact to train on; where it is not there yet, its size is assumed.
-        output: Where the training would write.
-        world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
-        measure: Time a few real steps here and say how long the whole training takes, with the peak that was measured.
-        assume_samples: Samples, where the artefact is not there yet.
-        assume_length: Tokens of each of these.
-        json: File that receives the numbers.
-    """
+@functools.cache
+def plan_config(kind: str) -> type[TrainDrafterConfig]:
+    """The settings of `plan KIND`: those of `train KIND`, and what planning asks."""
+    about = f"What `train {kind}` with these settings will take: memory by part and strategy, disk, steps, FLOPs."
+    return dataclasses.make_dataclass(
+        f"Plan{kind.title()}Config",
+        [],
+        bases=(PlanOptions, drafter_config(kind)),
+        namespace={"__doc__": about, "__module__": __name__},
+        frozen=True,
+        kw_only=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanAcceptanceConfig(PlanOptions, TrainAcceptanceConfig):
-    """What `train acceptance` with these settings will take: memory of a rank by part and strategy, disk, steps, FLOPs.
-
-    Attributes:
-        data: The artefact to train on; where it is not there yet, its size is assumed.
-        output: Where the training would write.
-        world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
-        measure: Time a few real steps here and say how long the whole training takes, with the peak that was measured.
-        assume_samples: Samples, where the artefact is not there yet.
-        assume_length: Tokens of each of these.
-        json: File that receives the numbers.
-    """
+    """What `train acceptance` with these settings will take: memory by part and strategy, disk, steps, FLOPs."""
 
 
-def run(config: PlanEagleConfig | PlanAcceptanceConfig) -> Path | None:
+def run(config: Any) -> Path | None:
     """Print the plan; returns the file with its numbers, if one was asked for."""
     set_threads(config.num_threads)
     import_training(config)
@@ -112,7 +102,7 @@ def import_training(config: TrainConfig) -> None:
     """What a training has imported by the time it reads its models: part of its memory."""
     import lightning.pytorch  # noqa: F401
 
-    from draftsmith.train import fit, lit_acceptance, lit_eagle  # noqa: F401
+    from draftsmith.train import acceptance_objective, drafter_objective, fit  # noqa: F401
 
     if str(config.strategy).startswith("deepspeed"):
         if planned_device(config) == "cpu":
@@ -123,32 +113,24 @@ def import_training(config: TrainConfig) -> None:
             say("deepspeed is not installed here: its own memory is not in the plan")
 
 
-def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: int = 512) -> Plan:
-    """The plan of a training, by its settings. The rest: `estimate.plan_eagle` and `documents_of`."""
-    dtype = planned_dtype(config)
-    if isinstance(config, TrainEagleConfig):
-        target = frozen_model(config.target, dtype)
-        documents = documents_of(config, "responses", estimate.eagle_context(config, target), samples, length)
-        return estimate.plan_eagle(config, target, documents, world)
-    assert isinstance(config, TrainAcceptanceConfig)
-    model = frozen_model(config.read_model, dtype)
-    documents = documents_of(config, labels_of(config)[0], model.context, samples, length)
-    return plan_acceptance(config, model, documents, world)
-
-
 def announce(config: TrainConfig) -> None:
     """The short form, as a training prints it when it begins, before any weights are read.
 
     Data that is not there, or not what a training reads, is left for the training to tell.
 
     Raises:
-        InputError: the disk can not hold the checkpoints.
+        InputError: the disk cannot hold the checkpoints.
     """
     from draftsmith.train.metrics import is_first_process
 
     if not has_texts(config.data):
         return
-    plan = plan_of(config)
+    try:
+        plan = plan_of(config)
+    except NotRehearsed as error:  # the training may run all the same
+        if is_first_process():
+            say(f"no plan: {error}")
+        return
     if is_first_process():
         say(short(plan))
     check_room(plan, config.output)
@@ -160,7 +142,7 @@ def short(plan: Plan) -> str:
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
     return (
         f"plan: {count(plan.trained).strip()} trained and {count(plan.frozen).strip()} frozen parameters, about "
-        f"{size(own.peak)} of memory a rank ({ranks}, {SHORT[plan.strategy]}; most in: {own.phase})\n"
+        f"{size(own.peak)} of memory a rank ({ranks}, {LAYOUTS[plan.strategy]}; most in: {own.phase})\n"
         f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {count(plan.step_flops)}FLOPs each; "
         f"checkpoints {size(plan.checkpoint_bytes)} each, {size(plan.disk_bytes)} at most"
     )
@@ -207,11 +189,11 @@ def fact_rows(plan: Plan, config: TrainConfig) -> list[tuple[str, str]]:
 
 def memory_table(plan: Plan) -> Table:
     """A row a part, a column a strategy."""
-    keys = [key for key in SHORT if key in plan.memories]
+    keys = [key for key in LAYOUTS if key in plan.memories]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("part")
     for key in keys:
-        table.add_column(SHORT[key] + ("*" if key == plan.strategy else ""), justify="right")
+        table.add_column(LAYOUTS[key] + ("*" if key == plan.strategy else ""), justify="right")
     _, divisor, digits = memory_unit(plan)
     for name in plan.own.parts:
         values = [plan.memories[key].parts[name] for key in keys]
@@ -235,7 +217,7 @@ def as_numbers(plan: Plan) -> dict[str, Any]:
     numbers = {name: value for name, value in dataclasses.asdict(plan).items() if name not in ("documents", "memories")}
     documents = plan.documents
     numbers["documents"] = {"source": documents.source, "samples": len(documents.lengths), "tokens": documents.tokens}
-    numbers["memories"] = {SHORT[key]: dataclasses.asdict(value) for key, value in plan.memories.items()}
+    numbers["memories"] = {LAYOUTS[key]: dataclasses.asdict(value) for key, value in plan.memories.items()}
     return numbers
 
 

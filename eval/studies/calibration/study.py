@@ -3,45 +3,75 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from draftsmith.data.models.loading import load_lm
+from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.command import longest_sequence
-from draftsmith.eval.bench.load import LOADING, load_models, warn_about_sampling
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import Models, at_least
+from draftsmith.eval.bench.load import warn_about_sampling
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.replay.record import Recording
-from draftsmith.eval.replay.rollouts import ChainRollouts
-from draftsmith.eval.studies.calibration.figures import OVERALL, calibration_figures, summary_of
-from draftsmith.eval.studies.keeping import keep
-from draftsmith.eval.studies.policies.predictors import HEAD, judge, predictions
-from draftsmith.eval.studies.recording import recorded_chains
+from draftsmith.eval.report.tables import Column, Table, drawn_data
+from draftsmith.eval.studies.common import StudyContext, load, recorded_chains, write_results
+from draftsmith.eval.studies.predictors import (
+    ENTROPY,
+    LABELS,
+    MAX_Q,
+    QUALITY,
+    LabelledTokens,
+    Prediction,
+    Q,
+    confidences,
+    labelled_tokens,
+    online_probs,
+    probabilities_of,
+    quality_by,
+    quality_rows,
+    reliability_rows,
+)
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.decoding.confidence import log_odds_of
+from draftsmith.modules.drafters.methods import Models
+from draftsmith.modules.metrics import fit_platt
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
+HEAD = "head"  # its label in rollouts
+RAW, CORRECTED, CALIBRATED = "head, raw", "head, corrected", "head, calibrated"
+FITTED_Q, FITTED_ENTROPY, ONLINE = "q(y), fitted", "entropy, fitted", "online logistic"
+WHAT = {
+    RAW: "the head's output, as SpecDec++'s threshold reads it",
+    CORRECTED: "log(w_rej/w_acc) added to its logit",
+    CALIBRATED: "and the scale and shift that training fitted on held-out labels",
+    Q: "the draft's probability of the token",
+    MAX_Q: "the draft's probability of its best token",
+    ENTROPY: "entropy of the draft's distribution, negated: a score without a probability",
+    FITTED_Q: "logistic fit to logit q(y) on the fit prompts",
+    FITTED_ENTROPY: "logistic fit to the entropy on the fit prompts",
+    ONLINE: "logistic fit to logit max q, learned while decoding: no training",
+}
+# What diagrams show. Of the head's three one is ranked: they rank alike. Fitted ones rank as what they are fitted to.
+DIAGRAMS = {"head": (RAW, CORRECTED, CALIBRATED), "draft": (Q, MAX_Q, FITTED_Q, FITTED_ENTROPY, ONLINE)}
+BY_DEPTH = {"auc": (CALIBRATED, Q, MAX_Q, ENTROPY, ONLINE), "ece": (*DIAGRAMS["head"], *DIAGRAMS["draft"])}
+# Mode, as tables name it -> reported tokens, and what every predictor says of them.
+Findings = Mapping[str, tuple[LabelledTokens, Mapping[str, Prediction]]]
 # What --quick makes of the settings.
 QUICK: dict[str, Any] = {"limit": 14, "fit_limit": 10, "depth": 6, "max_new_tokens": 96}
 
 
 @dataclass(frozen=True)
-class CalibrationConfig:
-    """Judges an acceptance head's probabilities, raw, corrected and calibrated, beside the draft's confidence, on the
+class CalibrationConfig(DraftSettings):
+    """Holds an acceptance head's probabilities, raw, corrected and calibrated, against the draft's confidence, on the
     tokens of real rounds down to and with the first rejected one.
 
     target: model directory, hub id or embedded:target.
-    draft: the draft model; with drafter=eagle it is not needed.
+    draft: the draft model, or with another drafter its head.
     acceptance: acceptance head directory, for this drafter.
     prompts: chats with the two splits below, or a file whose prompts serve as both when neither is named.
-    drafter: draft for a draft model, eagle for an EAGLE head.
-    eagle: EAGLE head directory, with drafter=eagle.
+    drafter: draft for a draft model, or the kind of a trained drafter.
     split: prompts that are reported.
     fit_split: prompts that the logistic fits of entropy and of q(y) are made on.
     keep_tasks: keep prompts whose own task is one of these, separated by commas.
@@ -65,9 +95,7 @@ class CalibrationConfig:
     target: str
     acceptance: str
     prompts: str
-    draft: str | None = None
-    drafter: Literal["draft", "eagle"] = "draft"
-    eagle: str | None = None
+    drafter: str = "draft"
     split: str | None = "test"
     fit_split: str | None = "dev"
     keep_tasks: str | None = None
@@ -88,6 +116,7 @@ class CalibrationConfig:
     output: Path = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.temperatures:
             raise InputError("temperatures", "nothing", "one or more", "Name some.")
         for name in ("limit", "fit_limit"):
@@ -103,39 +132,30 @@ class CalibrationConfig:
 
 @sole_writer()
 def run(config: CalibrationConfig) -> Path:
-    """Record rollouts at every temperature, judge them, write output/results.json. Run again, it goes on from the
-    rollouts that are there."""
+    """Record rollouts at every temperature, look at what predictors say of them, write output/results.json. Run again,
+    it goes on from the rollouts that are there."""
     if config.quick:
         config = dataclasses.replace(config, **QUICK)
     torch.set_num_threads(1)
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
     to_fit = read_prompts(config.prompts, config.target, config.fit_split, config.keep_tasks, config.fit_limit)
-    models = load(config, [*prompts, *to_fit])
-    said = {}
+    models = load_all(config, [*prompts, *to_fit])
+    found: dict[str, tuple[LabelledTokens, dict[str, Prediction]]] = {}
     for temperature in config.temperatures:
         name = f"T={temperature:g}"
-        fit, judged = (
-            judge(rollouts_of(config, models, own, temperature, f"{name}-{use}"))
+        fit, tokens = (
+            recorded_tokens(config, models, own, temperature, f"{name}-{use}")
             for own, use in ((to_fit, "fit"), (prompts, "reported"))
         )
-        said[name] = judged, predictions(judged, fit, head_of(models))
-    keep("calibration", config, models, prompts, calibration_figures(said), summary_of(said), [OVERALL])
-    return config.output
+        found[name] = tokens, predictions(tokens, fit, head_of(models))
+    context = StudyContext(models, prompts)
+    return write_results("calibration", config, context, tables_of(found), summary_of(found), ["calibration"])
 
 
-def load(config: CalibrationConfig, prompts: Sequence[BenchPrompt]) -> Models:
-    """The pair and the head. It warns of every temperature that the head's labels were not made at.
-
-    Raises:
-        InputError: a missing or unfitting model or head, or a prompt that does not fit.
-    """
-    how = {name: getattr(config, name) for name in LOADING}
-    target = load_lm(config.target, **how)
-    longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
-    named = parse_methods(f"specdec++:drafter={config.drafter}")
-    paths = {flag: getattr(config, flag) for flag in ("target", "draft", "eagle", "acceptance")}
+def load_all(config: CalibrationConfig, prompts: Sequence[BenchPrompt]) -> Models:
+    """The pair and the head. It warns of every temperature that the head's labels were not made at."""
     first, *others = config.temperatures
-    models = load_models(named, paths, longest, config.sampling(first), target, **how)
+    models = load(config, config.paths, [f"specdec++:drafter={config.drafter}"], config.sampling(first), prompts)
     for temperature in others:
         warn_about_sampling(config.acceptance, config.sampling(temperature))
     return models
@@ -146,12 +166,69 @@ def head_of(models: Models) -> AcceptanceHead:
     return models.acceptance
 
 
-def rollouts_of(
+def recorded_tokens(
     config: CalibrationConfig, models: Models, prompts: Sequence[BenchPrompt], temperature: float, name: str
-) -> ChainRollouts:
-    """Recorded in output/rollouts/NAME, or read from there."""
-    how = Recording(
-        config.sampling(temperature), config.depth, config.max_new_tokens, config.seed, models.target.info.eos_ids
+) -> LabelledTokens:
+    """Tokens of rollouts that are recorded in output/rollouts/NAME, or read from there."""
+    how = Recording(config.sampling(temperature), config.depth, config.max_new_tokens, config.seed, models.ends)
+    directory = config.output / "rollouts" / name
+    return labelled_tokens(recorded_chains(directory, models, config.drafter, prompts, how, {HEAD: head_of(models)}))
+
+
+def predictions(tokens: LabelledTokens, fit: LabelledTokens, head: AcceptanceHead) -> dict[str, Prediction]:
+    """Name -> what each predictor says of `tokens`; logistic fits are made on `fit`."""
+    raw = tokens.of(tokens.rollouts.heads[HEAD])
+    logits = {RAW: raw, CORRECTED: head.corrected(raw), CALIBRATED: head.calibrated(raw)}
+    found = {name: Prediction(logit, torch.sigmoid(logit)) for name, logit in logits.items()}
+    own, others = confidences(tokens), confidences(fit)
+    found |= own
+    for name, score, other in (
+        (FITTED_Q, log_odds_of(own[Q].score), log_odds_of(others[Q].score)),
+        (FITTED_ENTROPY, own[ENTROPY].score, others[ENTROPY].score),
+    ):
+        scale, bias = fit_platt(other, fit.accept_prob)
+        found[name] = Prediction(score, torch.sigmoid(scale * score + bias))
+    found[ONLINE] = probabilities_of(tokens, online_probs(tokens.rollouts))
+    return found
+
+
+def overall_rows(found: Findings) -> list[dict[str, Any]]:
+    """One row for each temperature and predictor."""
+    return [
+        {"temperature": temperature, **row, "what": WHAT[row["predictor"]]}
+        for temperature, own in found.items()
+        for row in quality_rows(*own)
+    ]
+
+
+def rows_by(found: Findings, key: str, shown: Sequence[str]) -> list[dict[str, Any]]:
+    """One row for each temperature, value of `key` (depth or task) and predictor."""
+    return [{"temperature": name, **row} for name, own in found.items() for row in quality_by(*own, key, shown)]
+
+
+def tables_of(found: Findings) -> list[Table]:
+    named = (Column("temperature", "temperature"), Column("predictor", "predictor"))
+    note = (
+        LABELS + " AUC ranks only: the head's three are one ranking. What is fitted is fitted on prompts that are not "
+        "reported; the online fit starts at q's word and learns from the verdicts of the reported prompts as they come."
     )
-    heads = {HEAD: head_of(models)}
-    return recorded_chains(config.output / "rollouts" / name, models, config.drafter, prompts, how, heads)
+    title, columns = "Acceptance head beside the draft's own confidence", [*named, *QUALITY, Column("what", "what")]
+    tables = [Table("calibration", title, columns, overall_rows(found), note)]
+    for name, shown in DIAGRAMS.items():
+        rows = [{"temperature": mode, **row} for mode, own in found.items() for row in reliability_rows(*own, shown)]
+        tables.append(drawn_data(f"reliability-{name}", rows))
+    tables += [drawn_data(f"{key}-by-depth", rows_by(found, "depth", shown)) for key, shown in BY_DEPTH.items()]
+    for key in ("depth", "task"):
+        rows = rows_by(found, key, (CALIBRATED, Q, FITTED_Q, ONLINE))
+        columns = [named[0], Column(key, key), named[1], *QUALITY]
+        tables.append(Table(f"calibration-by-{key}", f"{key.title()} by {key}", columns, rows, LABELS))
+    return tables
+
+
+def summary_of(found: Findings) -> dict[str, Any]:
+    """Flat numbers: `TEMPERATURE, PREDICTOR: auc` and so on."""
+    return {
+        f"{row['temperature']}, {row['predictor']}: {key}": row[key]
+        for row in overall_rows(found)
+        for key in ("auc", "brier", "ece", "kl")
+    }

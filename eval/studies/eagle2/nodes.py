@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.studies.common import mean, mean_interval
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bootstrap import mean_interval
+from draftsmith.eval.studies.common import mean
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.tree import StaticTree
@@ -49,11 +50,11 @@ def nodes_of(prompt: BenchPrompt, done: Round, params: SamplingParams, eos_ids: 
         children.setdefault(parent, []).append(node)
     for parent in alive:
         logits = done.logits[parent + 1]
-        law = None if params.greedy else probabilities(logits, params)
-        best = best_token(logits) if law is None else None
+        probs = None if params.greedy else probabilities(logits, params)
+        best = best_token(logits) if probs is None else None
         for node in children.get(parent, []):
             token = tree.tokens[node]
-            accepted = float(token == best) if law is None else float(law[token])
+            accepted = float(token == best) if probs is None else float(probs[token])
             yield Node(prompt.id, prompt.task, node, confidence(tree, node), accepted)
 
 

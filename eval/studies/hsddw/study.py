@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import at_least
-from draftsmith.eval.report.figures import Figure
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.studies.common import (
-    Ground,
     StudyConfig,
+    StudyContext,
     decode,
     measured,
     numbers,
@@ -23,24 +20,12 @@ from draftsmith.eval.studies.common import (
     reduced,
     write_results,
 )
-from draftsmith.eval.studies.hsddw.figures import (
-    Speed,
-    Watched,
-    ablation_table,
-    entropy_density,
-    entropy_table,
-    redundancy_table,
-    sensitivity,
-    summary_of,
-    tau_by_window,
-    threshold_over_answer,
-    window_examples,
-    window_over_answer,
-)
+from draftsmith.eval.studies.hsddw.found import WatchedMethod, WindowSpeed, summary_of, tables_of
 from draftsmith.eval.studies.hsddw.watch import Watcher
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.trace import pool
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.drafters.methods import parse_methods
+from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # Name in tables -> method, in the order of the paper's table 2.
 METHODS = {
@@ -84,49 +69,34 @@ def run(config: HsddwConfig) -> Path:
         config = reduced(config, {"limit": 5, "repeats": 1}, {"windows": f"{max(2, config.k // 2)},{2 * config.k}"})
     windows = sorted({config.k, *numbers("windows", config.windows, int)})
     labels = [method.format(k=k, max=config.max) for method in METHODS.values() for k in windows]
-    ground = prepare(config, labels)
-    watched = [watch(config, ground, name, params) for params in config.sampling for name in METHODS]
+    context = prepare(config, labels)
+    watched = [watch(config, context, name, params) for params in config.sampling for name in METHODS]
     speeds = [speed for params in config.sampling for speed in measure_windows(config, windows, params)]
-    figures = figures_of(config, watched, speeds)
-    return write_results(config, "hsddw", ground, figures, summary_of(config.k, watched, speeds))
+    tables = tables_of(config.k, config.examples, watched, speeds, config.seed)
+    return write_results("hsddw", config, context, tables, summary_of(config.k, watched, speeds))
 
 
-def watch(config: HsddwConfig, ground: Ground, name: str, params: SamplingParams) -> Watched:
+def watch(config: HsddwConfig, context: StudyContext, name: str, params: SamplingParams) -> WatchedMethod:
     """Decode all prompts with one method at `config.k`."""
     label = METHODS[name].format(k=config.k, max=config.max)
-    drafter = parse_methods(label)[0].method.build(ground.models)
+    drafter = parse_methods(label)[0].method.build(context.models)
     assert drafter is not None
-    watcher = Watcher(drafter, ground.eos_ids)
+    watcher = Watcher(drafter, context.eos_ids)
 
     def on_round(prompt: BenchPrompt, done: Round) -> None:
         watcher.on_round(prompt.id, done)
 
-    made = decode(config, ground, label, params, on_round, drafter)
-    lengths = {prompt.id: len(answer.tokens) for prompt, answer in zip(ground.prompts, made, strict=True)}
-    return Watched(params.temperature, name, watcher.seen, pool(answer.trace for answer in made), lengths)
+    made = decode(config, context, label, params, on_round, drafter)
+    lengths = {prompt.id: len(answer.tokens) for prompt, answer in zip(context.prompts, made, strict=True)}
+    return WatchedMethod(params.temperature, name, watcher.seen, pool(answer.trace for answer in made), lengths)
 
 
-def measure_windows(config: HsddwConfig, windows: Sequence[int], params: SamplingParams) -> list[Speed]:
+def measure_windows(config: HsddwConfig, windows: Sequence[int], params: SamplingParams) -> list[WindowSpeed]:
     """Every method at every window, interleaved; M2 alone in a run of its own, since a run has one --draft."""
     alone = dataclasses.replace(config, draft=config.mid, mid=None)
     found = []
     for run_config, methods, directory in ((config, METHODS, "bench"), (alone, M2_METHODS, "bench-m2")):
         label_of = {(name, k): methods[name].format(k=k, max=config.max) for name in methods for k in windows}
         rows = measured(run_config, list(label_of.values()), params, directory)
-        found += [Speed(params.temperature, name, k, rows[label]) for (name, k), label in label_of.items()]
+        found += [WindowSpeed(params.temperature, name, k, rows[label]) for (name, k), label in label_of.items()]
     return found
-
-
-def figures_of(config: HsddwConfig, watched: Sequence[Watched], speeds: Sequence[Speed]) -> list[Figure]:
-    dynamic = [item for item in watched if item.name in ("self-verify", "HSDDW")]
-    return [
-        ablation_table(config.k, speeds),
-        sensitivity(speeds),
-        tau_by_window(speeds),
-        entropy_table(watched),
-        entropy_density(watched),
-        redundancy_table(config.k, watched),
-        window_examples(dynamic, config.examples),
-        window_over_answer(dynamic, config.seed),
-        threshold_over_answer(dynamic, config.seed),
-    ]

@@ -13,22 +13,22 @@ from typing import Any
 from draftsmith.modules.decoding.confidence import draft_law
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import Drafter, DraftView, EachRow, StopPolicy
-from draftsmith.modules.decoding.stop import entropy
+from draftsmith.modules.decoding.stop import Around, RunningEntropy, entropy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A chain that one model drafted, and how many of its tokens the next one accepted. entropy: of the law that each
-    token was drawn from [nats]."""
+class DraftedChain:
+    """A chain that one model drafted, and how many of its tokens the next one accepted. entropy: of the distribution
+    that each token was drawn from [nats]."""
 
     entropy: list[float]
     num_accepted: int
 
 
 @dataclass(frozen=True)
-class Judged:
+class VerifiedToken:
     """A token down to and with the first that was rejected. by: "M1 by target", ..., drafter and verifier."""
 
     prompt: str
@@ -38,7 +38,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Window:
+class RoundWindow:
     """One round: tokens handed to the target and accepted, after `start` tokens of the answer. threshold: the
     running mean [nats] that the entropies of whoever hands over are compared with; None where there is none."""
 
@@ -51,38 +51,35 @@ class Window:
 
 
 @dataclass
-class Seen:
+class Observations:
     """Everything watched with one method. inner: M1's drafts as rounds whose target is M2. origin: tokens of the
     rounds by who made them, M1, M2 or the target (the first token of an answer, which the prefill gives, left out)."""
 
-    judged: list[Judged] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
+    verified: list[VerifiedToken] = field(default_factory=list)
+    windows: list[RoundWindow] = field(default_factory=list)
     inner: DecodeTrace = field(default_factory=DecodeTrace)
     origin: Counter[str] = field(default_factory=Counter)
 
 
-class WatchedStop:
+class WatchedStop(Around):
     """A stop policy that keeps what it was shown, and the verdicts."""
 
     def __init__(self, policy: StopPolicy):
-        self._policy = policy
+        super().__init__(policy)
         self.entropies: list[float] = []
-        self.drafts: list[Draft] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
+        self.drafts: list[DraftedChain] = []
 
     def start_round(self) -> None:
         self.entropies = []
-        self._policy.start_round()
+        super().start_round()
 
     def should_stop(self, view: DraftView) -> bool:
         self.entropies.append(entropy(draft_law(view)))
-        return self._policy.should_stop(view)
+        return super().should_stop(view)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        self.drafts.append(Draft(self.entropies[:num_drafted], num_accepted))
-        self._policy.observe(num_drafted, num_accepted)
+        self.drafts.append(DraftedChain(self.entropies[:num_drafted], num_accepted))
+        super().observe(num_drafted, num_accepted)
 
 
 class Watcher:
@@ -95,7 +92,7 @@ class Watcher:
         chain: Any = drafter if self._hierarchy is None else self._hierarchy.inner
         self._stop = chain.stops[0] = WatchedStop(chain.stops[0])
         self._prompt, self._emitted, self._number = "", 0, 0
-        self.seen = Seen()
+        self.seen = Observations()
 
     def on_round(self, prompt: str, done: Round) -> None:
         """`prompt` is its id. To be called before the drafter learns of the verdict, as `generate` does."""
@@ -112,15 +109,16 @@ class Watcher:
         assert done.tree is not None and done.verdict is not None
         tokens = done.tree.tokens
         end = next((i for i, token in enumerate(tokens) if token in self._eos), len(tokens))
-        rule: Any = self._stop if self._hierarchy is None else self._hierarchy.rule
+        entropies = self._stop.entropies if self._hierarchy is None else self._hierarchy.rule.entropies
         by = "M1 by target" if self._hierarchy is None else "M2 by target"
-        self._judge(by, Draft(rule.entropies[: len(tokens)], len(done.verdict.path)), 0, end)
+        self._verify(by, DraftedChain(entropies[: len(tokens)], len(done.verdict.path)), 0, end)
         of_m1 = set(range(len(tokens))) if self._hierarchy is None else self._inner_drafts(end)
         kept = set(range(done.num_accepted))
         self.seen.origin += Counter(M1=len(kept & of_m1), M2=len(kept - of_m1), target=len(done.tokens) - len(kept))
-        threshold = getattr(rule, "threshold", None)
+        rule = self._stop.innermost if self._hierarchy is None else self._hierarchy.rule
+        threshold = rule.threshold if isinstance(rule, RunningEntropy) else None
         self.seen.windows.append(
-            Window(self._prompt, self._number, self._emitted, len(tokens), done.num_accepted, threshold)
+            RoundWindow(self._prompt, self._number, self._emitted, len(tokens), done.num_accepted, threshold)
         )
         self._number += 1
 
@@ -129,7 +127,7 @@ class Watcher:
         places: set[int] = set()
         start = 0
         for draft in self._stop.drafts:
-            self._judge("M1 by M2", draft, start, end)
+            self._verify("M1 by M2", draft, start, end)
             emitted = draft.num_accepted + 1
             alive = min(emitted, max(0, end + 1 - start))
             self.seen.inner.steps.append(DecodeStep(len(draft.entropy), draft.num_accepted, alive, len(draft.entropy)))
@@ -137,8 +135,8 @@ class Watcher:
             start += emitted
         return places
 
-    def _judge(self, by: str, draft: Draft, start: int, end: int) -> None:
+    def _verify(self, by: str, draft: DraftedChain, start: int, end: int) -> None:
         """start: place of the draft's first token among the round's; end: of the end token, where there is one."""
         for i, value in enumerate(draft.entropy[: draft.num_accepted + 1]):
             if start + i <= end:
-                self.seen.judged.append(Judged(self._prompt, by, value, i < draft.num_accepted))
+                self.seen.verified.append(VerifiedToken(self._prompt, by, value, i < draft.num_accepted))

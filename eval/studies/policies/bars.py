@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.report.figures import plain
-from draftsmith.eval.studies.policies.bench import HEAD
-from draftsmith.eval.studies.policies.found import AtCost, Compared
-from draftsmith.eval.studies.policies.play import Gain
+from draftsmith.eval.report.tables import plain
+from draftsmith.eval.studies.policies.comparison import AtCost, Comparison
+from draftsmith.eval.studies.policies.measured import HEAD
+from draftsmith.eval.studies.policies.replayed import Gain
 
 OVER_FIXED = {False: 0.035, True: 0.08}  # sampling, greedy
 OVER_FREE = {False: 0.01, True: 0.03}
@@ -18,7 +18,7 @@ MEASURED_GREEDY = 0.05
 CEILING_SHARE = 1 / 3
 
 
-def bar_rows(found: Sequence[Compared], measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def bar_rows(found: Sequence[Comparison], measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row a bar: value, interval, bar, whether it was reached; none of scenes without a head, nor of temperatures
     between, for which nothing was asked."""
     rows = []
@@ -38,7 +38,7 @@ def bar_rows(found: Sequence[Compared], measured: Sequence[dict[str, Any]]) -> l
     return [plain(row) for row in rows]
 
 
-def bars_at(compared: Compared, at: AtCost) -> list[dict[str, Any]]:
+def bars_at(compared: Comparison, at: AtCost) -> list[dict[str, Any]]:
     greedy, head, free = compared.scene.params.greedy, at.best("head"), at.best("free")
     assert head is not None and free is not None
     name = head.family.name
@@ -65,8 +65,7 @@ def bars_at(compared: Compared, at: AtCost) -> list[dict[str, Any]]:
 def bar(what: str, who: str, made: Gain, least: float, above_zero: bool = False) -> dict[str, Any]:
     """above_zero: the interval's lower end has to be, too."""
     reached = made.value >= least and not (above_zero and not made.low > 0)
-    interval = "" if np.isnan(made.low) else f"{made.low:+.1%} to {made.high:+.1%}"
     return {
-        "what": what, "who": who, "value": made.value, "interval": interval, "bar": least,
+        "what": what, "who": who, "value": made.value, "interval": made.ends, "bar": least,
         "reached": "yes" if reached else "no",
     }  # fmt: skip

@@ -7,27 +7,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.heads.directory import eagle_identity, head_config
+from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.progress import say
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.methods.base import Models, at_least, between
-from draftsmith.eval.replay.record import Answers, DrafterName, Recording
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
-from draftsmith.eval.studies.common import Ground, StudyConfig, numbers, prepare, reduced, write_results
-from draftsmith.eval.studies.overlap import known_grams, least_third, overlap
-from draftsmith.eval.studies.policies.bench import cross_check
-from draftsmith.eval.studies.policies.cost import own_c
-from draftsmith.eval.studies.policies.figures import OVERLAP, figures_of, shown_first, summary_of
-from draftsmith.eval.studies.policies.found import Compared, Scene, compare
-from draftsmith.eval.studies.policies.heads import head_directories, load_heads
-from draftsmith.eval.studies.policies.play import Grid
-from draftsmith.eval.studies.policies.split import parted, training_texts
-from draftsmith.eval.studies.recording import recorded_chains
+from draftsmith.eval.studies.common import (
+    StudyConfig,
+    StudyContext,
+    head_directories,
+    load_heads,
+    numbers,
+    prepare,
+    recorded_chains,
+    reduced,
+    write_results,
+)
+from draftsmith.eval.studies.policies.comparison import Comparison, DrafterMode, compare
+from draftsmith.eval.studies.policies.families import PolicyGrid
+from draftsmith.eval.studies.policies.measured import cross_check, own_c
+from draftsmith.eval.studies.policies.prompts import known_grams, least_third, overlap, parted, training_texts
+from draftsmith.eval.studies.policies.tables import OVERLAP, shown_first, summary_of, tables_of
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.drafters.chains import chain_methods
+from draftsmith.modules.drafters.methods import Models
+from draftsmith.modules.types import InputError, SamplingParams, at_least, between
 
-DRAFTERS: dict[DrafterName, str] = {"draft": "spec", "eagle": "eagle"}  # and a method that loads it
 # What --quick makes of the settings.
 MOST = {"dev_limit": 6, "limit": 9, "max_new_tokens": 48, "max_drafted": 8, "repeats": 1}
 QUICK_BENCH = 2
@@ -36,12 +42,11 @@ INSTEAD = {"hs": "0.2,0.4,0.6,0.8,0.95", "ts": "0.3,0.6", "cs": "0.1,0.35"}
 
 @dataclass(frozen=True, kw_only=True)
 class PoliciesConfig(StudyConfig):
-    """Compares stop policies of draft chains on the same text and the same coins: fixed lengths, thresholds, learning
-    while decoding, acceptance heads, and what a policy that knew more would gain. Settings are chosen on dev prompts.
-    Run again, it goes on from the rounds that are recorded.
+    """Compares stop policies of draft chains on the same text and the same accept draws: fixed lengths, thresholds,
+    learning while decoding, acceptance heads, and what a policy that knew more would gain. Settings are chosen on dev
+    prompts. Run again, it goes on from the rounds that are recorded.
 
-    draft: draft model; it or eagle may be left out.
-    eagle: EAGLE head directory, whose chains are a drafter too.
+    draft: what drafts chains: a draft model, a trained head, or several of them.
     draft_heads: folder of acceptance heads for the draft model, by name: head directories or trainings' outputs. Each
         is used at the temperatures of its labels' mode: greedy, or sampling.
     eagle_heads: folder of acceptance heads for the EAGLE head's chains.
@@ -79,13 +84,13 @@ class PoliciesConfig(StudyConfig):
     bench_limit: int = 40
 
     @property
-    def drafters(self) -> list[DrafterName]:
-        return [name for name in DRAFTERS if getattr(self, name)]
+    def chain_drafters(self) -> list[str]:
+        return [name for name in chain_methods() if name in self.drafters]
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> PolicyGrid:
         deepest = self.max_drafted
-        return Grid(
+        return PolicyGrid(
             tuple(range(1, deepest + 1)),
             tuple(numbers("ts", self.ts, float)),
             tuple(numbers("hs", self.hs, float)),
@@ -104,15 +109,16 @@ class PoliciesConfig(StudyConfig):
         for name in ("hs", "ts", "cs"):
             for value in numbers(name, getattr(self, name), float):
                 between(name, value, 0, 10 if name == "cs" else 1)
-        if not self.drafters:
-            raise InputError("draft", "neither --draft nor --eagle", "a drafter", "Pass one or both.")
-        for name in DRAFTERS:
+        if not self.chain_drafters:
+            raise InputError("draft", "nothing", "a drafter", "Pass --draft: a draft model, a head, or several.")
+        for name in ("draft", "eagle"):
             if getattr(self, f"{name}_heads") is not None and name not in self.drafters:
-                raise InputError(f"{name}_heads", f"heads without --{name}", f"--{name}", f"Pass --{name} too.")
+                found, expected = f"heads of what {name} drafts without it", "--draft with it"
+                raise InputError(f"{name}_heads", found, expected, "Pass --draft DIR too.")
 
 
 @dataclass(frozen=True)
-class Shelf:
+class DrafterHeads:
     """The acceptance heads of one drafter, by name, with the directory and the labels' temperatures of each (none
     known: all)."""
 
@@ -121,7 +127,7 @@ class Shelf:
     temperatures: Mapping[str, Sequence[float]]
 
     def at(self, params: SamplingParams) -> dict[str, AcceptanceHead]:
-        """Those whose labels are of this mode."""
+        """Heads whose labels are of this mode."""
         return {
             name: head
             for name, head in self.heads.items()
@@ -131,78 +137,78 @@ class Shelf:
 
 @sole_writer()
 def run(config: PoliciesConfig) -> Path:
-    """Record, choose, play, decode, print the tables and write `output`/results.json, which is there only when
+    """Record, choose, replay, decode, print the tables and write `output`/results.json, which is there only when
     complete."""
     config.check()
     if config.quick:
         config = reduced(config, MOST, {**INSTEAD, "bench_limit": min(config.bench_limit, QUICK_BENCH)})
     dev, config = parted(config)
-    ground = prepare(config, [DRAFTERS[name] for name in config.drafters], dev)
+    context = prepare(config, [chain_methods()[name] for name in config.chain_drafters], dev)
     known = {tuple(prompt.prompt_ids) for prompt in dev}
-    if both := sum(tuple(prompt.prompt_ids) in known for prompt in ground.prompts):
-        total = len(ground.prompts)
+    if both := sum(tuple(prompt.prompt_ids) in known for prompt in context.prompts):
+        total = len(context.prompts)
         say(f"{both} of {total} reported prompts are among those that settings are chosen on: gains flatter.")
-    shelves = {name: shelf_of(config, ground.models, name) for name in config.drafters}
+    heads = {name: heads_of(config, context.models, name) for name in config.chain_drafters}
     train = known_grams(training_texts(config), config.ngram)
-    own = {name: own_c(config, ground.models, name) for name in config.drafters}
+    own = {name: own_c(config, context.models, name) for name in config.chain_drafters}
     found = []
-    for scene in scenes(config, ground, dev, shelves):
+    for scene in scenes(config, context, dev, heads):
         overlaps = [overlap(answer.tokens, train, config.ngram) for answer in scene.test.answers]
         say(f"{scene.title}: {', '.join(scene.heads) or 'no head'}; c = {own[scene.drafter]:.3f} here")
         cs = (*numbers("cs", config.cs, float), own[scene.drafter])
         found.append(compare(scene, config.grid, cs, overlaps, least_third(overlaps), config.seed))
-    measured = [row for compared in found for row in timed(config, compared, shelves)]
-    figures, summary = figures_of(found, measured, config.seed), summary_of(found, measured)
+    measured = [row for compared in found for row in timed(config, compared, heads)]
+    tables, summary = tables_of(found, measured), summary_of(found, measured)
     if not train:
         say("Of the text that heads were trained on nothing is known (--train-text): no table of overlaps.")
-        figures = [figure for figure in figures if figure.name != OVERLAP]
-    return write_results(config, "policies", ground, figures, summary, shown=shown_first(figures), c=own)
+        tables = [table for table in tables if table.name != OVERLAP]
+    return write_results("policies", config, context, tables, summary, shown_first(tables), c=own)
 
 
-def timed(config: PoliciesConfig, compared: Compared, shelves: Mapping[DrafterName, Shelf]) -> list[dict[str, Any]]:
+def timed(config: PoliciesConfig, compared: Comparison, heads: Mapping[str, DrafterHeads]) -> list[dict[str, Any]]:
     """The chosen settings, decoded for real; nothing with bench_limit 0."""
     if not config.bench_limit:
         return []
-    return cross_check(config, compared, shelves[compared.scene.drafter].places, config.bench_limit)
+    return cross_check(config, compared, heads[compared.scene.drafter].places, config.bench_limit)
 
 
-def shelf_of(config: PoliciesConfig, models: Models, drafter: DrafterName) -> Shelf:
+def heads_of(config: PoliciesConfig, models: Models, drafter: str) -> DrafterHeads:
     """Raises:
     InputError: a folder without heads, or a head that was trained for another drafter.
     """
     folder: Path | None = getattr(config, f"{drafter}_heads")
     if folder is None:
-        return Shelf({}, {}, {})
+        return DrafterHeads({}, {}, {})
     places = head_directories(folder)
-    if drafter == "eagle":
-        heads = load_heads(places, models.target, eagle_identity(str(config.eagle), models.target))
+    if drafter != "draft":
+        heads = load_heads(places, models.target, drafter_identity(config.drafters[drafter], models.target))
     else:
         assert models.draft is not None
         heads = load_heads(places, models.draft)
-    return Shelf(heads, places, {name: label_temperatures(place) for name, place in places.items()})
+    return DrafterHeads(heads, places, {name: label_temperatures(place) for name, place in places.items()})
 
 
 def label_temperatures(directory: Path) -> list[float]:
-    """That the head's labels were made at, one or several; none where it does not say."""
+    """Temperatures that the head's labels were made at; none where it does not say."""
     made_with = (head_config(directory).get("sampling") or {}).get("temperature", [])
     return list(made_with) if isinstance(made_with, list) else [float(made_with)]
 
 
 def scenes(
-    config: PoliciesConfig, ground: Ground, dev: Sequence[BenchPrompt], shelves: Mapping[DrafterName, Shelf]
-) -> Iterator[Scene]:
+    config: PoliciesConfig, context: StudyContext, dev: Sequence[BenchPrompt], heads: Mapping[str, DrafterHeads]
+) -> Iterator[DrafterMode]:
     """Every drafter at every temperature, recorded in output/rollouts or read from there."""
     for params in config.sampling:
-        how = Recording(params, config.max_drafted, config.max_new_tokens, config.seed, ground.eos_ids)
-        splits = {"dev": list(dev), "test": ground.prompts}
-        answers = {split: Answers(ground.models.target, how) for split in splits}
-        for drafter in config.drafters:
-            heads = shelves[drafter].at(params)
+        how = Recording(params, config.max_drafted, config.max_new_tokens, config.seed, context.eos_ids)
+        splits = {"dev": list(dev), "test": context.prompts}
+        answers = {split: TargetAnswers(context.models.target, how) for split in splits}
+        for drafter in config.chain_drafters:
+            own = heads[drafter].at(params)
             recorded: dict[str, ChainRollouts] = {
                 split: recorded_chains(
                     config.output / "rollouts" / f"{drafter}-t{params.temperature:g}-{split}",
-                    ground.models, drafter, prompts, how, heads, True, answers[split],
+                    context.models, drafter, prompts, how, own, "together", answers[split],
                 )
                 for split, prompts in splits.items()
             }  # fmt: skip
-            yield Scene(drafter, params, heads, recorded["dev"], recorded["test"])
+            yield DrafterMode(drafter, params, own, recorded["dev"], recorded["test"])

@@ -22,7 +22,7 @@ BATCH = 16
 
 
 @dataclass(frozen=True)
-class JudgedTokens:
+class LabelledStates:
     """N drafted tokens of an `acceptance` artefact: the draft's hidden states once it has read them [N, H], and their
     labels [N]."""
 
@@ -31,7 +31,7 @@ class JudgedTokens:
 
 
 @torch.inference_mode()
-def read_labels(directory: Path, draft: CausalLM, seed: int, limit: int) -> JudgedTokens:
+def read_labels(directory: Path, draft: CausalLM, seed: int, limit: int) -> LabelledStates:
     """The drafted tokens of the first `limit` rows, mixed as a training's first epoch mixes them.
 
     Raises:
@@ -45,11 +45,11 @@ def read_labels(directory: Path, draft: CausalLM, seed: int, limit: int) -> Judg
         mask = batch.loss_mask.to(draft.device)
         hidden.append(draft.features(batch.z_ids.to(draft.device))[mask].float())
         accept_prob.append(batch.accept_prob.to(draft.device)[mask])
-    return JudgedTokens(torch.cat(hidden), torch.cat(accept_prob))
+    return LabelledStates(torch.cat(hidden), torch.cat(accept_prob))
 
 
 @torch.inference_mode()
-def kl_rows(heads: Mapping[str, AcceptanceHead], sets: Mapping[str, JudgedTokens]) -> list[dict[str, Any]]:
+def kl_rows(heads: Mapping[str, AcceptanceHead], sets: Mapping[str, LabelledStates]) -> list[dict[str, Any]]:
     """One row for each head that reads what the published one does: name, w_rej, depth, and by set (`train`, `eval`)
     NAME_kl, NAME_kl_corrected, NAME_auc.
 
@@ -73,7 +73,7 @@ def kl_rows(heads: Mapping[str, AcceptanceHead], sets: Mapping[str, JudgedTokens
     return sorted(rows, key=lambda row: (row["w_rej"], row["depth"]))
 
 
-def constant_kl(tokens: JudgedTokens) -> float:
+def constant_kl(tokens: LabelledStates) -> float:
     """KL [nats] of the best constant prediction, the mean label: what a head that looks at nothing reaches."""
     mean = tokens.accept_prob.double().mean()
     return float(binary_kl(torch.logit(mean).expand(len(tokens.accept_prob)), tokens.accept_prob))

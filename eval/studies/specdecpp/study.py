@@ -11,24 +11,26 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.manifest import volatile
 from draftsmith.data.text.sources import named_split
-from draftsmith.eval.bench.command import longest_sequence
-from draftsmith.eval.bench.load import LOADING, load_models, warn_about_sampling
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.methods.base import Models, at_least, between
+from draftsmith.eval.bench.load import warn_about_sampling
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.replay.rollouts import ChainRollouts
+from draftsmith.eval.studies.common import head_directories, load, load_heads, recorded_chains
 from draftsmith.eval.studies.forward_times import ForwardTimes
-from draftsmith.eval.studies.policies.heads import head_directories, load_heads
-from draftsmith.eval.studies.recording import recorded_chains
-from draftsmith.eval.studies.specdecpp.bound import rejection_bound
-from draftsmith.eval.studies.specdecpp.sweep import PUBLISHED_H, Grid, Rule, Setting, best, published_head
+from draftsmith.eval.studies.specdecpp.sweep import (
+    PUBLISHED_H,
+    LengthRule,
+    Setting,
+    SweepGrid,
+    best,
+    published_head,
+    rejection_bound,
+)
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.types import InputError, SamplingParams
+from draftsmith.modules.drafters.methods import Models
+from draftsmith.modules.types import InputError, SamplingParams, at_least, between
 
 # What --quick makes of the settings: fewer heads, prompts and tokens.
 QUICK: dict[str, Any] = {
@@ -149,7 +151,7 @@ class SpecDecPPConfig:
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
     def sized(self) -> SpecDecPPConfig:
-        """With what --quick changes."""
+        """The settings, with what --quick changes."""
         return dataclasses.replace(self, **QUICK) if self.quick else self
 
     @property
@@ -159,7 +161,7 @@ class SpecDecPPConfig:
 
 
 @dataclass(frozen=True)
-class Study:
+class LoadedStudy:
     """What is loaded: the pair, heads by name with the directory of each, prompts by split (those that `eval bench`
     measures with the same limit)."""
 
@@ -170,16 +172,16 @@ class Study:
     prompts: dict[str, list[BenchPrompt]]
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> SweepGrid:
         config = self.config
-        return Grid(config.ks, config.thresholds, list(self.heads), config.min_drafted, config.max_drafted)
+        return SweepGrid(config.ks, config.thresholds, list(self.heads), config.min_drafted, config.max_drafted)
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenRules:
     """Settings chosen on the dev prompts, by what they are called in tables."""
 
-    settings: dict[str, Rule]
+    settings: dict[str, LengthRule]
 
     def methods(self, config: SpecDecPPConfig) -> dict[str, list[str]]:
         """Head -> methods of the bench run that loads it, those without a head among them; a method is in it once."""
@@ -198,7 +200,7 @@ BEST_K, BEST_T, BEST_HEAD, PUBLISHED, PUBLISHED_CALIBRATED = (
 BOUND = "best calibrated head, h by theorem 3.1"
 
 
-def load_study(config: SpecDecPPConfig, heads: Path) -> Study:
+def load_study(config: SpecDecPPConfig, heads: Path) -> LoadedStudy:
     """The pair, the heads in this folder, and the prompts to choose on and to report. One torch thread from here on:
     what follows is timed, or tiny.
 
@@ -206,43 +208,43 @@ def load_study(config: SpecDecPPConfig, heads: Path) -> Study:
         InputError: no head, no prompts, or models that do not fit each other.
     """
     torch.set_num_threads(1)
-    how = {name: getattr(config, name) for name in LOADING}
-    target = load_lm(config.target, **how)
     limits = {config.dev_split: config.dev_prompts, config.split: config.test_prompts}
     prompts = {
         split: read_prompts(config.prompts, config.target, split, config.keep_tasks, limit)
         for split, limit in limits.items()
     }
     everything = [prompt for own in prompts.values() for prompt in own]
-    longest = longest_sequence(everything, config.max_new_tokens, target.info.max_position)
     paths = {"target": config.target, "draft": config.draft}
-    models = load_models(parse_methods("spec"), paths, longest, config.sampling, target, **how)
+    models = load(config, paths, ["spec"], config.sampling, everything)
     assert models.draft is not None
     places = head_directories(heads)
     for place in places.values():
         warn_about_sampling(str(place), config.sampling)
-    return Study(config, models, load_heads(places, models.draft), places, prompts)
+    return LoadedStudy(config, models, load_heads(places, models.draft), places, prompts)
 
 
-def rollouts_of(study: Study, split: str) -> ChainRollouts:
+def rollouts_of(study: LoadedStudy, split: str) -> ChainRollouts:
     """Recorded in output/rollouts/SPLIT, or read from there."""
     config = study.config
-    how = Recording(
-        config.sampling, config.recorded_depth, config.max_new_tokens, config.seed, study.models.target.info.eos_ids
-    )
+    models = study.models
+    how = Recording(config.sampling, config.recorded_depth, config.max_new_tokens, config.seed, models.ends)
     directory = config.output / "rollouts" / split
-    return recorded_chains(directory, study.models, "draft", study.prompts[split], how, study.heads, along=True)
+    return recorded_chains(directory, models, "draft", study.prompts[split], how, study.heads, "along")
 
 
 def dev_methods(config: SpecDecPPConfig) -> list[str]:
     """What the times of the cost model are fitted to: fixed lengths over the whole range, and the published rule."""
     ks, count = sorted(config.ks), 3 if config.quick else 5
     spread = sorted({ks[round(i * (len(ks) - 1) / (count - 1))] for i in range(count)})
-    rules = [*(Rule(k=k) for k in spread), Rule(head="any", h=PUBLISHED_H), Rule(head="any", h=0.5, calibrated=True)]
+    rules = [
+        *(LengthRule(k=k) for k in spread),
+        LengthRule(head="any", h=PUBLISHED_H),
+        LengthRule(head="any", h=0.5, calibrated=True),
+    ]
     return [rule.method(config.min_drafted, config.max_drafted) for rule in rules]
 
 
-def choose(study: Study, settings: Sequence[Setting], times: ForwardTimes) -> Choice:
+def choose(study: LoadedStudy, settings: Sequence[Setting], times: ForwardTimes) -> ChosenRules:
     """The fastest settings by the cost model."""
     fixed = [setting for setting in settings if setting.rule.k]
     stopped = [setting for setting in settings if setting.rule.head is not None]
@@ -253,14 +255,14 @@ def choose(study: Study, settings: Sequence[Setting], times: ForwardTimes) -> Ch
     }
     published = published_head(study.heads)
     if published is not None:
-        found[PUBLISHED] = Rule(head=published, h=PUBLISHED_H)
+        found[PUBLISHED] = LengthRule(head=published, h=PUBLISHED_H)
         own = [s for s in stopped if s.rule.head == published and s.rule.calibrated]
         found[PUBLISHED_CALIBRATED] = best(own, times.tokens_per_s).rule
     h = theorem_h(times)
     if h is not None:
         head = best([s for s in stopped if s.rule.calibrated], times.tokens_per_s).rule.head
-        found[BOUND] = Rule(head=head, h=h, calibrated=True)
-    return Choice(found)
+        found[BOUND] = LengthRule(head=head, h=h, calibrated=True)
+    return ChosenRules(found)
 
 
 def theorem_h(times: ForwardTimes) -> float | None:

@@ -1,4 +1,5 @@
-"""SpecDec++'s sweep: every fixed K against every threshold of every head, replayed from rollouts (figure 4)."""
+"""SpecDec++'s sweep: every fixed K against every threshold of every head, replayed from rollouts (figure 4), and the
+bound that theorem 3.1 sets to thresholds."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ import numpy as np
 
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
-from draftsmith.eval.studies.pareto import pareto_front
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
 
@@ -18,7 +18,7 @@ PUBLISHED_W_REJ, PUBLISHED_DEPTH, PUBLISHED_H = 6.0, 3, 0.7
 
 
 @dataclass(frozen=True)
-class Rule:
+class LengthRule:
     """How long a draft gets.
 
     k: that many tokens, where it is above 0. head, h: SpecDec++'s threshold on the product of this head's outputs,
@@ -50,10 +50,10 @@ class Rule:
     @property
     def can_run(self) -> bool:
         """A decoder can do it: neither the oracle's rule nor one that knows p."""
-        return not self.known and self != Rule()
+        return not self.known and self != LengthRule()
 
     def method(self, minimum: int, maximum: int) -> str:
-        """As `eval bench` calls it; the head is passed beside it."""
+        """Name of the method in `eval bench`; the head is passed beside it."""
         assert self.can_run
         if self.k:
             return f"spec:k={self.k}"
@@ -67,7 +67,7 @@ class Rule:
 class Setting:
     """A rule and what it came to on some prompts."""
 
-    rule: Rule
+    rule: LengthRule
     totals: Totals
 
     @property
@@ -77,8 +77,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """What is swept. heads: names. minimum, maximum: drafted tokens under a threshold."""
+class SweepGrid:
+    """Settings that are swept. heads: names. minimum, maximum: drafted tokens under a threshold."""
 
     ks: Sequence[int]
     thresholds: Sequence[float]
@@ -86,22 +86,24 @@ class Grid:
     minimum: int
     maximum: int
 
-    def rules(self) -> Iterable[Rule]:
+    def rules(self) -> Iterable[LengthRule]:
         """Fixed K first, then thresholds on q, then each head's thresholds, raw and calibrated, then the oracle."""
-        yield from (Rule(k=k) for k in self.ks)
-        yield from (Rule(t=t) for t in self.thresholds)
+        yield from (LengthRule(k=k) for k in self.ks)
+        yield from (LengthRule(t=t) for t in self.thresholds)
         for head in self.heads:
             for calibrated in (False, True):
-                yield from (Rule(head=head, h=h, calibrated=calibrated) for h in self.thresholds)
-        yield Rule()
+                yield from (LengthRule(head=head, h=h, calibrated=calibrated) for h in self.thresholds)
+        yield LengthRule()
 
 
-def sweep(rollouts: ChainRollouts, grid: Grid, heads: Mapping[str, AcceptanceHead]) -> list[Setting]:
+def sweep(rollouts: ChainRollouts, grid: SweepGrid, heads: Mapping[str, AcceptanceHead]) -> list[Setting]:
     """Every rule of the grid on these rollouts: the counts that decoding with it would have had, exactly."""
     return [Setting(rule, pool(replayed(rollouts, rule, grid, heads))) for rule in grid.rules()]
 
 
-def replayed(rollouts: ChainRollouts, rule: Rule, grid: Grid, heads: Mapping[str, AcceptanceHead]) -> list[DecodeTrace]:
+def replayed(
+    rollouts: ChainRollouts, rule: LengthRule, grid: SweepGrid, heads: Mapping[str, AcceptanceHead]
+) -> list[DecodeTrace]:
     """One rule, one trace an answer."""
     if rule.k:
         lengths = replay.fixed_k(rollouts, rule.k)
@@ -140,5 +142,29 @@ def best(settings: Iterable[Setting], throughput: Callable[[Totals], float]) -> 
 
 
 def front(settings: Sequence[Setting]) -> list[Setting]:
-    """Those on the Pareto front of discard rate and verification rate, by rising discard rate."""
+    """Settings on the Pareto front of discard rate and verification rate, by rising discard rate."""
     return [settings[i] for i in pareto_front([setting.point for setting in settings])]
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Numbers of the points (x, y), less of each being better, that no other point beats in one without being worse in
+    the other; by rising x. Of equal points the first."""
+    front: list[int] = []
+    for number in sorted(range(len(points)), key=lambda i: (*points[i], i)):
+        if not front or points[number][1] < points[front[-1]][1]:
+            front.append(number)
+    return front
+
+
+def rejection_bound(t_draft: float, t_target: float, delta: float = 0.0) -> float:
+    """Stopping is best once P(some drafted token is rejected) reaches (c2 + delta) / (c1 + c2 + delta): no threshold h
+    above it can be. It may be best before.
+
+    Times are those of the cost model (eq. 2.1). c1 = t_draft is what one more token costs in vain where one before it
+    is rejected; c2 = t_target - t_draft what it saves at most where none is: a target call, less its own step. That
+    holds while the rest of the answer is decoded as well as can be, since a plain call always brings one token; delta
+    is then 0, and the bound 1 - t_draft / t_target. Where another policy decodes it, delta is how much more than c2
+    for every token a draft of it may save by going on.
+    """
+    c1, c2 = t_draft, t_target - t_draft
+    return (c2 + delta) / (c1 + c2 + delta)

@@ -1,1 +1,1 @@
-"""EAGLE: a head that drafts from the target's own features (Li et al. 2024, both papers)."""
+"""EAGLE head: drafts from the target's own features (Li et al. 2024, both papers)."""

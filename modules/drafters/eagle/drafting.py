@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.tree import TreeJudge
+from draftsmith.modules.acceptance.tree import TreePredictor
 from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import SideBySide, as_decoding, branch_mask
 from draftsmith.modules.decoding.chain import draft_chains
@@ -17,7 +17,7 @@ from draftsmith.modules.decoding.growth import DynamicTree, Level, grow_dynamic,
 from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.drafters.eagle.head import EagleHead
+from draftsmith.modules.drafters.eagle.net import EagleNet
 from draftsmith.modules.finite import blame
 from draftsmith.modules.kv_cache import KVCache
 from draftsmith.modules.lean import LeanStack, as_bias
@@ -31,7 +31,7 @@ from draftsmith.modules.types import SamplingParams
 class LeanHead:
     """The head's net for inference, beside the target whose embedding and lm_head it uses."""
 
-    def __init__(self, head: EagleHead, target: CausalLM):
+    def __init__(self, head: EagleNet, target: CausalLM):
         self._target = target
         layers: list = list(head.layers)
         self.stack = LeanStack(layers, head.config.llama, target.dtype, target.device, pack=target.packed)
@@ -52,6 +52,8 @@ class LeanHead:
 class EagleDrafter:
     """Drafts chains with an EAGLE head.
 
+    rows: the pairs that the head has read of each row.
+
     Pairs of committed tokens are read with TRUE target features; what was drafted on the head's own features is dropped
     from its cache after every round (section 4.3).
     """
@@ -61,7 +63,7 @@ class EagleDrafter:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: EagleNet,
         target: CausalLM,
         stops: Sequence[StopPolicy],
         capacity: int,
@@ -72,7 +74,7 @@ class EagleDrafter:
         self.stops = list(stops)
         self._positions = min(capacity, head.config.llama.max_position)
         self._target, self.lean = target, LeanHead(head, target)
-        self._rows = self._cached(len(self.stops), static)
+        self.rows = self._cached(len(self.stops), static)
         self._stops: list[StopPolicy] = []  # of the rows in use
         self._tokens: list[list[int]] = []  # each row's, committed
         self._ids: list[list[int]] = []  # of them those that the head has not read
@@ -86,7 +88,7 @@ class EagleDrafter:
         self._stops = self.stops[: len(prompts)]
         for stop in self._stops:
             stop.reset()
-        self._rows.reset(len(prompts))
+        self.rows.reset(len(prompts))
         self._tokens = [[*prompt, token] for prompt, token in zip(prompts, first_tokens, strict=True)]
         self._ids, self._features = [tokens[1:] for tokens in self._tokens], list(features)
         self._num_drafted = [0] * len(prompts)
@@ -95,7 +97,7 @@ class EagleDrafter:
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         ends = [
             min(limit, self._positions - length - len(ids) + 1)
-            for limit, length, ids in zip(limits, self._rows.lengths, self._ids, strict=True)
+            for limit, length, ids in zip(limits, self.rows.lengths, self._ids, strict=True)
         ]
         self._num_drafted = [0] * len(ends)
         if max(ends) < 1:
@@ -103,10 +105,10 @@ class EagleDrafter:
         some = [end > 0 for end in ends]
         ids = [own if drafts else [] for own, drafts in zip(self._ids, some, strict=True)]
         features = [own if drafts else own[:0] for own, drafts in zip(self._features, some, strict=True)]
-        logits, hidden = self._rows.extend((ids, features))
-        committed = self._rows.lengths
+        logits, hidden = self.rows.extend((ids, features))
+        committed = self.rows.lengths
         trees = self._draft(logits, hidden, ends, params, sources)
-        self._rows.keep(committed)
+        self.rows.keep(committed)
         self._ids = [[] if drafts else own for own, drafts in zip(self._ids, some, strict=True)]
         self._features = [own[:0] if drafts else own for own, drafts in zip(self._features, some, strict=True)]
         self._num_drafted = [len(tree.tokens) for tree in trees]
@@ -121,7 +123,7 @@ class EagleDrafter:
         sources: Sequence[Source],
     ) -> list[DraftTree]:
         """From logits [B, 1, V] and hidden [B, 1, H] of the last pairs read."""
-        rows = self._rows
+        rows = self.rows
 
         def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
             nonlocal hidden
@@ -139,7 +141,7 @@ class EagleDrafter:
         self._num_drafted = [0] * len(outcomes)
 
     def select(self, rows: Sequence[int]) -> None:
-        self._rows.select(rows)
+        self.rows.select(rows)
         self._stops = [self._stops[row] for row in rows]
         self._tokens = [self._tokens[row] for row in rows]
         self._ids = [self._ids[row] for row in rows]
@@ -156,11 +158,11 @@ class EagleDrafter:
     def rewind(self, row: int, length: int) -> None:
         del self._tokens[row][length:]
         pairs = length - 1  # pair t holds token t+1
-        lengths = list(self._rows.lengths)
+        lengths = list(self.rows.lengths)
         self._ids[row] = self._ids[row][: max(0, pairs - lengths[row])]
         self._features[row] = self._features[row][: len(self._ids[row])]
         lengths[row] = min(lengths[row], pairs)
-        self._rows.keep(lengths)
+        self.rows.keep(lengths)
 
 
 class EagleTreeDrafter(EagleDrafter):
@@ -168,7 +170,7 @@ class EagleTreeDrafter(EagleDrafter):
 
     def __init__(
         self,
-        head: EagleHead,
+        head: EagleNet,
         target: CausalLM,
         shape: StaticTree | DynamicTree,
         capacity: int,
@@ -186,7 +188,7 @@ class EagleTreeDrafter(EagleDrafter):
         else:
             self._room = width = len(shape.parents)
         super().__init__(head, target, [FixedLength(1)] * rows, capacity, static)
-        self._judge = None if judge is None else TreeJudge(judge, target.embed, target.info.vocab_size)
+        self._judge = None if judge is None else TreePredictor(judge, target.embed, target.info.vocab_size)
         own = torch.eye(width, dtype=torch.bool, device=target.device)
         self._own = as_bias(own, target.dtype)  # nodes of a level see themselves and not each other
 
@@ -211,7 +213,7 @@ class EagleTreeDrafter(EagleDrafter):
             features = level.hidden.gather(1, above.expand(-1, -1, level.hidden.shape[-1]))
             own = self._own[:count, :count].expand(batch, -1, -1)
             seen = torch.cat([seen.gather(1, above.expand(-1, -1, seen.shape[-1])), own], -1)
-            found = self._rows.nodes((tokens, features), seen, depth)
+            found = self.rows.nodes((tokens, features), seen, depth)
             level = Level(found[1], found[0])
             return level
 
@@ -247,7 +249,7 @@ class EagleBranches(SideBySide):
     min_start = 2  # pair t holds tokens t and t + 1
     model = "eagle"
 
-    def __init__(self, head: EagleHead, target: CausalLM, depth: int):
+    def __init__(self, head: EagleNet, target: CausalLM, depth: int):
         """depth: most tokens of a draft."""
         super().__init__(depth, target.device)
         self._target, self._lean = target, LeanHead(head, target)

@@ -1,56 +1,88 @@
-"""EAGLE-1 head: drafts at the feature level (Li et al. 2024, "EAGLE", section 4)."""
+"""The EAGLE-1 head (Li et al. 2024, "EAGLE"): how features and tokens are paired, what it learns, and how it drafts."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
-from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling, rope_table
+from draftsmith.modules import flops
+from draftsmith.modules.decoding.branches import BranchDrafter
+from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
+from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
+from draftsmith.modules.drafters.eagle.drafting import EagleBranches, EagleDrafter
+from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, Rope
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.losses import LmHead, soft_cross_entropy
 from draftsmith.modules.packing import Documents
-from draftsmith.modules.types import FeatureBatch
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput
 
 # Row t pairs tokens up to t + 2: so many rows fewer than tokens.
 LOOKAHEAD = 2
-Rope = Literal["target", "plain"]
+# Logits held at once where only the best token is asked for: 256 MB in bf16 for a vocabulary of 128k.
+CHOICE_ROWS = 1024
 
 
-@dataclass(frozen=True)
-class EagleConfig:
-    """Settings of an EAGLE head.
+@dataclass(frozen=True, kw_only=True)
+class EagleSettings:
+    """Train an EAGLE head. The defaults are the paper's, for 7B targets; small targets want a higher lr and more weight
+    on tokens (configs/train/eagle-small.yaml).
 
-    llama: sizes of its decoder layer; vocabulary and width are the target's.
-    fc_bias: bias of the fusion layer. Off by default: vLLM drops it silently.
+    Attributes:
+        num_layers: Decoder layers of the head. Default: 1, or those of the head it starts from.
+        rope: Rotary positions of the head: the target's, or plain, without the target's scaling: SafeAILab's code knows
+            none but linear and dynamic. vLLM and SGLang hold both.
+        init: random; target-last-layer, where the head's last layer starts as the target's last one; or the directory
+            of a head to fine-tune, ours or an imported one, whose shape it keeps. Only its width and vocabulary have to
+            be this target's: a head of the model before its own fine-tuning, merging or quantising is a good start. At
+            random learns faster than target-last-layer on the embedded target: top-1 of 0.22 after 42 steps to 0.02.
+        feature_weight: Loss weight of the smooth-L1 distance between features.
+        token_weight: Loss weight of the soft cross-entropy against the target's distribution.
+        noise: Features are read with uniform noise up to this share of their standard deviation.
+        unroll: Draft steps to train on: each batch is also read as the second, third, ... step of a draft, on the
+            head's own features (HASS; EAGLE-3's training-time test). 1 is EAGLE-1; more costs as many passes and keeps
+            later tokens of a chain good.
+        unroll_after: Share of the steps after which this begins.
+        unroll_decay: Loss weight of a draft step, relative to the one before.
+        agreement_steps: Draft steps whose agreement with the target is measured at validations, each where the steps
+            before it were right; 0 measures none.
     """
 
-    llama: LlamaConfig
-    fc_bias: bool = False
+    num_layers: int | None = None
+    rope: Rope = "target"
+    init: str = "random"
+    feature_weight: float = 1.0
+    token_weight: float = 0.1
+    noise: float = 0.1
+    unroll: int = 1
+    unroll_after: float = 0.0
+    unroll_decay: float = 1.0
+    agreement_steps: int = dataclasses.field(default=3, metadata={"volatile": True})
 
-    @classmethod
-    def for_target(
-        cls, target: LlamaConfig, num_layers: int = 1, fc_bias: bool = False, rope: Rope = "target"
-    ) -> EagleConfig:
-        """Layers like the target's, as far as other systems hold them. Embedding and lm_head are the target's and not
-        part of the head.
+    def __post_init__(self) -> None:
+        if self.feature_weight < 0 or self.token_weight < 0 or self.feature_weight + self.token_weight == 0:
+            found = f"{self.feature_weight}, {self.token_weight}"
+            raise InputError("feature_weight, token_weight", found, "not negative, not both 0", "Change them.")
+        if not 0 <= self.unroll_after < 1:
+            raise InputError("unroll_after", self.unroll_after, "a share in [0, 1)", "Change it.")
+        if not 0 < self.unroll_decay <= 1:
+            raise InputError("unroll_decay", self.unroll_decay, "a weight in (0, 1]", "Change it.")
+        if not self.noise >= 0:
+            raise InputError("noise", self.noise, "0 or more", "Change it.")
+        for name, least in {"num_layers": 1, "agreement_steps": 0, "unroll": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(name, value, f"{least} or more", "Change it.")
 
-        rope: `plain` leaves the target's rope scaling out; the base stays.
-        """
-        layer = dataclasses.replace(
-            target,
-            num_layers=num_layers,
-            sliding_window=None,
-            # A head has only what the EAGLE-1 layers of vLLM 0.33.0 and SGLang 0.5.23 (models/llama_eagle.py of both)
-            # and of SafeAILab/EAGLE (eagle/model/cnets1.py) all hold. None has q/k norms, SGLang biases no MLP, and
-            # SafeAILab no o_proj; biases of q, k and v they have.
-            qk_norm=False,
-            o_bias=False,
-            mlp_bias=False,
-        )
-        return cls(layer if rope == "target" else dataclasses.replace(layer, rope_scaling=RopeScaling()), fc_bias)
+    def num_passes(self, step: TrainStep) -> int:
+        """Draft steps that this step trains on."""
+        return self.unroll if self.unroll > 1 and step.number >= round(self.unroll_after * step.total) else 1
 
 
 @dataclass(frozen=True)
@@ -109,90 +141,192 @@ def _shift_flat(batch: FeatureBatch, lengths: Sequence[int]) -> EagleInputs:
     )
 
 
-class EagleHead(nn.Module):
-    """h_t = layer(fc([embed(x_{t+1}); f_t])) ~ f_{t+1}; the target's own lm_head turns h_t into the law of x_{t+2}.
+def eagle_loss(
+    passes: Sequence[Tensor],
+    target_features: Tensor,
+    masks: Sequence[Tensor],
+    lm_head: LmHead,
+    feature_weight: float = 1.0,
+    token_weight: float = 0.1,
+    decay: float = 1.0,
+) -> LossOutput:
+    """EAGLE's loss (section 4.2): feature_weight * smooth-L1(h, f) + token_weight * soft cross-entropy; of the first,
+    second, ... step of a draft (`EagleNet.unroll`) their weighted mean.
 
-    Embedding first, no norm before attention in layer 0, no final norm.
+    passes: hidden states [B, T, H] of each step, aligned with target_features [B, T, H] (h_t with the feature it
+        predicts).
+    masks: [B, T] bool, the tokens that count in each step; those of later steps are among those of the first.
+    decay: weight of a step relative to the one before.
+
+    Smooth-L1 is the mean over H, the cross-entropy is against the target's distribution at temperature 1. Every step's
+    sum is divided by the tokens of the first, so that the loss of a batch is exact in whatever parts it is computed.
+    lm_head is frozen; logits are made for the tokens of the masks only, some at a time. The sums are those of the first
+    step; beside the losses top1 and top3, how often the target's argmax is the head's first or among its three first.
     """
+    chosen = masks[0]
+    wanted = target_features[chosen]
+    kept = [mask[chosen].float() for mask in masks]
+    predicted = [hidden[chosen] for hidden in passes]
+    distance = [F.smooth_l1_loss(h.float(), wanted.float(), reduction="none").mean(-1) for h in predicted]
+    feature_totals = torch.stack([(d * keep).sum() for d, keep in zip(distance, kept, strict=True)])
+    token_totals, hits = soft_cross_entropy(lm_head, wanted, kept, predicted)
+    weights = torch.tensor([decay**i for i in range(len(passes))], device=wanted.device)
+    totals = feature_weight * feature_totals + token_weight * token_totals
+    count = torch.tensor(len(wanted), device=wanted.device)
+    sums = {
+        "loss": totals[0].detach(),
+        "feature_loss": feature_totals[0].detach(),
+        "token_loss": token_totals[0].detach(),
+        "top1": hits[0],
+        "top3": hits[1],
+    }
+    loss = (weights * totals).sum() / weights.sum() / count.clamp_min(1)
+    return LossOutput(loss, sums, dict.fromkeys(sums, count))
 
-    cos: Tensor
-    sin: Tensor
 
-    def __init__(self, config: EagleConfig):
-        super().__init__()
-        self.config = config
-        size = config.llama.hidden_size
-        self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config.llama, input_norm=i > 0) for i in range(config.llama.num_layers)
+class EagleHead(EagleNet, DraftHead):
+    """EAGLE-1: it reads the target's state after the final norm, and its own state in the place of the next one."""
+
+    kind = "eagle"
+    Config, Settings = EagleConfig, EagleSettings
+    # The paper's, for 7B targets.
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 10, "lr": 3e-5, "betas": (0.9, 0.95), "clip": 0.5}
+    starts = ("random", "target-last-layer")
+    lookahead = LOOKAHEAD
+
+    @classmethod
+    def card(cls, head: Mapping[str, Any]) -> HeadCard:
+        what = "Drafts tokens from the target's own features (EAGLE, Li et al. 2024). "
+        what += "Embedding and lm_head are the target's and not in this directory."
+        shape: tuple[str, ...] = ()
+        if llama := head.get("llama"):
+            layers = f"{llama['num_layers']} decoder layer(s) of width {llama['hidden_size']}"
+            heads = f"{llama['num_heads']} heads of {llama['head_dim']} ({llama['num_kv_heads']} of keys and values)"
+            sizes = f"MLP of {llama['intermediate_size']}, vocabulary of {llama['vocab_size']}"
+            rope = f"rotary base {llama['rope_theta']:g}, scaling {llama['rope_scaling']['kind']}"
+            shape = (f"- {layers}: {heads}, {sizes}; {rope}",)
+        return HeadCard("EAGLE head", what, ("eagle",), "eagle:k=5", "eagle2:value=head", shape)
+
+    # -- training
+
+    @classmethod
+    def shape(cls, settings: EagleSettings, target: LlamaConfig) -> EagleConfig:
+        return EagleConfig.for_target(target, settings.num_layers or 1, rope=settings.rope)
+
+    @classmethod
+    def check_start(cls, settings: EagleSettings, config: EagleConfig) -> None:
+        layers, scaling = config.llama.num_layers, config.llama.rope_scaling.kind
+        another = "or start from another head."
+        if settings.num_layers not in (None, layers):
+            expected = f"{layers}, as the head of --init has"
+            raise InputError("num_layers", settings.num_layers, expected, f"Leave --num-layers out, {another}")
+        if settings.rope == "plain" and scaling != "default":
+            expected = f"target: the head of --init has rope scaling {scaling}"
+            raise InputError("rope", "plain", expected, f"Leave --rope out, {another}")
+
+    def start(self, name: str, weights: TargetWeights) -> None:
+        assert name == "target-last-layer"
+        self.init_from_target(weights.last_layer())
+
+    @classmethod
+    def num_loss_tokens(cls, batch: FeatureBatch) -> int:
+        return int(shift(dataclasses.replace(batch, features=batch.loss_mask[..., None])).loss_mask.sum())
+
+    def loss(
+        self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings, step: TrainStep | None
+    ) -> LossOutput:
+        """In training features are read with U(-noise, noise) * feature_std added, so that the head learns to draft on
+        its own imprecise ones."""
+        pair, passes = shift(batch), 1
+        features = pair.features.to(self.fc.weight.dtype)
+        if step is not None:
+            passes = settings.num_passes(step)
+            if size := settings.noise * step.feature_std:
+                features = features + noise_like(features, step, size, flat=batch.lengths is not None)
+        return eagle_loss(
+            self._unrolled(pair, target, features, passes),
+            pair.target_features,
+            [pair.mask_of_step(number) for number in range(passes)],
+            lambda hidden: target.lm_head(hidden.to(target.dtype)),
+            settings.feature_weight,
+            settings.token_weight,
+            settings.unroll_decay,
         )
-        cos, sin = rope_table(config.llama, config.llama.max_position)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, embeds: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """embeds, features [B, T, H] -> hidden [B, T, H]; causal, right padding needs no mask. position_ids [B, T]."""
-        return self.unroll(embeds, features, 1, position_ids)[0]
+    def _unrolled(self, pair: EagleInputs, target: CausalLM, features: Tensor, passes: int) -> list[Tensor]:
+        embeds = target.embed(pair.next_ids).to(features.dtype)
+        return self.unroll(embeds, features, passes, pair.position_ids, pair.documents)
 
-    def unroll(
-        self,
-        embeds: Tensor,
-        features: Tensor,
-        num_passes: int,
-        position_ids: Tensor | None = None,
-        documents: Documents | None = None,
-    ) -> list[Tensor]:
-        """Every row as each of the first `num_passes` steps of a draft: a list of hidden [B, T, H].
+    def validation(self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings) -> LossOutput:
+        """With `agreement`."""
+        output = self.loss(batch, target, settings, None)
+        if not settings.agreement_steps:
+            return output
+        sums, counts = self.agreement(batch, target, settings.agreement_steps)
+        return LossOutput(output.loss, output.sums | sums, output.counts | counts)
 
-        In pass 0 rows read true features. In pass j row t reads the head's own h_{t-1} of pass j-1 in place of f_t, and
-        attends as in a draft that began at row t-j: to rows up to t-j of pass 0, which had true features, and to one
-        row of each later pass. Rows before j mean nothing (HASS, section 3.2; EAGLE-3's training-time test).
+    def agreement(
+        self, batch: FeatureBatch, target: CausalLM, steps: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Sums and counts of agreement_1, agreement_2, ...: how often a draft's first, second, ... token is the
+        target's choice, of the drafts whose tokens before were all right.
 
-        documents: of a flat batch, [1, N, H]; it needs position_ids, from 0 in every document.
+        A draft begins at every response row, and from its second step on it reads the head's own features and tokens.
+        The tokens that it reads are those of the data, so it is followed only as long as it chose them: on text that
+        the target wrote greedily the numbers are those of greedy drafting.
         """
-        cos, sin = self._rope(embeds, position_ids)
-        length = embeds.shape[1] if documents is None else documents.rows.shape[1]
-        ahead = torch.arange(length, device=embeds.device)
-        ahead = ahead[None] - ahead[:, None]  # [T, T], column less row
-        layers: list[Any] = list(self.layers)
-        cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
-        passes: list[Tensor] = []
-        for j in range(num_passes):
-            # The first row of a document reads the end of the one before: it is among those that mean nothing.
-            own = features if not passes else torch.cat([features[:, :1], passes[-1][:, :-1]], dim=1)
-            mask = torch.cat([ahead <= -j, *(ahead == i - j for i in range(1, j + 1))], dim=1) if j else None
-            x = self.fc(torch.cat([embeds, own], dim=-1))
-            for layer, rows in zip(layers, cached, strict=True):
-                attention = layer.self_attn
-                projected = attention.project(layer.input_layernorm(x), cos, sin)
-                if documents is not None:
-                    projected = tuple(documents.heads_side_by_side(part) for part in projected)
-                query, key, value = projected
-                rows.append((key, value))
-                keys, values = (torch.cat(parts, dim=2) for parts in zip(*rows, strict=True))
-                mixed = attention.mix(query, keys, values, mask, causal=j == 0)
-                x = x + attention.o_proj(mixed if documents is None else documents.end_to_end(mixed))
-                x = x + layer.mlp(layer.post_attention_layernorm(x))
-            passes.append(x)
-        return passes
+        pair = shift(batch)
+        dtype = self.fc.weight.dtype
+        passes = self._unrolled(pair, target, pair.features.to(dtype), steps)
+        wanted = choices(target, pair.target_features.to(dtype), pair.loss_mask)
+        # The next row goes on with the same document, and with a response in it.
+        follows = pair.loss_mask[:, 1:] & (pair.position_ids[:, 1:] == pair.position_ids[:, :-1] + 1)
+        drafted = pair.loss_mask.clone()  # rows that step j of a draft, begun j rows before, has reached
+        sums, counts = {}, {}
+        for j, hidden in enumerate(passes, start=1):
+            chosen = choices(target, hidden, drafted)
+            right = drafted & (chosen == wanted)
+            sums[f"agreement_{j}"], counts[f"agreement_{j}"] = right.sum(), drafted.sum()
+            drafted = torch.zeros_like(drafted)
+            drafted[:, 1:] = (right & (chosen == pair.predicted_ids))[:, :-1] & follows
+        return sums, counts
 
-    def _rope(self, embeds: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions [B, T], which are 0, 1, ... where none are given."""
-        if position_ids is None:
-            cos, sin = self.cos[: embeds.shape[1]], self.sin[: embeds.shape[1]]
-        else:
-            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]
-        return cos.to(embeds.dtype), sin.to(embeds.dtype)
+    @classmethod
+    def flops(cls, config: EagleConfig, settings: EagleSettings, step: TrainStep, loss_tokens: int) -> float:
+        rows = [max(length - LOOKAHEAD, 0) for length in step.lengths]
+        return flops.eagle_training(config.llama, rows, loss_tokens, settings.num_passes(step))
 
-    def init_from_target(self, layer_state: Mapping[str, Tensor]) -> None:
-        """Start from the target's last layer (its state dict), and from fc = [0 | I]: the feature passes through.
+    # -- decoding
 
-        A layer that already maps residual states to what the final norm reads needs less data than a random one.
-        """
-        # Not strict: the head's first layer has no input norm, and none of a Qwen3 target's q/k norms, nor biases other
-        # than those of q, k and v. What the target's layer computes with these is lost and learned anew.
-        self.layers[-1].load_state_dict({k: v.float() for k, v in layer_state.items()}, strict=False)
-        size = self.fc.out_features
-        with torch.no_grad():
-            self.fc.weight.mul_(0.1)
-            self.fc.weight[:, size:] += torch.eye(size)
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> NestedDrafter:
+        return EagleDrafter(self, target, stops, capacity)
+
+    def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
+        return EagleBranches(self, target, depth)
+
+    @classmethod
+    def branches_flops(cls, config: EagleConfig, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
+        fused = flops.fusion_forward(config.llama, sum(texts) + len(starts) * levels)
+        return fused + flops.rollouts_forward(config.llama, texts, starts, levels)
+
+
+def noise_like(features: Tensor, step: TrainStep, size: float, flat: bool) -> Tensor:
+    """U(-size, size) like `features`, of each sequence by its seed. flat: they are laid end to end in one row."""
+    made = torch.zeros_like(features)
+    generator = torch.Generator(features.device)
+    # As many numbers as the sample has rows, padding aside: a device's generator gives other ones otherwise.
+    sizes = [max(0, length - LOOKAHEAD) for length in step.lengths]
+    rows = made[0].split(sizes) if flat else [row[:own] for row, own in zip(made, sizes, strict=True)]
+    for seed, row in zip(step.seeds, rows, strict=True):
+        generator.manual_seed(seed)
+        row.uniform_(-size, size, generator=generator)
+    return made
+
+
+def choices(target: CausalLM, hidden: Tensor, rows: Tensor) -> Tensor:
+    """Token ids [B, T] that `hidden` [B, T, H] gives greedily at `rows` [B, T] (bool), and -1 elsewhere. Logits are
+    made for CHOICE_ROWS rows at a time."""
+    found = torch.full(rows.shape, -1, device=rows.device)
+    chosen = [target.lm_head(some.to(target.dtype)).argmax(-1) for some in hidden[rows].split(CHOICE_ROWS)]
+    found[rows] = torch.cat(chosen) if chosen else found[rows]
+    return found

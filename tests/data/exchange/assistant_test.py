@@ -13,7 +13,7 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.data.exchange import assistant
 from draftsmith.data.exchange.assistant import check_assistant, write_assistant
-from draftsmith.data.models.loading import resolve_model
+from draftsmith.data.models.hub import resolve_model
 from draftsmith.modules.interop.hf_assisted import FIELDS, Tuning, serve
 from draftsmith.modules.types import InputError
 

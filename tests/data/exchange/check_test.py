@@ -14,8 +14,8 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.data.exchange.export import ExportConfig
 from draftsmith.data.exchange.export import run as export
-from draftsmith.data.exchange.probe import make_probes
 from draftsmith.data.exchange.record import RECORD
+from draftsmith.data.exchange.states import make_probes
 from draftsmith.data.heads.directory import load_head, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleHead

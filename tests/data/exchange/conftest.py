@@ -15,7 +15,7 @@ from draftsmith.data.exchange.check import CheckConfig
 from draftsmith.data.exchange.check import run as check
 from draftsmith.data.exchange.export import ExportConfig
 from draftsmith.data.exchange.export import run as export
-from draftsmith.data.exchange.probe import make_probes
+from draftsmith.data.exchange.states import make_probes
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleHead

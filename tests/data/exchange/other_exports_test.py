@@ -15,7 +15,7 @@ from draftsmith.data.exchange.export import ExportConfig
 from draftsmith.data.exchange.export import run as export
 from draftsmith.data.exchange.import_head import ImportConfig
 from draftsmith.data.exchange.import_head import run as import_head
-from draftsmith.data.heads.directory import eagle_identity, load_head, save_head
+from draftsmith.data.heads.directory import drafter_identity, load_head, save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.command import BenchConfig, bench
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
@@ -129,14 +129,17 @@ def test_an_acceptance_head_is_exported_with_a_statement_of_its_inputs(draft, tm
 def test_a_head_that_reads_an_eagle_heads_states_is_checked_on_them(draft, tmp_path, capsys):
     target = load_lm(draft)
     eagle = save_head(tmp_path / "eagle", EagleHead(EagleConfig.for_target(target.config)), {}, "card")
-    identity = eagle_identity(eagle, target)
+    identity = drafter_identity(eagle, target)
     made = opinionated(tmp_path / "head", identity, features=("logit_max_q",), judges="tree")
-    there, models = tmp_path / "there", {"target": draft, "eagle": eagle}
+    there, models = tmp_path / "there", {"target": draft, "draft": str(eagle)}
     with pytest.raises(InputError, match="draft: found none"):
         export(ExportConfig(format="acceptance", head=made, output=there))
     assert export(ExportConfig(format="acceptance", head=made, output=there, **models)) == 0
-    assert f"--target {draft} --eagle {eagle}" in capsys.readouterr().out
+    assert f"--target {draft} --draft {eagle}" in capsys.readouterr().out
     assert check(CheckConfig(directory=there, format="acceptance", **models)) == 0
+    assert check(CheckConfig(directory=there, format="acceptance", target=draft, eagle=eagle)) == 0  # the old name
+    with pytest.raises(InputError, match=r"head: found .* an acceptance head, expected a drafter"):
+        check(CheckConfig(directory=there, format="acceptance", target=draft, draft=str(made)))
 
 
 def test_a_draft_is_exported_with_the_fastest_settings_that_were_measured(tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.data.heads.card import SECTIONS, model_card
+from draftsmith.data.heads.card import draft_model_card, model_card
 from draftsmith.data.heads.directory import head_fields, save_head
 from draftsmith.data.heads.measured import measured_of, write_measured
 from draftsmith.data.store.manifest import package_versions
@@ -17,6 +17,10 @@ from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadCon
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig
 
+SECTIONS = (
+    *("Target and tokenizer", "Data", "Training", "Measured on held-out samples", "tau by task", "Calibration"),
+    *("How to use it", "Licence", "Versions"),
+)
 LLAMA = LlamaConfig(50, 8, 16, 1, 2, 1, 4, 64, rope_theta=5e5)
 SETTINGS = {"lr": 3e-5, "init": "random", "license": "", "wandb": "off", "epochs": 3, "max_steps": 1500}
 TRAINED: dict[str, Any] = {
@@ -53,13 +57,13 @@ def parts(card: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 def test_a_trained_heads_card_has_every_section():
     matter, sections = parts(model_card("eagle", eagle_manifest()))
-    assert list(sections) == list(SECTIONS)
+    assert tuple(sections) == SECTIONS
     for words, section in {
         "aaaa": "Target and tokenizer", "cccc": "Target and tokenizer", "dddd": "Target and tokenizer",
         "ffff": "Data", "1,200 samples, 34,567 tokens": "Data",
         "1,500 steps": "Training", "| `lr` | `3e-05` |": "Training", "| `init` | `random` |": "Training",
         "| loss | 1.25 |": "Measured on held-out samples",
-        "draftsmith eval bench --target owner/model --eagle DIR --methods eagle:k=5 --prompts FILE ": "tau by task",
+        "draftsmith eval bench --target owner/model --draft DIR --methods eagle:k=5 --prompts FILE ": "tau by task",
         "draftsmith export --head DIR --format sglang --output DIR-sglang": "How to use it",
         "draftsmith unknown (not installed), torch 2.8": "Versions",
     }.items():  # fmt: skip
@@ -92,7 +96,7 @@ def test_an_imported_heads_card_says_what_it_does_not_know(kind):
     imported = {"producer": "SafeAILab EAGLE-1", "path": "heads/theirs", "notes": ["no fc bias: the default"]}
     card = model_card(kind, {"imported": imported, "config": {"license": "apache-2.0"}})  # as stated at its export
     _, sections = parts(card)
-    assert list(sections) == list(SECTIONS)
+    assert tuple(sections) == SECTIONS
     for section in ("Target and tokenizer", "Data", "Training", "Measured on held-out samples", "Versions"):
         assert "nknown: the head was imported" in sections[section], section
     assert "imported from SafeAILab EAGLE-1" in card and "- no fc bias: the default" in card
@@ -147,7 +151,7 @@ def test_an_exports_card_says_how_to_serve_it_and_what_was_checked():
     assert "vllm serve owner/model" in sections["How to use it"] and "- logits as ours" in sections["How to use it"]
     assert "draftsmith export" not in card
     draft = {"format": "hf-assisted", "command": "python serve.py", "target": "owner/model", "draft": "owner/draft"}
-    _, sections = parts(model_card("hf-assisted", {}, export=draft))
+    _, sections = parts(draft_model_card({}, draft))
     assert "`owner/draft`" in sections["Target and tokenizer"] and "Training" not in sections
 
 

@@ -15,7 +15,8 @@ from draftsmith.data.heads import directory as heads
 from draftsmith.data.heads.directory import (
     another_mode,
     head_config,
-    kind_of,
+    kind_at,
+    load_draft_head,
     load_head,
     save_head,
     starting_head,
@@ -208,12 +209,20 @@ def test_an_unfinished_directory_is_never_taken_for_a_head(saved):
         head_config(partial)
 
 
-def test_every_kind_of_head_is_told_by_its_class(target):
-    assert kind_of(acceptance_head()) == "acceptance" and kind_of(eagle_head(target)) == "eagle"
-    assert {kind: heads.head_classes(kind)[1].__name__ for kind in heads.HEADS} == {
+def test_a_directory_says_what_it_is(saved, tmp_path):
+    model = tiny_llama_dir(tmp_path / "model")
+    assert [kind_at(path) for path in (saved, model, tmp_path / "nowhere", "embedded:draft")] == ["eagle", *[None] * 3]
+    assert {kind: heads.class_of(kind).__name__ for kind in heads.head_kinds()} == {
         "acceptance": "AcceptanceHead",
         "eagle": "EagleHead",
     }
+
+
+def test_what_does_not_draft_is_no_drafter(saved, tmp_path, target):
+    assert load_draft_head(saved, target).kind == "eagle"
+    directory = save_head(tmp_path / "other", acceptance_head(), {}, CARD)
+    with pytest.raises(InputError, match="an acceptance head, expected a drafter"):
+        load_draft_head(directory, target)
 
 
 def test_a_head_to_train_on_is_float32_trainable_and_of_no_particular_model(saved, other_target):
@@ -245,7 +254,7 @@ def test_a_head_that_can_not_be_trained_on_is_refused(saved, directory, kind, wi
         ({"temperature": [0.5, 1.0]}, SamplingParams(0.7), None),
         (None, SamplingParams(0.7), None),
         ({"temperature": 1.0}, SamplingParams(), r"temperature 1.0 there, 0.0 here.*--labels mix --mode greedy --resp"),
-        ({"temperature": 0.0}, SamplingParams(0.7), r"--mode sampling --temperature 0.7 --responses .* --eagle EAGLE"),
+        ({"temperature": 0.0}, SamplingParams(0.7), r"--mode sampling --temperature 0.7 --responses .* --draft HEAD"),
         ({"temperature": [0.5, 0.8]}, SamplingParams(1.0), r"temperature \[0.5, 0.8\] there, 1.0 here"),
         ({"temperature": 1.0}, SamplingParams(1.0, top_k=9), r"top_k 0 there, 9 here.* --temperature 1 --top-k 9 "),
     ],

@@ -15,13 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data.answering.batched import answer, pad_right
-from draftsmith.data.models.loading import (
-    check_same_tokenizer,
-    load_lm,
-    load_tokenizer,
-    resolve_model,
-    tokenizer_identity,
-)
+from draftsmith.data.models.hub import resolve_model
+from draftsmith.data.models.loading import check_same_tokenizer, load_lm, load_tokenizer, tokenizer_identity
 from draftsmith.launch.cli import main
 from draftsmith.modules.targets.hf import HFLM
 from draftsmith.modules.targets.llama import LlamaLM

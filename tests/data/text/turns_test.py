@@ -1,108 +1,44 @@
-"""Conversations answered turn by turn, against transformers and the chat template, one turn at a time; and all that is
-made of them: features, labels, what a training counts."""
+"""Conversations answered turn by turn, against transformers and the chat template, one turn at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+from turn_taking import (
+    ASSISTANT,
+    MAX_NEW,
+    NUM_ROWS,
+    REWRITES,
+    SYSTEM,
+    TARGET,
+    TOOL,
+    USER,
+    WISHES,
+    chat,
+    conversation,
+    counts_of,
+    make_prompts,
+    make_responses,
+    rows_of,
+)
 
-from draftsmith.data import acceptance, features, prompts, responses
 from draftsmith.data.answering.batched import answer
 from draftsmith.data.answering.server import ServerConfig, ServerEngine
 from draftsmith.data.inspect import InspectConfig
 from draftsmith.data.inspect import run as inspect
-from draftsmith.data.models.loading import load_lm, model_directory
-from draftsmith.data.store.datasets import AcceptanceDataset, FeatureDataset, ResponsesDataset, in_pieces
-from draftsmith.data.store.manifest import Manifest, file_sha256
-from draftsmith.data.store.rollout_dataset import RolloutDataset
-from draftsmith.data.store.shards import Rows, account
-from draftsmith.data.text.answers import Supervision, answer_lengths, answer_mask, conversation_numbers, spans
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.manifest import file_sha256
+from draftsmith.data.store.shards import account
+from draftsmith.data.text.answers import spans
 from draftsmith.data.text.conversations import Conversation, asked_of, recognise
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
-from draftsmith.train.config import TrainConfig
-from draftsmith.train.fit import split
-from draftsmith.train.planning.documents import documents_of
-
-TARGET = "embedded:draft-small"  # a trained model of one layer: it ends its answers, and is fast
-FUNCTIONS = [
-    "def area(width: int, height: int) -> int:\n    return width * height",
-    "def add(first, second):\n    return first + second",
-    "def total(values: list) -> int:\n    s = 0\n    for value in values:\n        s += value\n    return s",
-]
-WISHES = ["Remove the type hints:\n\n", "Add a docstring:\n\n", "Rename the function to work:\n\n"]
-USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
-MAX_NEW = 60
-
-
-def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in turns]
-
-
-def conversation(number: int) -> list[dict[str, str]]:
-    """One to three turns, with answers that the target would not give; some begin with a system message."""
-    messages = chat((SYSTEM, "Be brief.")) if number % 4 == 3 else []
-    for turn in range(1 + number % 3):
-        wish = WISHES[(number + turn) % 3] + FUNCTIONS[(number // 3 + turn) % 3]
-        messages += chat((USER, wish), (ASSISTANT, f"As you wish, {turn}."))
-    return messages
-
-
-NUM_ROWS = 7
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("source") / "rows.jsonl"
-    rows = [{"id": f"row-{i}", "messages": conversation(i), "task": "edit"} for i in range(NUM_ROWS)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def make_prompts(source: Path, output: Path, **settings) -> Path:
-    return prompts.run(prompts.PromptsConfig(str(source), TARGET, output, **settings))
-
-
-def make_responses(asked: Path, output: Path, **settings) -> Path:
-    own = {"temperature": 0.0, "max_new_tokens": MAX_NEW, "rows_per_shard": 3, "batch_size": 2, "num_threads": 1}
-    return responses.run(responses.ResponsesConfig(asked, TARGET, output, **{**own, **settings}))
-
-
-def rows_of(directory: Path) -> list[dict]:
-    return Rows(directory, Manifest.read(directory)).read(0, 99)
-
-
-def counts_of(directory: Path) -> dict[str, int]:
-    return Manifest.read(directory).counts
-
-
-@pytest.fixture(scope="module")
-def asked(source, tmp_path_factory) -> Path:
-    return make_prompts(source, tmp_path_factory.mktemp("prompts") / "out")
-
-
-@pytest.fixture(scope="module")
-def answered(asked, tmp_path_factory) -> Path:
-    return make_responses(asked, tmp_path_factory.mktemp("responses") / "out")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(model_directory(TARGET))
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    return AutoModelForCausalLM.from_pretrained(model_directory(TARGET), dtype=torch.float32).eval()
-
 
 # A conversation, the setting, what is asked first, what follows each answer, and how many turns nobody answers.
 ASKED = [
@@ -194,62 +130,6 @@ def test_the_mask_is_between_the_assistants_tag_and_the_end_token(answered, toke
     assert several >= 2
 
 
-def test_features_of_a_row_are_those_of_its_tokens(answered, oracle, tmp_path):
-    config = features.FeaturesConfig(answered, TARGET, tmp_path / "out", rows_per_shard=3, num_threads=1)
-    data = FeatureDataset(features.run(config))
-    for item, row in zip(data, rows_of(answered), strict=True):
-        with torch.inference_mode():
-            expected = oracle.model(torch.tensor([row["input_ids"]])).last_hidden_state[0]
-        # bf16 keeps 8 bits of the mantissa.
-        torch.testing.assert_close(item["features"].float(), expected, rtol=2**-8, atol=1e-2)
-        assert item["loss_mask"].tolist() == row["loss_mask"]
-    texts = ResponsesDataset(answered, TARGET, load_lm(TARGET).info.identity)
-    assert [item["loss_mask"].tolist() for item in texts] == [row["loss_mask"] for row in rows_of(answered)]
-
-
-def test_labels_are_on_answer_tokens_of_every_turn(answered, tmp_path):
-    config = acceptance.AcceptanceConfig(answered, TARGET, tmp_path / "out", "embedded:draft", num_threads=1)
-    rows = rows_of(acceptance.run(config))
-    target, draft = load_lm(TARGET), load_lm("embedded:draft")
-    for row in rows:
-        whole = torch.tensor([row["input_ids"]])
-        q = draft.lm_head(draft.features(whole))[0].softmax(-1)
-        p = target.lm_head(target.features(whole))[0].softmax(-1)
-        places = [at for start, end in spans(row["loss_mask"]) for at in range(start, end)]
-        assert len(places) == len(row["draft_ids"]) == sum(row["loss_mask"])
-        # The responses are greedy, so one-hot laws: Y is the draft's choice, kept where it is the target's.
-        assert row["draft_ids"] == [int(q[at - 1].argmax()) for at in places]
-        assert row["accept_prob"] == [float(q[at - 1].argmax() == p[at - 1].argmax()) for at in places]
-    data = AcceptanceDataset(config.output, mix=0.3)
-    for i, row in enumerate(rows):
-        item = data.item(i, 0)
-        drafted, mask = item["loss_mask"], torch.tensor(row["loss_mask"])
-        assert not (drafted & ~mask).any()
-        order = torch.cumsum(mask, 0) - 1
-        assert item["z_ids"][drafted].tolist() == [row["draft_ids"][at] for at in order[drafted].tolist()]
-        assert item["z_ids"][~drafted].tolist() == torch.tensor(row["input_ids"])[~drafted].tolist()
-
-
-def test_drafts_of_rollouts_begin_within_answers(answered, tmp_path):
-    config = acceptance.AcceptanceConfig(
-        answered, TARGET, tmp_path / "out", "embedded:draft", labels="rollout", depth=3, stride=2, num_threads=1
-    )
-    rows = rows_of(acceptance.run(config))
-    starts = {(row["id"], start) for row in rows for start in row["starts"]}
-    allowed = {
-        (row["id"], at)
-        for row in rows_of(answered)
-        for start, end in spans(row["loss_mask"])
-        for at in range(start + 1, end)
-    }
-    assert starts <= allowed
-    beyond_first = [(row["id"], spans(row["loss_mask"])[0][1]) for row in rows]
-    assert any(start >= first for name, first in beyond_first for other, start in starts if other == name)
-    assert RolloutDataset(config.output).answers.lengths(range(len(rows))).sum() == sum(
-        sum(row["loss_mask"]) for row in rows
-    )
-
-
 def test_a_row_depends_on_its_number_and_turn_only_and_a_lost_shard_comes_back(asked, tmp_path):
     sampled = {"temperature": 1.0, "max_new_tokens": 24}
     first = make_responses(asked, tmp_path / "a", **sampled, rows_per_shard=2)
@@ -264,22 +144,6 @@ def test_a_row_depends_on_its_number_and_turn_only_and_a_lost_shard_comes_back(a
 
 # As Qwen3's template drops the thinking of earlier turns: of an answer that is not the last, only what is behind the
 # first line is shown.
-REWRITES = (
-    "{% for m in messages %}<|{{ m.role }}|>"
-    "{% if m.role == 'assistant' %}{{ m.content.split('\n')[1:] | join('\n') }}{% else %}{{ m.content }}{% endif %}"
-    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def rewritten(source, tmp_path_factory) -> tuple[Path, Path]:
-    """A template that rewrites earlier answers, and responses by it."""
-    root = tmp_path_factory.mktemp("rewritten")
-    (root / "template.jinja").write_text(REWRITES)
-    asked = make_prompts(source, root / "prompts", chat_template=root / "template.jinja")
-    return root / "template.jinja", make_responses(asked, root / "responses")
-
-
 def test_a_template_that_rewrites_history_gives_a_row_a_turn_with_what_is_shown(rewritten, oracle, tokenizer):
     rows = rows_of(rewritten[1])
     assert counts_of(rewritten[1])["rows_split"] == len(rows) - NUM_ROWS > 2
@@ -296,20 +160,6 @@ def test_a_template_that_rewrites_history_gives_a_row_a_turn_with_what_is_shown(
     assert second["loss_mask"] == [at >= start for at in range(len(ids))]
     with torch.inference_mode():
         assert oracle(torch.tensor([ids])).logits[0].argmax(-1).tolist()[start - 1 : -1] == ids[start:]
-
-
-def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritten, tmp_path):
-    directory = rewritten[1]
-    data = ResponsesDataset(directory, TARGET, load_lm(TARGET).info.identity)
-    names = [row["id"].split("/")[0] for row in rows_of(directory)]
-    pieces = in_pieces(data, 40, LOOKAHEAD)
-    for dataset, owner in ((data, names), (pieces, [names[row] for row in pieces.rows])):
-        config = TrainConfig(data=directory, output=tmp_path, val_share=0.4, max_length=0 if dataset is data else 40)
-        train, val = split(config, data, None, 4096, LOOKAHEAD)
-        sides = [{owner[i] for i in side.indices} for side in (train, val)]
-        assert sides[0] | sides[1] == set(names) and not sides[0] & sides[1]
-        # What `plan` expects is what is trained on.
-        assert documents_of(config, "responses", 4096, 0, 0).lengths == train.lengths
 
 
 def test_the_template_of_the_prompts_is_needed_for_later_turns(rewritten, source, tmp_path):
@@ -403,31 +253,6 @@ def test_a_chat_endpoint_is_told_the_answers_so_far(asked, tmp_path, monkeypatch
     assert row["text"] == "".join(said)
 
 
-def training_data(source: Path, root: Path) -> list:
-    """What trainings read of the first turns: texts, features and labels."""
-    texts = make_responses(make_prompts(source, root / "prompts", turns="first"), root / "responses")
-    labels = acceptance.AcceptanceConfig(texts, TARGET, root / "labels", "embedded:draft", num_threads=1)
-    states = features.FeaturesConfig(texts, TARGET, root / "features", num_threads=1)
-    data = ResponsesDataset(texts, TARGET, load_lm(TARGET).info.identity)
-    return [data, AcceptanceDataset(acceptance.run(labels)), FeatureDataset(features.run(states))]
-
-
-def test_artefacts_of_earlier_versions_give_the_same_training_data(source, tmp_path, monkeypatch):
-    news = training_data(source, tmp_path / "new")
-    for stage in (responses, features, acceptance):
-        added = ("turn",) if stage is features else ("turn", "loss_mask")
-        monkeypatch.setattr(stage, "FIELDS", tuple(spec for spec in stage.FIELDS if spec.name not in added))
-    monkeypatch.setattr(prompts, "FIELDS", prompts.FIELDS[:-1])
-    olds = training_data(source, tmp_path / "old")
-    assert "loss_mask" not in rows_of(tmp_path / "old" / "labels")[0]
-    assert "later" not in rows_of(tmp_path / "old" / "prompts")[0]
-    for new, old in zip(news, olds, strict=True):
-        assert len(new) == len(old) == NUM_ROWS
-        for i in range(NUM_ROWS):
-            assert all(torch.equal(new[i][name], old[i][name]) for name in new[i])
-        assert new.answers.lengths([1, 2, 4]).tolist() == old.answers.lengths([1, 2, 4]).tolist()
-
-
 def test_prompts_with_later_turns_are_asked_by_the_bench_as_the_file_is(asked, source):
     ours = read_prompts(str(asked), TARGET, turns="all")
     for own, theirs in zip(ours, read_prompts(str(source), TARGET, turns="all"), strict=True):
@@ -442,42 +267,3 @@ def test_inspect_shows_every_answer_and_every_question(asked, answered, capsys):
     inspect(InspectConfig(asked, row=2))
     shown = capsys.readouterr().out
     assert all(wish.strip() in shown for wish in WISHES)
-
-
-def test_supervised_rows_keep_the_sources_answers_of_all_turns(source, tmp_path, tokenizer):
-    directory = make_prompts(source, tmp_path / "out", supervised=True)
-    for number, row in enumerate(rows_of(directory)):
-        said = [tokenizer.decode(row["input_ids"][a:b], skip_special_tokens=True) for a, b in spans(row["loss_mask"])]
-        assert said == [m["content"] for m in conversation(number) if m["role"] == ASSISTANT]
-    with pytest.raises(InputError, match="turns: found last, expected all with --supervised"):
-        make_prompts(source, tmp_path / "other", supervised=True, turns="last")
-
-
-def test_what_will_be_learned_is_counted_by_answers():
-    masks = [[0, 0, 1, 1, 1, 0, 1], [1, 1], [], [0], [0, 1, 1, 1, 1, 1, 1, 1]]
-    values = np.array([bit for mask in masks for bit in mask], dtype=bool)
-    offsets = np.cumsum([0, *map(len, masks)])
-    lengths, owner = answer_lengths(values, offsets)
-    assert (lengths.tolist(), owner.tolist()) == ([3, 1, 2, 7], [0, 0, 1, 4])
-    assert [spans(mask) for mask in masks] == [[(2, 5), (6, 7)], [(0, 2)], [], [], [(1, 8)]]
-    learned = Supervision.of(lengths)
-    assert (learned.answers, learned.answer_tokens, learned.tokens_p50) == (4, 13, 2.5)
-    assert learned.early_share == 11 / 13
-    assert learned.warning() == (
-        "warning: 13 answer tokens (fewer than 60,000) and a median answer of 2 tokens (fewer than 16): a head that "
-        "learns from this may slow decoding down, whatever its own validation says. Use more prompts, prompts with "
-        "longer answers like those that will be served (docs/training.md)."
-    )
-    assert Supervision.of(np.full(1000, 100)).warning() is None
-    assert "a median answer" not in str(Supervision.of(np.full(10, 100)).warning())
-    assert "answer tokens" not in str(Supervision.of(np.full(10_000, 9)).warning())
-    assert Supervision.of(np.zeros(0, dtype=np.int64)).answers == 0
-    assert answer_mask({"input_ids": [1, 2, 3], "prompt_length": 1}) == [False, True, True]
-    assert conversation_numbers(np.array([1, 2, 1, 1, 3])) == [0, 0, 1, 2, 2]
-
-
-def test_responses_say_what_can_be_learned_of_them(asked, tmp_path, capsys):
-    made = make_responses(asked, tmp_path / "out")
-    counts, shown = counts_of(made), capsys.readouterr().out
-    assert f"{counts['answers']} answers with {counts['response_tokens']} tokens to learn from" in shown
-    assert shown.count("warning: ") == 1 and "fewer than 60,000" in shown

@@ -19,7 +19,7 @@ from draftsmith.data.text.template import load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.bench.rows import read_rows
+from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bench.tables import caption
 from draftsmith.launch.cli import main
 from draftsmith.modules.types import InputError
@@ -225,7 +225,7 @@ def test_an_artefact_of_another_tokenizer_is_refused(models, tmp_path):
 
 
 def test_a_head_made_for_another_mode_is_warned_about(config, tmp_path, capsys):
-    draft = load_lm(config.draft)
+    draft = load_lm(config.drafters["draft"])
     head = load_head(config.acceptance)
     for temperature, warned in ((1.0, True), (0.0, False)):
         sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}

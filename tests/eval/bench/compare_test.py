@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from draftsmith.eval.bench.compare import compare, open_bench
-from draftsmith.eval.bench.measure import BenchPrompt, Measured
-from draftsmith.eval.bench.rows import failed_row, measured_row, write_rows
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.results import Measured, failed_row, measured_row, write_rows
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 

@@ -10,20 +10,29 @@ from dataclasses import replace
 import pytest
 import torch
 from quick_heads import varied_acceptance_head, varied_tree_head
+from run_models import run_models
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.learned import known, learners_of, remember, teach
-from draftsmith.eval.bench.measure import BatchRunner, BenchPrompt, EngineRunner, OneByOne, measure
-from draftsmith.eval.bench.runners import one_by_one
-from draftsmith.eval.methods import METHODS, parse_method
-from draftsmith.eval.methods.base import Models
+from draftsmith.eval.bench.prompt_runner import measure
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.runner import (
+    EngineRunner,
+    RunnerSettings,
+    engine_runners,
+    learned_by,
+    learners_of,
+    remember,
+    teach,
+)
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import RecentRatio
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.methods import Models, known_methods, parse_method
 from draftsmith.modules.types import SamplingParams
 
 PARAMS, COUNT = SamplingParams(1.0), 24
+MODES = RunnerSettings([SamplingParams(), PARAMS], ())
 GROUPS = [[BenchPrompt(str(n), [7 + n, 30, 9 * n + 1])] for n in range(3)]
 # Every method of this engine, those with more ways to go by several.
 LEARNING = ["online:c=0.1:max=5", "online:c=0.1:max=5:by=max_q:repeats=off", "cost:c=0.02:max=5",
@@ -39,7 +48,7 @@ def lms(models) -> Models:
     torch.manual_seed(0)
     eagle = EagleHead(EagleConfig.for_target(target.config)).eval().requires_grad_(False)
     head = varied_acceptance_head(draft.info.hidden_size)
-    return Models(target, draft, draft, eagle, head, capacity=300)
+    return run_models(target, draft, draft, eagle=eagle, acceptance=head, capacity=300)
 
 
 def for_method(lms: Models, label: str) -> Models:
@@ -50,9 +59,9 @@ def for_method(lms: Models, label: str) -> Models:
 def runner(lms: Models, label: str, batch: bool = False):
     method, models = parse_method(label), for_method(lms, label)
     if batch:
-        session = models.target.session(1, models.capacity)
-        return BatchRunner(models.target, session, method.build(models), PARAMS, ())
-    return OneByOne(EngineRunner(models.target, method.build(models), PARAMS, ()))
+        session = models.target.session(2, models.capacity)
+        return EngineRunner(models.target, method.build(models, 2), PARAMS, (), session=session, rows=2)
+    return EngineRunner(models.target, method.build(models), PARAMS, ())
 
 
 def answers(made, *numbers: int) -> list:
@@ -70,7 +79,7 @@ def check_nothing_else_lasts(made) -> None:
 
 
 def test_every_method_is_looked_at():
-    assert {label.partition(":")[0] for label in [*LEARNING, *OTHERS]} == set(METHODS) - {"hf", "hf-assisted"}
+    assert {label.partition(":")[0] for label in [*LEARNING, *OTHERS]} == set(known_methods())
 
 
 @pytest.mark.parametrize("label", [*LEARNING, *OTHERS])
@@ -84,17 +93,17 @@ def test_what_outlives_an_answer_is_found_whatever_holds_it(lms, label):
 
 @pytest.mark.parametrize("label", LEARNING)
 def test_ways_of_sampling_share_a_drafter_only_where_nothing_is_learned(lms, label):
-    greedy, sampling = one_by_one(parse_method(label), for_method(lms, label), [SamplingParams(), PARAMS], ())
-    before = known(sampling)
-    greedy(GROUPS[0][0].prompt_ids, COUNT, 0)
-    assert known(sampling) == before != known(greedy)
-    first, second = one_by_one(parse_method("spec:k=3"), lms, [SamplingParams(), PARAMS], ())
+    greedy, sampling = engine_runners(parse_method(label), for_method(lms, label), MODES)
+    before = learned_by(sampling)
+    greedy([GROUPS[0][0].prompt_ids], COUNT, [0])
+    assert learned_by(sampling) == before != learned_by(greedy)
+    first, second = engine_runners(parse_method("spec:k=3"), lms, MODES)
     assert first.drafter is second.drafter
 
 
 def test_state_that_nobody_marked_is_noticed(lms):
     made = runner(lms, "spec:k=1")
-    stop = made.runner.drafter.stops[0]
+    stop = made.drafter.stops[0]
     stop.observe = lambda drafted, accepted: setattr(stop, "max_drafted", stop.max_drafted + 1)
     with pytest.raises(AssertionError):
         check_nothing_else_lasts(made)
@@ -104,8 +113,8 @@ def test_state_that_nobody_marked_is_noticed(lms):
 def test_what_was_learned_survives_as_json(lms, label):
     made, other = runner(lms, label), runner(lms, label)
     answers(made, 0, 2)
-    teach(other, json.loads(json.dumps(known(made))))
-    assert known(other) == known(made) != known(runner(lms, label))
+    teach(other, json.loads(json.dumps(learned_by(made))))
+    assert learned_by(other) == learned_by(made) != learned_by(runner(lms, label))
     assert answers(other, 1) == answers(made, 1)
 
 
@@ -113,12 +122,12 @@ def test_what_was_learned_survives_as_json(lms, label):
 def test_what_is_remembered_is_put_back_and_the_same_work_done(lms, batch):
     made = runner(lms, LEARNING[0], batch)
     answers(made, 0)
-    before, restore = known(made), remember(made)
+    before, restore = learned_by(made), remember(made)
     first = answers(made, 1)
-    after = known(made)
+    after = learned_by(made)
     restore()
-    assert known(made) == before != after
-    assert answers(made, 1) == first and known(made) == after
+    assert learned_by(made) == before != after
+    assert answers(made, 1) == first and learned_by(made) == after
 
 
 def test_repeats_teach_nothing_more(lms):
@@ -129,18 +138,18 @@ def test_repeats_teach_nothing_more(lms):
             for made, repeats in ((once, 1), (thrice, 3))
         ]
         assert found[0].tokens == found[1].tokens and found[0].trace == found[1].trace
-    assert known(once) == known(thrice)
+    assert learned_by(once) == learned_by(thrice)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nothing_is_learned_from_what_is_no_number(bad):
     """One such round would never be forgotten."""
     ratio, model, rule = RecentRatio(1.0, 2.0), OnlineLogistic(2), TreeRule(TreeTimes(1.0, 1.0, (1.0, 2.0, 3.0)))
-    before = known([ratio, model, rule])
+    before = learned_by([ratio, model, rule])
     ratio.add(bad, 1.0)
     model.observe([(bad, 0.5), (0.5, bad)], 1)
     rule.choose([bad, bad])
     rule.observe(2, 1, 1)
-    assert known([ratio, model]) == before[:2]
-    values = [value for state in known(rule) for value in state.values()]
+    assert learned_by([ratio, model]) == before[:2]
+    values = [value for state in learned_by(rule) for value in state.values()]
     assert len(values) == 6 and all(map(math.isfinite, values))

@@ -9,11 +9,20 @@ import json
 import pytest
 from rich.console import Console
 
-from draftsmith.eval.bench.measure import BenchPrompt, Measured, medians_of
-from draftsmith.eval.bench.rows import failed_row, failures_of, measured_row, of_methods, read_rows, write_rows
+from draftsmith.eval.bench.prompt_runner import medians_of
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.results import (
+    Measured,
+    failed_row,
+    failures_of,
+    measured_row,
+    of_methods,
+    read_rows,
+    write_rows,
+)
 from draftsmith.eval.bench.summary import distinct_4grams, summarise
-from draftsmith.eval.bench.tables import by_task, caption, folded, markdown_table, results_table
-from draftsmith.eval.report.tables import markdown
+from draftsmith.eval.bench.tables import METHOD_WIDTH, by_task, caption, markdown_table, results_table
+from draftsmith.eval.report.tables import markdown, on_screen
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
@@ -124,7 +133,7 @@ def shown(width: int, *tables) -> str:
 def test_tables_fit_in_100_columns_and_say_the_same():
     long_name = "specdec++:h=0.7:min=2:max=20:calibrated=on"
     results = results_of({"ar": AR, long_name: SPEC, "spec:k=5": SPEC})
-    text = shown(100, results_table(results), folded(by_task(results, 0.0)))
+    text = shown(100, results_table(results), on_screen(by_task(results, 0.0), joint=" ", first_width=METHOD_WIDTH))
     assert "…" not in text and all(len(line) <= 100 for line in text.splitlines())
     markdown = markdown_table(results)
     assert f"| {long_name} | 1.8 | 2.00x | 1.67-3.00 | 1.75 | 1.50-2.00 | 43% | yes |" in markdown
@@ -200,7 +209,9 @@ def test_rows_come_back_as_they_were_measured(tmp_path):
 
 def test_many_methods_go_into_rows_of_the_table_by_task():
     methods = {f"spec:k={k}": SPEC for k in range(1, 21)}
-    text = shown(80, folded(by_task(results_of({"ar": AR, **methods}), 0.0))).splitlines()
+    text = shown(
+        80, on_screen(by_task(results_of({"ar": AR, **methods}), 0.0), joint=" ", first_width=METHOD_WIDTH)
+    ).splitlines()
     for method in methods:
         (place,) = (i for i, line in enumerate(text) if line.split()[:1] == [method])
         assert text[place].split()[1:] == ["3.00x", "1.50", "1.67x", "2.00", "2.00x", "1.75", "2.33x", "1.75"]

@@ -12,10 +12,9 @@ from tiny_models import CONTEXT
 from draftsmith.data.text.template import load_chat_tokenizer
 from draftsmith.eval.bench import command as bench
 from draftsmith.eval.bench.command import BenchConfig
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompt_runner import Asking
-from draftsmith.eval.bench.rows import BASELINE, failures_of, read_rows
-from draftsmith.eval.bench.tasks import task_sources
+from draftsmith.eval.bench.prompt_runner import PromptRunner
+from draftsmith.eval.bench.prompts import BenchPrompt, task_sources
+from draftsmith.eval.bench.results import BASELINE, failures_of, read_rows
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeTrace
@@ -206,9 +205,9 @@ def test_sources_are_named_by_their_files(tasks, tmp_path):
             task_sources(None, wrong)
 
 
-def asking(runner, **changes) -> Asking:
+def prompt_runner(runner, **changes) -> PromptRunner:
     settings = dict(chat=None, context=50, room=50, max_new_tokens=4, repeats=1, seed=0)
-    return Asking({0.0: {"ar": answer, "other": runner}}, **{**settings, **changes})
+    return PromptRunner({0.0: {"ar": answer, "other": runner}}, **{**settings, **changes})
 
 
 def answer(prompts, max_new_tokens, seeds):
@@ -229,8 +228,8 @@ UNLUCKY, FINE = BenchPrompt("unlucky", [13], "t", number=0), BenchPrompt("fine",
 
 @pytest.mark.parametrize("error", [ValueError("no\nsuch shape"), RuntimeError("no\nsuch shape")])
 def test_a_prompt_that_a_method_fails_on_is_left_out_for_all_methods(error):
-    ask = asking(raising(error)).ask
-    rows = [row for number, prompt in enumerate((UNLUCKY, FINE)) for row in ask([prompt], number, 0.0)]
+    run = prompt_runner(raising(error)).run
+    rows = [row for number, prompt in enumerate((UNLUCKY, FINE)) for row in run([prompt], number, 0.0)]
     assert [(row["method"], row["id"], row["error"] is None) for row in rows] == [
         ("ar", "unlucky", False), ("other", "unlucky", False), ("ar", "fine", True), ("other", "fine", True)
     ]  # fmt: skip
@@ -240,15 +239,15 @@ def test_a_prompt_that_a_method_fails_on_is_left_out_for_all_methods(error):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), AssertionError("a defect"), KeyError("a defect")])
 def test_interruptions_and_defects_are_not_taken_for_bad_prompts(error):
     with pytest.raises(type(error)):
-        list(asking(raising(error)).ask([UNLUCKY], 0, 0.0))
+        list(prompt_runner(raising(error)).run([UNLUCKY], 0, 0.0))
     with pytest.raises(type(error)):
-        asking(raising(error)).warm_up([UNLUCKY, FINE], 1)
+        prompt_runner(raising(error)).warm_up([UNLUCKY, FINE], 1)
 
 
 def test_the_warm_up_takes_a_prompt_that_works():
-    asking(raising(ValueError("x"))).warm_up([UNLUCKY, FINE], 1)
+    prompt_runner(raising(ValueError("x"))).warm_up([UNLUCKY, FINE], 1)
     with pytest.raises(InputError, match="none that could be measured; the last one: other: ValueError: x"):
-        asking(raising(ValueError("x"))).warm_up([UNLUCKY], 1)
+        prompt_runner(raising(ValueError("x"))).warm_up([UNLUCKY], 1)
 
 
 def test_a_run_in_which_every_prompt_fails_is_an_error(models, tmp_path, capsys):

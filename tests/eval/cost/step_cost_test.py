@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.cost.step_cost import measure_step_cost, ratio, step_cost
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.base import Models
+from draftsmith.eval.cost.auto import MeasuredTimes, measure_step_cost, ratio
+from draftsmith.modules.drafters.methods import Models, parse_method
 
 
 class Wound:
@@ -59,13 +58,13 @@ def test_the_line_through_two_lengths():
 
 
 def test_it_is_measured_once_a_run_and_said(models, capsys):
-    own = Models(load_lm(models["target"]), load_lm(models["draft"]), capacity=300)
-    first = step_cost(own, "draft")
+    own = Models(load_lm(models["target"]), load_lm(models["draft"]), capacity=300, times=MeasuredTimes())
+    first = own.times.step_cost(own, "draft")
     assert 0 < first < 10
     assert capsys.readouterr().err == (
         f"draftsmith: c = {first:.3f}: a drafted token's time in rounds without a draft, measured here (draft)\n"
     )
     parse_method("online").build(own)
-    assert own.step_costs == {"draft": first} and capsys.readouterr().err == ""
-    given = parse_method("online:c=0.25").policy(own)
+    assert own.times.step_costs == {"draft": first} and capsys.readouterr().err == ""
+    (given,) = parse_method("online:c=0.25").policies(own, None)
     assert given.rule.c == 0.25

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 from quick_heads import varied_tree_head
+from run_models import run_models
 from tiny_models import tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.cost.clocks import clock_of
-from draftsmith.eval.cost.costs import DraftCost, measure_costs, straight
-from draftsmith.eval.cost.step_cost import step_cost
-from draftsmith.eval.cost.tree_times import times_of, tree_times
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.base import Models
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.cost.auto import MeasuredTimes, times_of
+from draftsmith.eval.cost.clock import clock_of
+from draftsmith.eval.cost.forwards import DraftCost, straight
+from draftsmith.eval.cost.machine import measure_costs
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.types import SamplingParams
 
 
@@ -28,17 +28,32 @@ def test_the_rows_of_a_call_are_the_nodes_and_the_root_and_no_more_rows_take_les
 def models(tmp_path_factory):
     target = load_lm(str(tiny_llama_dir(tmp_path_factory.mktemp("tiny"))))
     eagle = EagleHead(EagleConfig.for_target(target.config)).eval().requires_grad_(False)
-    return Models(target, eagle=eagle, acceptance=varied_tree_head(target.info.hidden_size), capacity=400)
+    return run_models(target, eagle=eagle, acceptance=varied_tree_head(target.info.hidden_size), capacity=400,
+                  times=AskedTimes())  # fmt: skip
+
+
+class AskedTimes(MeasuredTimes):
+    """Keeps what it said last."""
+
+    def tree_times(self, *args):
+        self.last = super().tree_times(*args)
+        return self.last
+
+
+def tree_times(models, label):
+    """What the rule of such trees goes by."""
+    parse_method(label).build(models)
+    return models.times.last
 
 
 def test_a_run_measures_the_target_once_and_every_kind_of_tree_once(models):
-    first = tree_times(models, parse_method("eagle2:nodes=auto:topk=3"))
-    known = dict(models.measured)
+    first = tree_times(models, "eagle2:nodes=auto:topk=3")
+    known = dict(models.times.seconds)
     assert len(first.verify) == 129 and min(first.verify) > 0 and first.first > 0
-    assert tree_times(models, parse_method("eagle2:nodes=auto:topk=3:depth=2")) == first
-    judged = tree_times(models, parse_method("eagle2:nodes=auto:topk=3:value=head"))
+    assert tree_times(models, "eagle2:nodes=auto:topk=3:depth=2") == first
+    judged = tree_times(models, "eagle2:nodes=auto:topk=3:value=head")
     assert judged.verify == first.verify
-    assert {key: models.measured[key] for key in known} == known and len(models.measured) == len(known) + 1
+    assert {key: models.times.seconds[key] for key in known} == known and len(models.times.seconds) == len(known) + 1
 
 
 @pytest.mark.parametrize("context", [4, 24, 64])
@@ -46,11 +61,13 @@ def test_short_contexts_are_measured_as_far_as_they_go(tmp_path, context):
     """Every helper that takes times: of trees, of a drafted token, and of all pieces for the tuner."""
     target = load_lm(str(tiny_llama_dir(tmp_path, max_position_embeddings=context)))
     eagle = EagleHead(EagleConfig.for_target(target.config)).eval().requires_grad_(False)
-    models = Models(target, target, eagle=eagle, capacity=context + 130)
-    times = tree_times(models, parse_method("eagle2:nodes=auto:topk=3"))
+    models = run_models(target, target, eagle=eagle, capacity=context + 130, times=AskedTimes())
+    times = tree_times(models, "eagle2:nodes=auto:topk=3")
     assert len(times.verify) == 129 and min(times.verify) > 0 <= times.step
-    assert max(models.measured["target, by rows"]) == (4 if context == 4 else 64)
-    assert all(step_cost(models, drafter, batch) > 0 for drafter in ("draft", "eagle") for batch in (None, 2))
+    assert max(models.times.seconds["target, by rows"]) == (4 if context == 4 else 64)
+    assert all(
+        models.times.step_cost(models, drafter, batch) > 0 for drafter in ("draft", "eagle") for batch in (None, 2)
+    )
     prompts = [BenchPrompt(str(n), [5] * n) for n in (1, context - 1)]
     probes = {label.partition(":")[0]: [parse_method(label)] for label in ("ar", "spec:k=3")}
     probes["eagle2/3"] = [parse_method("eagle2:topk=3:nodes=9:depth=3")]

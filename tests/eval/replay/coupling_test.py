@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from draftsmith.eval.replay.coupling import CoupledSource, Text
+from draftsmith.eval.replay.coupling import CoupledSource, TargetText
 
 SIZE = 5
 EDGE = 1e-9
@@ -39,7 +39,7 @@ class Recorded:
         return self.token
 
 
-def branches(text: Text, start: int, prefix: tuple[int, ...]):
+def branches(text: TargetText, start: int, prefix: tuple[int, ...]):
     """(y, accepted, weight) of one draw, given the text: the uniform's two sides by their lengths, the free draw by its
     law. Where the uniform's edge is comes from the code: it is searched for."""
 
@@ -47,7 +47,7 @@ def branches(text: Text, start: int, prefix: tuple[int, ...]):
         uniforms = list(text.uniforms)
         uniforms[start] = uniform
         free = Recorded(token)
-        source = CoupledSource(Text(text.tokens, text.laws, uniforms), start, free)
+        source = CoupledSource(TargetText(text.tokens, text.laws, uniforms), start, free)
         return source.draw(q_after(prefix)), free.law
 
     low, high = 0.0, 1.0
@@ -74,7 +74,7 @@ def test_a_coupled_draft_is_drawn_from_q_and_accepted_as_speculative_sampling_ac
         weight = (laws[0, tokens[0]] * laws[1, tokens[1]]).item()
         if weight == 0:
             continue
-        text = Text(list(tokens), laws, [0.5, 0.5])
+        text = TargetText(list(tokens), laws, [0.5, 0.5])
         for first, accepted, w1 in branches(text, 0, ()):
             if not accepted:
                 add(coupled, (first, False, tokens[0]), weight * w1)
@@ -116,11 +116,11 @@ def test_past_a_rejection_and_past_the_text_the_draft_goes_on_by_itself():
     laws = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     never = torch.tensor([0.0, 1.0], dtype=torch.float64)
     free = Recorded(1)
-    rejected = CoupledSource(Text([0, 1], laws, [0.3, 0.3]), 0, free)
+    rejected = CoupledSource(TargetText([0, 1], laws, [0.3, 0.3]), 0, free)
     assert rejected.draw(never) == 1 and free.law.tolist() == [0, 1]
     other = torch.tensor([0.4, 0.6], dtype=torch.float64)
     assert rejected.draw(other) == 1 and free.law is other
-    past = CoupledSource(Text([0, 1], laws, [0.3, 0.3]), 2, free)
+    past = CoupledSource(TargetText([0, 1], laws, [0.3, 0.3]), 2, free)
     free.law = None
     past.draw(other)
     assert free.law is other

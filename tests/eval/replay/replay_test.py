@@ -10,24 +10,24 @@ import pytest
 import torch
 from greedy_world import near_copy
 from quick_heads import quick_eagle_head, varied_acceptance_head, varied_tree_head
+from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.methods import parse_method, parse_methods
-from draftsmith.eval.methods.base import Models
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.replay import replay
-from draftsmith.eval.replay.lookup import record_lookup
-from draftsmith.eval.replay.record import Answers, Recording, record_chains
+from draftsmith.eval.replay.lookup import LookupRecorder
+from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.rollouts import ChainRollouts, TreeRollouts, of_answer
-from draftsmith.eval.replay.trees import TreeRecorder, record_trees
+from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.tuning.candidates import HEAD, Recorded
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.methods import Eagle2
+from draftsmith.modules.drafters.methods import Models, parse_method, parse_methods
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -75,7 +75,7 @@ class World:
         return [generate_one(target, drafter, prompt, *how).trace for prompt in prompts]
 
     def replayed(self, name: str) -> list[DecodeTrace]:
-        recorded = Recorded(self.chains, {TOPK: self.trees}, self.models.acceptance, {NGRAM: self.lookups})
+        recorded = Recorded(self.chains, {f"eagle2/{TOPK}": self.trees}, self.models.acceptance, {NGRAM: self.lookups})
         (named,) = parse_methods(name)
         return recorded.traces(named)
 
@@ -85,12 +85,10 @@ def tree_recording(new_tokens: int, eos_ids: tuple[int, ...]) -> Recording:
 
 
 def make_world(models: Models, prompts: list[BenchPrompt], new_tokens: int, eos_ids: tuple[int, ...]) -> World:
-    how = (GREEDY, DEPTH, new_tokens, 0, eos_ids)
-    heads = {HEAD: models.acceptance}
-    chains = {name: record_chains(models, name, prompts, *how, heads) for name in ("draft", "eagle")}
-    trees = record_trees(TreeRecorder(models, TOPK, tree_recording(new_tokens, eos_ids)), prompts)
-    recording = Recording(GREEDY, DEPTH, new_tokens, 0, eos_ids)
-    lookups = record_lookup(Answers(models.target, recording), prompts, recording, NGRAM)
+    how, heads = Recording(GREEDY, DEPTH, new_tokens, 0, eos_ids), {HEAD: models.acceptance}
+    chains = {name: record_all(ChainRecorder(models, name, how, heads), prompts) for name in ("draft", "eagle")}
+    trees = record_all(TreeRecorder(models, Eagle2(nodes=1, topk=TOPK), tree_recording(new_tokens, eos_ids)), prompts)
+    lookups = record_all(LookupRecorder(TargetAnswers(models.target, how), how, NGRAM), prompts)
     return World(models, prompts, new_tokens, eos_ids, chains, trees, lookups)
 
 
@@ -103,7 +101,8 @@ def embedded():
     rows = [[*p.prompt_ids, *answer][-80:] for p, answer in zip(prompts, answers, strict=True)]
     eagle = quick_eagle_head(target, rows, steps=25, batch_size=2)
     acceptance = varied_acceptance_head(target.info.hidden_size)
-    return make_world(Models(target, draft, None, eagle, acceptance, capacity=1024), prompts, 48, target.info.eos_ids)
+    models = run_models(target, draft, eagle=eagle, acceptance=acceptance, capacity=1024)
+    return make_world(models, prompts, 48, target.info.eos_ids)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def tiny(tmp_path_factory):
     rows = [[*p.prompt_ids, *answer][-70:] for p, answer in zip(prompts, answers, strict=True)]
     eagle = quick_eagle_head(target, rows, steps=80)
     draft_lm = load_lm(str(draft))
-    models = Models(target, draft_lm, None, eagle, varied_acceptance_head(32), capacity=400)
+    models = run_models(target, draft_lm, eagle=eagle, acceptance=varied_acceptance_head(32), capacity=400)
     ends = [end_amid_agreement(draft_lm, p.prompt_ids, a) for p, a in zip(prompts[1:], answers[1:], strict=True)]
     return make_world(models, prompts, 60, tuple(ends))
 
@@ -156,11 +155,15 @@ def test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace(tiny, 
     judge = varied_tree_head(models.target.info.hidden_size) if judged else None
     rules = [TreeRule(times, any_depth) for _ in range(2)] if auto else [None, None]
     shape = DynamicTree(nodes, TREE_DEPTH, TOPK)
-    drafter = EagleTreeDrafter(models.eagle, models.target, shape, models.capacity, judge=judge, rule=rules[0])
+    drafter = EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, judge=judge, rule=rules[0])
+    method = Eagle2(nodes=1, topk=TOPK, value="head" if judged else "on")
     recorder = TreeRecorder(
-        models, TOPK, tree_recording(tiny.new_tokens, tiny.eos_ids), judge=judge, keep_values=30 if auto else 0
+        dataclasses.replace(models, acceptance=judge),
+        method,
+        tree_recording(tiny.new_tokens, tiny.eos_ids),
+        keep_values=30 if auto else 0,
     )
-    rollouts, decoded = record_trees(recorder, tiny.prompts), tiny.decoded_by(drafter)
+    rollouts, decoded = record_all(recorder, tiny.prompts), tiny.decoded_by(drafter)
     assert replay.replay_tree(rollouts, nodes, TREE_DEPTH, rules[1]) == decoded
     totals = pool(decoded)
     assert 0 < totals.num_accepted < totals.num_draft_tokens

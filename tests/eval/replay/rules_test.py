@@ -10,7 +10,7 @@ import pytest
 from hand_rollouts import hand_rollouts
 
 from draftsmith.eval.replay import replay
-from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, TreeRollouts
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, TreeRollouts
 from draftsmith.modules.decoding.stop import SelfVerify
 
 DEPTH = 5
@@ -81,7 +81,7 @@ def test_a_tree_of_n_nodes_holds_the_candidates_of_rank_below_n(nodes, rounds):
     # On the text: the second and the third best at the first place, the best at the second.
     rank = np.array([[[1, -1], [1, 2]], [[0, -1], [0, -1]]])
     nothing = np.zeros((2, 2))
-    answer = Answer("row", "task", 5, [0, 1, 2], True, 50)
+    answer = TargetAnswer("row", "task", 5, [0, 1, 2], True, 50)
     rollouts = TreeRollouts([answer], np.zeros(2, np.int64), np.array([1, 2]), 2, rank, nothing, nothing)
     (trace,) = replay.replay_tree(rollouts, nodes, 1)
     assert [(step.num_drafted, step.num_accepted) for step in trace.steps] == rounds

@@ -7,15 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.replay.rollouts import Answer, ChainRollouts, TreeRollouts, joined
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, TreeRollouts, joined
 from draftsmith.eval.replay.store import load, recorded, save
 from draftsmith.modules.types import InputError
 
 
 def chains(number: int, rounds: int) -> ChainRollouts:
     rng = np.random.default_rng(number)
-    answer = Answer(f"row-{number}", "rename", 7, list(range(rounds + 1)), number % 2 == 0, 40)
+    answer = TargetAnswer(f"row-{number}", "rename", 7, list(range(rounds + 1)), number % 2 == 0, 40)
 
     def floats() -> np.ndarray:
         values = rng.normal(size=(rounds, 3))
@@ -31,7 +31,7 @@ def chains(number: int, rounds: int) -> ChainRollouts:
 
 def trees(number: int, rounds: int) -> TreeRollouts:
     rng = np.random.default_rng(number)
-    answer = Answer(f"row-{number}", "", 7, list(range(rounds + 1)), True, 40)
+    answer = TargetAnswer(f"row-{number}", "", 7, list(range(rounds + 1)), True, 40)
     floats = rng.normal(size=(2, rounds, 4))
     return TreeRollouts(
         [answer], np.zeros(rounds, np.int64), np.arange(1, rounds + 1), 3, rng.integers(-1, 9, (rounds, 4, 4)),

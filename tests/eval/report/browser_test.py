@@ -71,7 +71,7 @@ def choose_method(page, method):
 
 def test_every_chart_is_drawn_and_every_table_filled(seen):
     charts = seen.page.locator("[data-chart]")
-    assert charts.count() == 5 + 6 + 1  # of the benchmark: four and two against each other; of the study: six
+    assert charts.count() == 4 + 2 + 3  # of the benchmark: four and two against each other; of the study: three
     for index in range(charts.count()):
         box = charts.nth(index).locator("svg.marks").bounding_box()
         assert box["width"] > 100 and box["height"] > 40
@@ -166,7 +166,7 @@ def test_hostile_text_is_text(seen):
     page = seen.page
     choose_method(page, METHODS[1])
     assert page.locator(".text .token.correction").first.text_content() == HOSTILE
-    assert HOSTILE in page.locator("#specdecpp-study-best").inner_text()
+    assert HOSTILE in page.locator("#eagle2-study-best").inner_text()
     assert HOSTILE in page.locator("[data-choose=prompt] option").nth(1).text_content()
     assert page.locator("main script:not([type='application/json'])").count() == 0
 

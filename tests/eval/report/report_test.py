@@ -16,18 +16,32 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import vl_convert
-from report_runs import CHAIN, HOSTILE, METHODS, ROUNDS, TASKS, TOKENS, TREE, bench_run, study_figures, study_run
+from report_runs import (
+    CHAIN,
+    HOSTILE,
+    METHODS,
+    ROUNDS,
+    TASKS,
+    TOKENS,
+    TREE,
+    bench_run,
+    old_study_run,
+    rows_to_draw,
+    study_run,
+    study_tables,
+)
 from wandb_file import offline_runs
 
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.benchmark import speeds
-from draftsmith.eval.report.charts import specification
 from draftsmith.eval.report.command import ReportConfig, run
-from draftsmith.eval.report.figures import Chart, Table
+from draftsmith.eval.report.draw_bench import DRAWINGS as OF_A_BENCH
+from draftsmith.eval.report.drawing import Chart, chart
 from draftsmith.eval.report.files import contents
 from draftsmith.eval.report.page import VEGA_LITE, json_text
 from draftsmith.eval.report.runs import comparable, read_runs
-from draftsmith.eval.report.sections import make_sections
+from draftsmith.eval.report.sections import STUDIES, make_sections
+from draftsmith.eval.report.tables import Table
 from draftsmith.eval.report.viewer import choose, kinds, viewer_data
 from draftsmith.launch.cli import configure, main
 
@@ -78,7 +92,7 @@ def test_what_is_embedded_keeps_to_its_bytes(tmp_path):
 def test_only_runs_that_share_their_settings_share_a_table(tmp_path, differing, groups):
     paths = [bench_run(tmp_path / "one"), bench_run(tmp_path / "two", **differing), study_run(tmp_path / "three")]
     found = comparable(read_runs(paths))
-    assert len(found) == groups + 1 and found[-1][0].kind == "specdecpp"
+    assert len(found) == groups + 1 and found[-1][0].kind == "eagle2"
 
 
 @pytest.mark.parametrize(("key", "value"), [("target", {"config": "other"}), ("prompts", {"sha256": "other"})])
@@ -96,7 +110,9 @@ def test_runs_that_share_a_table_keep_their_rows_apart(tmp_path):
     headline = next(figure for figure in section.figures if figure.name == "headline-t0")
     assert [(row["method"], row["run"]) for row in headline.rows] == [(m, r) for r in "ab" for m in METHODS]
     bars = next(figure for figure in section.figures if figure.name == "speedup")
-    assert {row["method"] for row in bars.rows} == {f"{method} ({run})" for method in METHODS for run in "ab"}
+    assert {row["method"] for row in bars.specification["data"]["values"]} == {
+        f"{method} ({run})" for method in METHODS for run in "ab"
+    }
 
 
 def test_the_headline_says_what_the_results_say(tmp_path):
@@ -108,7 +124,7 @@ def test_the_headline_says_what_the_results_say(tmp_path):
         shown = tables.cells(table)
         for cells, row in zip(shown, [row for row in rows if row["temperature"] == temperature], strict=True):
             low, high = row["speedup_ci95"]
-            expected = [row["method"], f"{row['speedup']:.2f}x", f"{low:.2f}–{high:.2f}", f"{row['tau']:.2f}"]
+            expected = [row["method"], f"{row['speedup']:.2f}x", f"{low:.2f}-{high:.2f}", f"{row['tau']:.2f}"]
             assert cells[:4] == expected
             by_task = [f(part) for part in row["by_task"].values() for f in (speedup_cell, tau_cell)]
             assert cells[5:] == by_task
@@ -139,36 +155,33 @@ def test_results_of_the_first_schema_are_shown(tmp_path):
     assert [figure.name for figure in section.figures] == ["headline-t0", "speedup", "tau-and-speedup", "counts"]
 
 
-# What Vega calls the marks that it draws, and how many of them a chart has.
-MARKS = {"line": ("point", 10), "diagonal": ("point", 10), "bars": ("bar", 4), "few": ("bar", 1), "cells": ("rect", 24),
-         "front": ("point", 1)}  # fmt: skip
+DRAWN = [(name, drawing) for drawings in (OF_A_BENCH, *(own for _, own in STUDIES.values()))
+         for name, drawing in drawings.items()]  # fmt: skip
 
 
-@pytest.mark.parametrize("chart", [f for f in study_figures() if isinstance(f, Chart) and f.rows], ids=lambda f: f.name)
-def test_vega_draws_a_mark_for_every_row(chart):
-    svg = vl_convert.vegalite_to_svg(specification(chart), vl_version=VEGA_LITE, show_warnings=True)
+@pytest.mark.parametrize(("name", "drawing"), DRAWN, ids=[name for name, _ in DRAWN])
+def test_vega_draws_a_mark_for_every_row(name, drawing):
+    drawn = chart(name, drawing, rows_to_draw(), {"tree": "eagle-1"})
+    svg = vl_convert.vegalite_to_svg(drawn.specification, vl_version=VEGA_LITE, show_warnings=True)
     described = [element.get("aria-roledescription") for element in ET.fromstring(svg).iter()]
-    kind, count = MARKS[chart.name]
-    assert described.count(kind) + (described.count("rect mark") if kind == "rect" else 0) == count
+    found = {kind: described.count(kind) for kind in ("point", "bar", "rect mark")}
+    assert [count for count in found.values() if count] == [len(rows_to_draw())]
+    assert "undefined" not in svg and "{" not in drawn.title
 
 
-def test_long_names_stand_along_y_and_short_ones_along_x():
-    for name, axis in (("bars", "y"), ("few", "x")):
-        (chart,) = (figure for figure in study_figures() if figure.name == name)
-        encoding = specification(chart)["layer"][0]["encoding"]
-        assert encoding[axis]["field"] == "name"
+def test_a_chart_says_what_it_needs_to_be_fitted():
+    drawn = chart("speedup", OF_A_BENCH["speedup"], rows_to_draw())
+    assert drawn.specification["usermeta"] == {"panels": 2, "entry": 0, "names": len("a.b[0]")}
+    scaled = chart("reliability-head", STUDIES["calibration"][1]["reliability-head"], rows_to_draw())
+    assert scaled.specification["usermeta"] == {"panels": 2, "entry": len("a.b[0]"), "names": 6}
 
 
-def test_a_key_with_dots_is_one_key():
-    chart = Chart("dots", "Dots", "point", [{"a.b": 1, "c[0]": 2}], *_axes("a.b", "c[0]"))
-    svg = vl_convert.vegalite_to_svg(specification(chart), vl_version=VEGA_LITE)
-    assert "undefined" not in svg and 'aria-roledescription="point"' in svg
-
-
-def _axes(*keys):
-    from draftsmith.eval.report.figures import Axis
-
-    return [Axis(key, key) for key in keys]
+def test_results_of_earlier_versions_are_drawn_from_their_rows(tmp_path):
+    (section,) = make_sections(comparable(read_runs([old_study_run(tmp_path / "old")])), 0)
+    best, drawn, gone = section.figures
+    assert best == study_tables()[0]
+    assert isinstance(drawn, Chart) and drawn.specification["data"]["values"] == rows_to_draw()
+    assert isinstance(gone, Table) and gone.title == "Old gone" and len(tables.cells(gone)) == len(rows_to_draw())
 
 
 def test_files_for_papers(tmp_path):
@@ -176,19 +189,19 @@ def test_files_for_papers(tmp_path):
         ReportConfig(runs=(study_run(tmp_path / "study"),), output=tmp_path / "r.html", figures=tmp_path / "out")
     )
     assert output == tmp_path / "r.html"
-    names = {path.name.removeprefix("specdecpp-study-") for path in (tmp_path / "out").iterdir()}
-    drawn = [figure.name for figure in study_figures() if isinstance(figure, Chart) and figure.rows]
-    listed = [figure.name for figure in study_figures() if isinstance(figure, Table)]
+    names = {path.name.removeprefix("eagle2-study-") for path in (tmp_path / "out").iterdir()}
+    drawn = [table.name for table in study_tables() if not table.columns and table.rows]
+    listed = [table.name for table in study_tables() if table.columns]
     assert names == {f"{n}.{f}" for n in drawn for f in ("png", "svg")} | {
         f"{n}.{f}" for n in listed for f in ("md", "csv", "tex")
     }
     for name in drawn:
-        assert (tmp_path / "out" / f"specdecpp-study-{name}.png").read_bytes().startswith(b"\x89PNG")
-        ET.parse(tmp_path / "out" / f"specdecpp-study-{name}.svg")
+        assert (tmp_path / "out" / f"eagle2-study-{name}.png").read_bytes().startswith(b"\x89PNG")
+        ET.parse(tmp_path / "out" / f"eagle2-study-{name}.svg")
 
 
 def test_tables_as_markdown_csv_and_latex():
-    best = study_figures()[0]
+    best = study_tables()[0]
     found = {form: content.decode() for form, content in contents(best, ("md", "csv", "tex", "png")).items()}
     assert set(found) == {"md", "csv", "tex"}
     assert "| a_b & c | 1.50x | 1,200 |" in found["md"]
@@ -267,9 +280,9 @@ def test_weights_and_biases_has_tables_charts_and_the_page(tmp_path, monkeypatch
     assert (session.record.project, session.record.display_name, session.record.job_type) == ("p", "named", "report")
     (logged,) = session.history
     types = {key: value for key, value in logged.items() if key.endswith("._type")}
-    assert types["report._type"] == "html-file" and types["specdecpp-s/line._type"] == "image-file"
-    assert types["specdecpp-s/best._type"] == types["specdecpp-s/empty._type"] == "table-file"
-    assert "specdecpp-s/none._type" not in types
+    assert types["report._type"] == "html-file" and types["eagle2-s/eagle2-tau-by-size._type"] == "image-file"
+    assert types["eagle2-s/best._type"] == types["eagle2-s/empty._type"] == "table-file"
+    assert "eagle2-s/eagle2-predicted-speed._type" not in types
     assert f"wandb sync {session.directory}" in capsys.readouterr().out
 
 

@@ -9,13 +9,12 @@ import shutil
 import numpy as np
 import pytest
 
-from draftsmith.eval.report.figures import plain
+from draftsmith.eval.bootstrap import mean_interval
+from draftsmith.eval.report.tables import interval, plain
 from draftsmith.eval.studies import common
 from draftsmith.eval.studies.common import (
     StudyConfig,
-    ci,
     decode,
-    mean_interval,
     measured,
     numbers,
     prepare,
@@ -58,7 +57,7 @@ def test_the_interval_of_a_mean_draws_prompts_and_not_tokens():
 def test_names_of_summary_keys_and_intervals():
     assert slug("pre+self-verify", "T=1") == "pre_self_verify_t1"
     assert slug("SD, M2 drafts", "T=0.7") == "sd_m2_drafts_t0.7"
-    assert (ci([1.234, 5.678]), ci(None)) == ("1.23-5.68", "")
+    assert (interval([1.234, 5.678]), interval(None)) == ("1.23-5.68", "")
 
 
 def test_end_tokens_are_ignored_where_lengths_matter(models, tmp_path):
@@ -110,5 +109,5 @@ def test_drafts_end_where_answers_do(models, ignore_eos, tmp_path):
         ignore_eos=ignore_eos,
         output=tmp_path,
     )
-    ground = prepare(config, ["spec:k=2"])
-    assert ground.models.ends == ground.eos_ids and bool(ground.eos_ids) != ignore_eos
+    context = prepare(config, ["spec:k=2"])
+    assert context.models.ends == context.eos_ids and bool(context.eos_ids) != ignore_eos

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from draftsmith.eval.bench.measure import BenchPrompt, Measured
-from draftsmith.eval.bench.rows import PER_PROMPT, failed_row, measured_row, write_rows
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.results import PER_PROMPT, Measured, failed_row, measured_row, write_rows
 from draftsmith.eval.studies.forward_times import (
     ForwardTimes,
     bench_rows,
@@ -17,7 +17,7 @@ from draftsmith.eval.studies.forward_times import (
     gain_interval,
     theory_rows,
 )
-from draftsmith.eval.studies.pareto import pareto_front
+from draftsmith.eval.studies.specdecpp.sweep import pareto_front
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 
 

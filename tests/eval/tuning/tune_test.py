@@ -10,14 +10,14 @@ import pytest
 import yaml
 
 from draftsmith.eval.bench.command import asked_for
-from draftsmith.eval.cost import costs
-from draftsmith.eval.cost.costs import Costs, DraftCost, Overhead
-from draftsmith.eval.methods import parse_methods
-from draftsmith.eval.replay.rollouts import Answer, ChainRollouts
-from draftsmith.eval.report.figures import Chart, Table, from_json
+from draftsmith.eval.cost import machine
+from draftsmith.eval.cost.machine import DecodingCosts, DraftCost, Overhead
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer
+from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.tuning.candidates import Grid, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice
 from draftsmith.launch.cli import configure, main
+from draftsmith.modules.drafters.methods import parse_methods
 
 GIVEN = {"draft": "d", "eagle": "e", "acceptance": "a"}
 SMALL = ["--depth", "3", "--tree-depth", "1", "--topk", "2", "--grid", "coarse", "--verify", "2", "--repeats", "1",
@@ -30,8 +30,8 @@ def tuned(models, tmp_path_factory):
     output = tmp_path_factory.mktemp("tune")
     flags = [word for name in (*GIVEN, "target", "prompts") for word in (f"--{name}", models[name])]
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("PROBE_TOKENS", 8), ("PROBE_REPEATS", 1), ("CURVE_REPEATS", 1), ("PROPOSALS", 4)):
-            patch.setattr(costs, name, value)
+        for name, value in (("PROBE_TOKENS", 8), ("PROBE_REPEATS", 1), ("PROPOSALS", 4)):
+            patch.setattr(machine, name, value)
         assert main(["eval", "tune", *flags, *SMALL, "--output", str(output)]) == 0
     return output
 
@@ -39,8 +39,8 @@ def tuned(models, tmp_path_factory):
 def test_the_choice_is_the_best_of_its_own_table(tuned):
     results = json.loads((tuned / "results.json").read_text())
     assert results["meta"]["kind"] == "tune" and results["meta"]["settings"]["depth"] == 3
-    table, *charts = from_json(results["figures"])
-    assert isinstance(table, Table) and {type(chart) for chart in charts} == {Chart}
+    table, *charts = from_json(results)
+    assert table.columns and not any(chart.columns for chart in charts)
     (chosen,) = [row for row in table.rows if row["chosen"]]
     measured = [row["measured"] for row in table.rows if row["measured"] is not None]
     assert chosen["measured"] == max(measured) and chosen["setting"] == results["summary"]["chosen"]
@@ -74,7 +74,7 @@ def test_decode_and_bench_take_the_file(tuned, models, capsys, tmp_path):
     ("flags", "expected"),
     [
         ([], "--draft"),
-        (["--eagle", "eagle", "--acceptance", "acceptance"], "--acceptance-reads"),
+        (["--draft", "eagle", "--acceptance", "acceptance"], "a head for what draft drafts, which is not given"),
         (["--draft", "draft", "--topk", "4,x"], "integers"),
         (["--draft", "draft", "--topk", "0"], "1 or more"),
         (["--eagle", "eagle", "--topk", "100000"], "the vocabulary"),
@@ -94,7 +94,7 @@ def test_what_cannot_be_tuned_is_one_line(models, capsys, tmp_path, flags, expec
 def rollouts(accepted: list[int], depth: int) -> ChainRollouts:
     """One answer in which the round before token t accepts accepted[t - 1] tokens."""
     count = len(accepted)
-    answer = Answer("a", "", 10, list(range(count + 1)), False, count + 1)
+    answer = TargetAnswer("a", "", 10, list(range(count + 1)), False, count + 1)
     nothing = np.full((count, depth), np.nan)
     return ChainRollouts(
         [answer], np.zeros(count, np.int64), np.arange(1, count + 1), np.zeros((count, depth), np.int64),
@@ -111,10 +111,10 @@ def test_the_setting_that_pays_depends_on_the_costs(accepts, row_s, step_s, best
     """In every round so many tokens would be accepted. A target call takes 1 s and row_s for every drafted token: k = 2
     emits 3 tokens in 1 + 2 (row_s + step_s) seconds, no draft one in a second."""
     curve = {1: 1.0, 9: 1.0 + 8 * row_s}
-    machine = Costs(10, 0.0, curve, curve, {"draft": DraftCost(0, step_s, step_s)})
+    costs = DecodingCosts(10, 0.0, curve, curve, {"draft": DraftCost(0, step_s, step_s)})
     recorded = Recorded({"draft": rollouts([accepts] * 60, 4)}, {}, None)
-    predicted = predict(["ar", *(f"spec:k={k}" for k in range(1, 5))], recorded, machine)
-    assert Choice(predicted, {}, machine, {}).label == best
+    predicted = predict(["ar", *(f"spec:k={k}" for k in range(1, 5))], recorded, costs)
+    assert Choice(predicted, {}, costs, {}).label == best
     speeds = {item.label: item.tokens_per_s for item in predicted}
     assert speeds["ar"] == pytest.approx(61 / 60)  # the first token came with the prefill, which is free here
     assert speeds["spec:k=1"] == pytest.approx(61 / (30 * (1 + row_s + step_s)))
@@ -132,13 +132,13 @@ def test_the_grid_holds_what_the_models_allow():
     assert all(len(settings) == (1 if family == "ar" else 2) for family, settings in families.items())
     coarse = list(Grid(16, 6, (4, 8), coarse=True).labels(GIVEN, "draft"))
     assert set(coarse) <= set(labels) and len(coarse) < len(named) / 2
-    assert not [label for label in grid.labels({"draft": "d"}, "draft") if "eagle" in label or "specdec" in label]
+    assert not [label for label in grid.labels({"draft"}, None) if "eagle" in label or "specdec" in label]
     of_head = [label for label in grid.labels(GIVEN, "eagle") if label.startswith("specdec++")]
     assert of_head and all(label.endswith("drafter=eagle") for label in of_head)
 
 
 def test_what_a_round_takes_beyond_its_forwards_counts():
     flat = {1: 1.0, 9: 1.0}
-    machine = Costs(10, 0.0, flat, flat, {"draft": DraftCost(0, 0, 0)}, {"spec": Overhead(9.0, 0)})
+    costs = DecodingCosts(10, 0.0, flat, flat, {"draft": DraftCost(0, 0, 0)}, {"spec": Overhead(9.0, 0)})
     recorded = Recorded({"draft": rollouts([1] * 20, 2)}, {}, None)
-    assert Choice(predict(["ar", "spec:k=1"], recorded, machine), {}, machine, {}).label == "ar"
+    assert Choice(predict(["ar", "spec:k=1"], recorded, costs), {}, costs, {}).label == "ar"

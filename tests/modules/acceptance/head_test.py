@@ -7,8 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from quick_heads import specdecpp
 
-from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, SpecDecPP, interpolate
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, interpolate
+from draftsmith.modules.acceptance.policies import PredictorStop
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.types import AcceptanceBatch
@@ -91,7 +93,7 @@ def view(n: int, hidden: torch.Tensor) -> DraftView:
     return DraftView(n, 0, hidden[None], torch.zeros(4), None)
 
 
-def stopped_at(policy: SpecDecPP, states: torch.Tensor) -> int:
+def stopped_at(policy: PredictorStop, states: torch.Tensor) -> int:
     policy.start_round()
     for n in range(1, len(states) + 1):
         if policy.should_stop(view(n, states[n - 1])):
@@ -104,7 +106,7 @@ def stopped_at(policy: SpecDecPP, states: torch.Tensor) -> int:
 @pytest.mark.parametrize("min_drafted", [1, 2, 4])
 def test_drafting_stops_when_a_rejection_is_likely_enough(h, min_drafted, calibrated):
     head = make_head()
-    policy = SpecDecPP(head, h=h, min_drafted=min_drafted, max_drafted=9, calibrated=calibrated)
+    policy = specdecpp(head, h=h, min_drafted=min_drafted, max_drafted=9, calibrated=calibrated)
     for seed in range(20):
         states = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(seed))
         # State n (from 1) is the drafter's once it has read token n-1, so it judges that token; state 1 judges none.
@@ -120,6 +122,6 @@ def test_drafting_stops_when_a_rejection_is_likely_enough(h, min_drafted, calibr
 
 
 def test_rounds_do_not_remember_each_other():
-    policy = SpecDecPP(make_head(), h=0.5, min_drafted=1, max_drafted=9)
+    policy = specdecpp(make_head(), h=0.5, min_drafted=1, max_drafted=9)
     states = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1))
     assert stopped_at(policy, states) == stopped_at(policy, states)

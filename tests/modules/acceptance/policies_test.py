@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from draftsmith.modules.acceptance.policies import CostRule, JudgedStop, OnlineJudge, RecentRatio, ThresholdRule
+from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, RecentRatio, ThresholdRule
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, RunningEntropy, SelfVerify, UntilEnd
 
@@ -59,14 +59,14 @@ def drafted(policy: StopPolicy, laws: Sequence[torch.Tensor | None] = (None,) * 
     ],
 )  # fmt: skip
 def test_a_threshold_ends_a_draft_once_a_rejection_is_likely_enough(late, h, minimum, maximum, length):
-    policy = JudgedStop(Says([0.9, 0.8, 0.7, 0.4, *[0.1] * 5], late), ThresholdRule(h), minimum, maximum)
+    policy = PredictorStop(Says([0.9, 0.8, 0.7, 0.4, *[0.1] * 5], late), ThresholdRule(h), minimum, maximum)
     assert drafted(policy) == drafted(policy) == length
 
 
 @pytest.mark.parametrize(("late", "length"), [(False, 3), (True, 4)])
 def test_a_threshold_that_is_met_and_not_passed_goes_on(late, length):
     # Survival 0.5, then still 0.5, then 0.25: 1 - survival equals h, which no rounding decides.
-    policy = JudgedStop(Says([0.5, 1.0, 0.5, 0.5], late), ThresholdRule(0.5), 1, 9)
+    policy = PredictorStop(Says([0.5, 1.0, 0.5, 0.5], late), ThresholdRule(0.5), 1, 9)
     assert drafted(policy) == drafted(policy) == length
 
 
@@ -124,7 +124,7 @@ def test_entropy_is_heard_of_where_a_token_was_rejected_only():
 @pytest.mark.parametrize("learns", [True, False])
 def test_only_a_judge_that_learns_is_asked_of_a_full_drafts_last_token(learns):
     judge = Says([0.9] * 3, learns=learns)
-    policy = JudgedStop(judge, ThresholdRule(0.99), 1, 3)
+    policy = PredictorStop(judge, ThresholdRule(0.99), 1, 3)
     assert drafted(policy) == 3 and judge.asked == ([1, 2, 3] if learns else [1, 2])
     assert policy.probs == [0.9] * len(judge.asked)
     policy.observe(3, 1)
@@ -168,7 +168,7 @@ def test_the_cost_rule_finds_the_best_fixed_length(a, c, late):
     time 1 + c K (Leviathan et al. 2023, theorem 3.8), and some K is the best."""
     speed = {k: sum(a**i for i in range(k + 1)) / (1 + c * k) for k in range(1, 41)}
     best = max(speed, key=speed.__getitem__)
-    policy = JudgedStop(Says([a] * 40, late), CostRule(c), 1, 40)
+    policy = PredictorStop(Says([a] * 40, late), CostRule(c), 1, 40)
     rng = torch.Generator().manual_seed(0)
     lengths = []
     for _ in range(1500):
@@ -183,7 +183,7 @@ def test_the_cost_rule_finds_the_best_fixed_length(a, c, late):
 
 def test_an_online_judge_learns_what_its_confidence_is_worth():
     """Tokens of q = 0.9 are accepted, tokens of q = 0.6 are not: the logistic turns the one way and the other."""
-    judge = OnlineJudge("q", repeats=False)
+    judge = OnlinePredictor("q", repeats=False)
     laws = [torch.tensor([0.9, 0.1]), torch.tensor([0.6, 0.4])]
     first = [judge.prob(view(1, 0, law)) for law in laws]
     assert first == pytest.approx([0.9, 0.6])  # at its word
@@ -199,12 +199,12 @@ def test_an_online_judge_learns_what_its_confidence_is_worth():
 @pytest.mark.parametrize(("by", "prob"), [("q", 0.25), ("max_q", 0.75)])
 def test_an_online_judge_looks_at_the_token_or_at_the_most_probable_one(by, prob):
     law = torch.tensor([0.75, 0.25])
-    assert OnlineJudge(by, repeats=False).prob(view(1, 1, law)) == pytest.approx(prob)
+    assert OnlinePredictor(by, repeats=False).prob(view(1, 1, law)) == pytest.approx(prob)
 
 
 def test_what_was_learned_outlives_a_prompt():
-    judge, rule = OnlineJudge("q"), CostRule(0.1)
-    policy = JudgedStop(judge, rule, 1, 4)
+    judge, rule = OnlinePredictor("q"), CostRule(0.1)
+    policy = PredictorStop(judge, rule, 1, 4)
     drafted(policy)
     policy.observe(1, 0)
     known = (rule.pace, rule.acceptance, judge.model.weights)
@@ -215,10 +215,10 @@ def test_what_was_learned_outlives_a_prompt():
 
 def test_a_draft_ends_with_an_end_token_and_the_policy_is_asked_all_the_same():
     judge = Says([0.9] * 4, learns=True)
-    policy = UntilEnd(JudgedStop(judge, ThresholdRule(0.99), 1, 4), ends=(7,))
+    policy = UntilEnd(PredictorStop(judge, ThresholdRule(0.99), 1, 4), ends=(7,))
     policy.reset()
     policy.start_round()
     assert [policy.should_stop(view(n, token)) for n, token in ((1, 3), (2, 7))] == [False, True]
     policy.observe(2, 1)
     assert judge.asked == [1, 2] and judge.verdicts == [(2, 1)]
-    assert policy.max_drafted == 4 and policy.rule.h == 0.99 and not hasattr(policy, "nothing")
+    assert policy.max_drafted == 4 and policy.innermost.rule.h == 0.99

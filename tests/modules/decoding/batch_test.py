@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 from greedy_world import GREEDY, NEW_TOKENS, World, make_world, transformers_answer
+from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.learned import known
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.base import Models
+from draftsmith.eval.bench.runner import learned_by
 from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.drafting import EagleDrafter, EagleTreeDrafter
+from draftsmith.modules.drafters.methods import Models, parse_method
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -36,13 +36,14 @@ def world(tmp_path_factory) -> World:
 
 
 def batch_drafter(world: World, method: str, batch: int, **other: Any) -> Any:
-    fields = {"target": world.target, "draft": world.draft, "eagle": world.eagle, "acceptance": world.acceptance}
-    return parse_method(method).build(Models(**{**fields, **other}, capacity=CONTEXT), batch)
+    lms = [other.pop(name, getattr(world, name)) for name in ("target", "draft")]
+    fields = {"eagle": world.eagle, "acceptance": world.acceptance, **other}
+    return parse_method(method).build(run_models(*lms, **fields, capacity=CONTEXT), batch)
 
 
 def generate_batch(
-    target: Any, drafter: Any, prompts: Any, params: Any, count: int, seeds: Any, ends: Any = None, **how
-):
+    target: Any, drafter: Any, prompts: Any, params: Any, count: int, seeds: Any, ends: Any = None, **how: Any
+) -> list:
     return generate(target, drafter, prompts, params, count, [TorchSource(seed) for seed in seeds], ends, **how)
 
 
@@ -94,7 +95,7 @@ def test_fixed_shapes_change_nothing(world, kind):
         drafter = EagleTreeDrafter(world.eagle, world.target, DynamicTree(8, 2, 3), CONTEXT, 5, static=True)
     else:
         policy = parse_method("self-verify:k=6" if kind == "self-verify" else "spec:k=5")
-        stops = [policy.policy(None) for _ in range(5)]
+        stops = policy.policies(None, 5)
         drafter = DraftModelDrafter(world.draft, stops, CONTEXT, static=True)
     names = {"draft": "spec:k=5", "eagle": "eagle:k=4", "self-verify": "self-verify:k=6"}
     method = names.get(kind, "eagle2:nodes=8:depth=2:topk=3" if kind == "eagle2" else "ar")
@@ -121,7 +122,7 @@ def test_drafts_end_with_the_answer_in_every_row(world, method):
     prompts = world.prompts[:9]
     ends = tuple(dict.fromkeys(answer[4 + 3 * i] for i, answer in enumerate(world.answers[:9])))
     made = in_groups(world, batch_drafter(world, method, 3, ends=ends), 3, prompts, ends=ends)
-    models = Models(world.target, world.draft, eagle=world.eagle, capacity=CONTEXT, ends=ends)
+    models = run_models(world.target, world.draft, eagle=world.eagle, capacity=CONTEXT, ends=ends)
     singles = [parse_method(method).build(models) for _ in range(3)]
     behind = 0
     for place, (prompt, one) in enumerate(zip(prompts, made, strict=True)):
@@ -305,12 +306,12 @@ def test_graphs_decode_what_the_cpu_does(tmp_path, method):
 @pytest.mark.parametrize("size", [1, 3])
 def test_policies_that_learn_answer_the_same_and_learn_from_their_own_rows(world, method, size):
     drafter = batch_drafter(world, method, size)
-    start = known(drafter)
+    start = learned_by(drafter)
     made = in_groups(world, drafter, size, world.prompts[:9])
     assert [one.tokens for one in made] == world.answers[:9]
     assert len({step.num_drafted for one in made for step in one.trace.steps}) > 2
     # What a row learns lasts from group to group, and is what the loop for one learns from that row's prompts.
-    taught = known(drafter)
+    taught = learned_by(drafter)
     each = len(taught) // size
     for row in range(size):
         single = world.drafter(method)
@@ -318,7 +319,7 @@ def test_policies_that_learn_answer_the_same_and_learn_from_their_own_rows(world
             assert made[place].trace == world.run(method, world.prompts[place], NEW_TOKENS, drafter=single).trace
         own = numbers(taught[row * each :][:each])
         # Rows and single tokens are read by different kernels: float32 confidences differ in the last bits.
-        assert own == pytest.approx(numbers(known(single)), rel=1e-4, abs=1e-4) and own != numbers(start[:each])
+        assert own == pytest.approx(numbers(learned_by(single)), rel=1e-4, abs=1e-4) and own != numbers(start[:each])
 
 
 def numbers(states: Any) -> list[float]:

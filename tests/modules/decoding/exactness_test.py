@@ -19,7 +19,7 @@ from table_models import (
     warped,
 )
 
-from draftsmith.modules.acceptance.policies import CostRule, JudgedStop, OnlineJudge
+from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import FixedLength, UntilEnd
@@ -79,7 +79,9 @@ def test_other_tables_too(name, seed):
 
 
 @pytest.mark.parametrize("eos_ids", [(1, 3), ()])
-@pytest.mark.parametrize("policy", [lambda: FixedLength(3), lambda: JudgedStop(OnlineJudge("q"), CostRule(0.1), 1, 3)])
+@pytest.mark.parametrize(
+    "policy", [lambda: FixedLength(3), lambda: PredictorStop(OnlinePredictor("q"), CostRule(0.1), 1, 3)]
+)
 def test_a_draft_that_ends_with_an_end_token_leaves_the_law(policy, eos_ids):
     """Whether the answer ends there or not: the token stays in the draft."""
     target, draft, params = TableLM(4), TableLM(104), SETTINGS["T=1"]

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from broken_models import CONTEXT, H, V, models, small_lm
+from run_models import run_models
 
-from draftsmith.eval.methods import METHODS, parse_method
-from draftsmith.eval.methods.base import Models
-from draftsmith.modules.acceptance.head import HeadJudge
-from draftsmith.modules.acceptance.policies import CostRule, JudgedStop, ThresholdRule
+from draftsmith.modules.acceptance.head import HeadPredictor
+from draftsmith.modules.acceptance.policies import CostRule, PredictorStop, ThresholdRule
 from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.methods import Models, known_methods, parse_method
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.llama import LlamaLM
@@ -74,7 +74,7 @@ def test_no_method_emits_a_token_of_a_model_with_a_nan(label, params):
 
 
 def test_every_method_of_this_engine_is_tried():
-    assert {label.split(":")[0] for label in BROKEN} == METHODS.keys() - {"hf", "hf-assisted"}
+    assert {label.split(":")[0] for label in BROKEN} == known_methods().keys()
 
 
 def test_a_trees_acceptance_head_is_looked_at_too():
@@ -146,7 +146,7 @@ def test_a_prompt_that_fails_leaves_nothing_to_the_next_ones(label, static):
     """Sessions and drafters serve prompt after prompt, and a mask multiplies what it hides by zero, NaN too."""
     rare = 20  # neither the answers nor their drafts come to it
     target, draft = (small_lm(seed, ("embed_tokens.weight", (rare, 0))) for seed in (1, 2))
-    found = Models(target, draft, eagle=models().eagle, capacity=CONTEXT)
+    found = run_models(target, draft, eagle=models().heads["eagle"], capacity=CONTEXT)
     long, short = [1, 2, rare, 4, 5, 6, 7, 8, rare, 2, 3, 4, 5], [[1, 2], [3, 4, 5]]
 
     def batched(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -214,7 +214,7 @@ def test_an_acceptance_heads_nan_is_an_error_and_a_policy_that_is_told_nan_stops
     head = models("acceptance").acceptance
     view = DraftView(2, 3, torch.ones(1, H), torch.zeros(V), None)
     with pytest.raises(NonFinite) as caught:
-        HeadJudge(head).prob(view)
+        HeadPredictor(head).prob(view)
     assert caught.value.model == "acceptance"
     assert ThresholdRule(0.7).enough(math.nan, 0) and CostRule(0.1).enough(math.nan, 0)
 
@@ -228,7 +228,7 @@ def test_an_acceptance_heads_nan_is_an_error_and_a_policy_that_is_told_nan_stops
             return math.nan
 
     for rule in (ThresholdRule(0.7), CostRule(0.1)):
-        stop = JudgedStop(Silent(), rule, 1, 8)
+        stop = PredictorStop(Silent(), rule, 1, 8)
         stop.start_round()
         assert stop.should_stop(view)
     broken = DraftView(2, 3, torch.ones(1, H), torch.full((V,), math.nan), None)

@@ -8,15 +8,15 @@ import pytest
 import torch
 from greedy_world import GREEDY, HIDDEN, NEW_TOKENS, World, make_world, near_copy, transformers_answer
 from quick_heads import quick_eagle_head
+from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.base import Models
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError
 
@@ -138,7 +138,7 @@ def test_a_context_of_thousands_of_tokens(tmp_path):
         logits = oracle(torch.tensor([[*prompt, *answer]]), logits_to_keep=count + 1).logits[0, :-1]
     assert logits.argmax(-1).tolist() == answer
     eagle = quick_eagle_head(target, [[*prompt, *answer][-64 - shift : -shift] for shift in (1, 2, 3)], steps=60)
-    models = Models(target, draft, draft, eagle, capacity=context)
+    models = run_models(target, draft, draft, eagle=eagle, capacity=context)
     for method in ("spec:k=4", "eagle:k=4", "eagle2:nodes=12:depth=3:topk=4", "hsddw:k=3:max=8", "pld", "pearl:k=3"):
         done = generate_one(target, parse_method(method).build(models), prompt, GREEDY, count, TorchSource(0), ())
         assert done.tokens == answer, method

@@ -14,11 +14,12 @@ import torch
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, feature_value
 from draftsmith.modules.decoding.confidence import Confidences, confidences_of
-from draftsmith.modules.interop import acceptance, specdec_pp
-from draftsmith.modules.interop.base import Package, TargetFacts
+from draftsmith.modules.interop import acceptance, formats
+from draftsmith.modules.interop.base import Package, Served, TargetFacts
 from draftsmith.modules.interop.detect import detect
 from draftsmith.modules.types import InputError
 
+FORMAT = formats()["acceptance"]
 HIDDEN, VOCAB, TOKENS = 6, 11, 12
 ALL: tuple[Feature, ...] = get_args(Feature)
 REPEAT = torch.arange(TOKENS) % 5 - 2.0
@@ -45,7 +46,7 @@ def a_head(config: AcceptanceHeadConfig) -> AcceptanceHead:
 
 
 def package_of(head: AcceptanceHead) -> Package:
-    written = acceptance.write(head.config, dict(head.named_parameters()))
+    written = FORMAT.write(head.config, dict(head.named_parameters()))
     return Package(json.loads(json.dumps(dict(written.config))), written.tensors)
 
 
@@ -112,16 +113,16 @@ def test_config_and_weights_say_all_that_is_computed(name):
     by_words = by_the_words(dict(package.config), dict(package.tensors), states, embeds, laws, tokens, depth)
     # Float32 sums of some tens of terms, against float64.
     assert ours.numpy() == pytest.approx(by_words, abs=1e-5)
-    reading = acceptance.read(package, TargetFacts({"hidden_size": HIDDEN}))
+    reading = FORMAT.read(package, TargetFacts({"hidden_size": HIDDEN}))
     assert not reading.findings and set(reading.used) == set(package.tensors)
-    assert torch.allclose(acceptance.accept_prob(reading, named_inputs(states, embeds, known)), ours, atol=1e-6)
+    assert torch.allclose(FORMAT.accept_prob(reading, named_inputs(states, embeds, known)), ours, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_head_comes_back_as_it_was(name):
     head = a_head(CASES[name])
     package = package_of(head)
-    parsed = acceptance.parse(package)
+    parsed = FORMAT.parse(package)
     assert parsed.config == head.config
     assert {key: value.tolist() for key, value in parsed.state.items()} == {
         key: value.tolist() for key, value in head.named_parameters()
@@ -147,12 +148,12 @@ def test_what_does_not_fit_is_found():
         "knots": Package({k: v for k, v in package.config.items() if k != "knots"}, tensors),
     }
     for where, directory in broken.items():
-        assert where in {finding.where for finding in acceptance.read(directory).errors}, where
+        assert where in {finding.where for finding in FORMAT.read(directory).errors}, where
         with pytest.raises(InputError, match=f"head: found {where}: "):
-            acceptance.parse(directory)
-    unused = {finding.where for finding in acceptance.read(broken["format"]).errors} - {"format"}
+            FORMAT.parse(directory)
+    unused = {finding.where for finding in FORMAT.read(broken["format"]).errors} - {"format"}
     assert unused == set(tensors)  # every tensor is used or told of
-    other = acceptance.read(package, TargetFacts({"hidden_size": 2 * HIDDEN}))
+    other = FORMAT.read(package, TargetFacts({"hidden_size": 2 * HIDDEN}))
     assert [finding.where for finding in other.errors] == ["hidden_size"]
 
 
@@ -160,7 +161,7 @@ def test_specdec_pp_refuses_what_its_class_is_not_fed():
     for name in ("late with numbers", "before", "all", "tree"):
         head = a_head(CASES[name])
         with pytest.raises(InputError, match=r"judges a (chain|tree) by .*export --format acceptance") as error:
-            specdec_pp.write(head.config, dict(head.named_parameters()))
+            formats()["specdec_pp"].write(head.config, dict(head.named_parameters()))
         assert "\n" not in str(error.value)
 
 
@@ -170,5 +171,5 @@ def test_every_feature_is_put_into_words():
 
 
 def test_its_command_checks_the_directory():
-    assert acceptance.serve("d", "there", 8) == "draftsmith check there --format acceptance --draft d"
-    assert acceptance.serve("t", "there", 8, eagle="e").endswith("--format acceptance --target t --eagle e")
+    assert FORMAT.serve(Served("d", "there", 8)) == "draftsmith check there --format acceptance --draft d"
+    assert FORMAT.serve(Served("t", "there", 8, drafter="e")).endswith("--format acceptance --target t --draft e")

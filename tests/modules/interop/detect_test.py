@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.modules.interop import FORMATS
+from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.detect import detect
 from draftsmith.modules.types import InputError
 
@@ -177,7 +177,7 @@ REFUSED = [
 @pytest.mark.parametrize("case", READ)
 def test_the_producer_is_recognised(case):
     expected, config, shapes = READ[case]
-    assert expected in FORMATS
+    assert expected in formats()
     assert detect(config, shapes) == expected
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from foreign_heads import CONTEXT, FAMILIES, LLAMA3, H, V, changed, facts, llama, random_head, state_of
 
 from draftsmith.modules.drafters.eagle.head import EagleHead
-from draftsmith.modules.interop import reference
+from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Package, TargetFacts
+from draftsmith.modules.interop.eagle1 import reference
 from draftsmith.modules.types import InputError
 
-SYSTEMS = {name: importlib.import_module(f"draftsmith.modules.interop.{name}") for name in ("eagle", "vllm", "sglang")}
+SYSTEMS = {name: formats()[name] for name in ("eagle", "vllm", "sglang")}
 TARGET = facts()
 BIAS = torch.arange(1.0, H + 1)
 FIRST_NORM, O_BIAS = "layers.0.input_layernorm.weight", "layers.0.self_attn.o_proj.bias"
@@ -63,7 +62,7 @@ def test_fc_bias_is_kept_where_its_system_uses_it():
     for kind in ("eagle", "vllm"):  # with `bias: false`
         parsed = SYSTEMS[kind].parse(changed(written(kind), {}, tensors), TARGET)
         assert not parsed.config.fc_bias and "fc.bias" not in parsed.state
-        assert parsed.notes == (f"fc.bias: left out, {SYSTEMS[kind].SYSTEM} does not use them",)
+        assert parsed.notes == (f"fc.bias: left out, {SYSTEMS[kind].system} does not use them",)
     for kind in SYSTEMS:
         zero = changed(written(kind), {}, {"fc.bias": torch.zeros(H)})
         parsed = SYSTEMS[kind].parse(zero, TARGET)

@@ -5,7 +5,6 @@ What is expected of a system is what its own source does (vLLM 0.33.0, SGLang 0.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,12 @@ import torch
 from foreign_heads import CONTEXT, FAMILIES, LLAMA3, H, V, changed, facts, llama, random_head, state_of
 from torch import Tensor, nn
 
-from draftsmith.modules.interop import reference
+from draftsmith.modules.interop import formats
 from draftsmith.modules.interop.base import Package
+from draftsmith.modules.interop.eagle1 import reference
 from draftsmith.modules.types import InputError
 
-SYSTEMS = {name: importlib.import_module(f"draftsmith.modules.interop.{name}") for name in ("eagle", "vllm", "sglang")}
+SYSTEMS = {name: formats()[name] for name in ("eagle", "vllm", "sglang")}
 TARGET = facts()
 Q_BIAS, Q, NORM = "layers.0.self_attn.q_proj.bias", "layers.0.self_attn.q_proj.weight", "post_attention_layernorm"
 FIRST_NORM = "layers.0.input_layernorm.weight"
@@ -253,9 +253,9 @@ TRAPS = {
         ("error", "model_type", "builds another model"),
         ("note", "model_type", "takes 'qwen2'")),
     "another width than the target's": Trap({}, {},
-        ("error", "hidden_size", "can not fuse features of width 99"),
-        ("error", "hidden_size", "can not fuse features of width 99"),
-        ("error", "hidden_size", "can not fuse features of width 99")),
+        ("error", "hidden_size", "cannot fuse features of width 99"),
+        ("error", "hidden_size", "cannot fuse features of width 99"),
+        ("error", "hidden_size", "cannot fuse features of width 99")),
 }  # fmt: skip
 CASES = [(trap, kind) for trap in TRAPS for kind in SYSTEMS]
 
@@ -273,7 +273,7 @@ def test_each_system_meets_a_broken_copy_in_its_own_way(trap, kind):
         level, where, text = expected
         found = [f for f in reading.findings if f.where == where and f.level == level]
         assert any(text in finding.text for finding in found), [str(f) for f in reading.findings]
-        assert reading.errors or level == "note", "a copy that is broken here can not pass"
+        assert reading.errors or level == "note", "a copy that is broken here cannot pass"
         if level == "note":
             assert reading.errors == [], "what is harmless here must pass"
     # Whatever the copy: no tensor is without a trace, and none of the system's parameters without a value.
@@ -341,7 +341,7 @@ def test_what_a_target_of_llama3_rope_gives_is_as_the_target(kind):
     package = SYSTEMS[kind].write(head.config, state_of(head), torch.float32)
     target = facts(rope_scaling=dict(package.config["rope_scaling"]))
     texts = [f.text for f in SYSTEMS[kind].read(package, target).findings if f.where == "rope_theta"]
-    assert texts == [f"{SYSTEMS[kind].SYSTEM} rotates with base 5000, llama3 scaling by 8, as the target does"]
+    assert texts == [f"{SYSTEMS[kind].system} rotates with base 5000, llama3 scaling by 8, as the target does"]
 
 
 @pytest.mark.parametrize(

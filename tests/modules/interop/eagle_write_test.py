@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
 
@@ -13,9 +12,11 @@ from foreign_heads import CONTEXT, FAMILIES, LINEAR, LLAMA3, facts, llama, rando
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.modules.drafters.eagle.head import EagleConfig
+from draftsmith.modules.interop import formats
+from draftsmith.modules.interop.base import Served
 from draftsmith.modules.types import InputError
 
-FORMATS = {name: importlib.import_module(f"draftsmith.modules.interop.{name}") for name in ("eagle", "vllm", "sglang")}
+FORMATS = {name: formats()[name] for name in ("eagle", "vllm", "sglang")}
 NOT_FOR_SAFEAILAB = ("llama3 rope", "wide heads", "linear rope, other base")
 PAIRS = [(f, name) for f in FORMATS for name in FAMILIES if not (f == "eagle" and name in NOT_FOR_SAFEAILAB)]
 
@@ -111,7 +112,7 @@ def test_what_safeailabs_code_computes_otherwise_is_refused_there_and_written_el
 
 def test_the_serving_commands_survive_a_shell():
     model, directory = "org/target", "my heads/it's one"
-    words = {kind: shlex.split(FORMATS[kind].serve(model, directory, 4)) for kind in FORMATS}
+    words = {kind: shlex.split(FORMATS[kind].serve(Served(model, directory, 4))) for kind in FORMATS}
     assert words["vllm"][:3] == ["vllm", "serve", model]
     assert json.loads(words["vllm"][words["vllm"].index("--speculative-config") + 1]) == {
         "method": "eagle", "model": directory, "num_speculative_tokens": 4,

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 from transformers import GenerationConfig
 
-from draftsmith.eval.methods import parse_method
+from draftsmith.eval.bench.hf_baseline import BASELINES
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.interop import hf_assisted
 from draftsmith.modules.interop.hf_assisted import Tuning, choose_tuning
 from draftsmith.modules.types import InputError
@@ -19,7 +20,7 @@ def results(speeds: dict[str, float], draft: dict[str, str] | None = DRAFT) -> d
     """What `eval bench` writes, as far as it is read."""
     return {
         "meta": {
-            "methods": {label: dataclasses.asdict(parse_method(label)) for label in speeds},
+            "methods": {label: dataclasses.asdict(parse_method(label, BASELINES)) for label in speeds},
             "models": {"draft": draft} if draft is not None else {},
             "prompts": {"source": "embedded:prompts", "count": 12},
             "date": "2026-11-21",

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.interop import specdec_pp
-from draftsmith.modules.interop.base import Package, TargetFacts
+from draftsmith.modules.interop import formats, specdec_pp
+from draftsmith.modules.interop.base import Package, Served, TargetFacts
 from draftsmith.modules.types import InputError
 
 HIDDEN = 8
+FORMAT = formats()["specdec_pp"]
 DRAFT = TargetFacts({"hidden_size": HIDDEN})
 
 
@@ -52,7 +53,7 @@ def our_head(num_blocks: int, tied: bool = True) -> AcceptanceHead:
 
 
 def package_of(head: AcceptanceHead) -> Package:
-    return specdec_pp.write(head.config, dict(head.named_parameters()), torch.float32)
+    return FORMAT.write(head.config, dict(head.named_parameters()), torch.float32)
 
 
 def as_ours(parsed) -> AcceptanceHead:
@@ -112,7 +113,7 @@ def test_what_is_written_is_laid_out_as_theirs(num_blocks, tmp_path):
 @pytest.mark.parametrize("num_blocks", [0, 1, 3])
 def test_the_round_trip_is_exact(num_blocks):
     head = our_head(num_blocks)
-    parsed = specdec_pp.parse(package_of(head), DRAFT)
+    parsed = FORMAT.parse(package_of(head), DRAFT)
     assert all(torch.equal(parsed.state[name], weight) for name, weight in head.named_parameters())
     assert (parsed.config.num_blocks, parsed.config.tied) == (num_blocks, True)
 
@@ -122,7 +123,7 @@ def test_their_repeated_block_is_reproduced_by_tied_blocks(num_layers, tmp_path)
     """safetensors, with block 0 only, as the hub mixin writes it."""
     theirs, hidden = their_head(num_layers), hidden_states()
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = as_ours(specdec_pp.parse(from_directory(tmp_path / "theirs"), DRAFT))
+    ours = as_ours(FORMAT.parse(from_directory(tmp_path / "theirs"), DRAFT))
     assert sum(weight.numel() for weight in ours.parameters()) == HIDDEN + 1 + (HIDDEN**2 + HIDDEN) * (num_layers > 0)
     assert torch.allclose(torch.sigmoid(ours(hidden)), theirs(hidden), **CLOSE)
 
@@ -132,10 +133,10 @@ def test_a_state_dict_with_every_name_of_the_block_is_the_same_head():
     theirs, hidden = their_head(3), hidden_states()
     package = Package({"hidden_size": HIDDEN, "num_layers": 3}, theirs.state_dict())
     assert len(package.tensors) == 8
-    parsed = specdec_pp.parse(package, DRAFT)
+    parsed = FORMAT.parse(package, DRAFT)
     assert torch.allclose(torch.sigmoid(as_ours(parsed)(hidden)), theirs(hidden), **CLOSE)
     assert parsed.notes == (specdec_pp.UNCORRECTED,) and (parsed.config.w_acc, parsed.config.w_rej) == (1, 1)
-    assert not specdec_pp.read(package, DRAFT).errors
+    assert not FORMAT.read(package, DRAFT).errors
 
 
 def test_of_unequal_copies_the_last_one_counts_and_is_told(tmp_path):
@@ -145,9 +146,9 @@ def test_of_unequal_copies_the_last_one_counts_and_is_told(tmp_path):
     state["model.2.linear.weight"] -= 1
     package = Package({"hidden_size": HIDDEN, "num_layers": 3}, state)
     theirs, hidden = TheirHead.from_pretrained(to_directory(package, tmp_path / "head")), hidden_states()
-    parsed, reading = specdec_pp.parse(package, DRAFT), specdec_pp.read(package, DRAFT)
+    parsed, reading = FORMAT.parse(package, DRAFT), FORMAT.read(package, DRAFT)
     assert torch.allclose(torch.sigmoid(as_ours(parsed)(hidden)), theirs(hidden), **CLOSE)
-    assert torch.equal(specdec_pp.accept_prob(reading, hidden), theirs(hidden))
+    assert torch.equal(FORMAT.accept_prob(reading, {"state_after": hidden}), theirs(hidden))
     assert [finding.where for finding in reading.errors] == ["model.0.linear.weight", "model.1.linear.weight"]
     assert any("model.1.linear.weight: overwritten by model.2.linear.weight" in note for note in parsed.notes)
 
@@ -158,17 +159,17 @@ def test_any_name_of_the_block_fills_it(tmp_path):
     moved = {name.replace("model.0.linear", "model.1.linear"): tensor for name, tensor in package.tensors.items()}
     moved = Package(package.config, moved)
     theirs = TheirHead.from_pretrained(to_directory(moved, tmp_path / "head"))
-    reading = specdec_pp.read(moved, DRAFT)
+    reading = FORMAT.read(moved, DRAFT)
     assert not reading.errors
-    assert torch.equal(specdec_pp.accept_prob(reading, hidden_states()), theirs(hidden_states()))
+    assert torch.equal(FORMAT.accept_prob(reading, {"state_after": hidden_states()}), theirs(hidden_states()))
 
 
 def test_the_independent_forward_is_their_class(tmp_path):
     theirs = their_head(3)
     theirs.save_pretrained(tmp_path / "theirs")
-    reading = specdec_pp.read(from_directory(tmp_path / "theirs"), DRAFT)
+    reading = FORMAT.read(from_directory(tmp_path / "theirs"), DRAFT)
     bf16 = hidden_states().bfloat16()
-    assert torch.equal(specdec_pp.accept_prob(reading, bf16), theirs(bf16))
+    assert torch.equal(FORMAT.accept_prob(reading, {"state_after": bf16}), theirs(bf16))
     assert set(reading.used) == {"model.0.linear.weight", "model.0.linear.bias", "model.3.weight", "model.3.bias"}
     assert {tuple(t.shape) for t in reading.weights.values()} == {(8, 8), (8,), (2, 8), (2,)}
 
@@ -201,17 +202,17 @@ BROKEN = {
 def test_a_broken_head_is_an_error_and_is_not_taken_over(kind):
     spoil, where, text = BROKEN[kind]
     package = spoil(package_of(our_head(2)))
-    reading = specdec_pp.read(package, DRAFT)
+    reading = FORMAT.read(package, DRAFT)
     assert any(finding.where == where and text in finding.text for finding in reading.errors)
     assert set(package.tensors) <= {finding.where for finding in reading.findings} | set(reading.used)
     with pytest.raises(InputError, match="head: found"):
-        specdec_pp.parse(package, DRAFT)
+        FORMAT.parse(package, DRAFT)
 
 
 def test_what_is_missing_spoils_every_comparison():
     """Their class leaves it at random initial values: NaN equals nothing."""
-    reading = specdec_pp.read(without(package_of(our_head(1)), "model.0.linear.weight"), DRAFT)
-    assert specdec_pp.accept_prob(reading, hidden_states()).isnan().all()
+    reading = FORMAT.read(without(package_of(our_head(1)), "model.0.linear.weight"), DRAFT)
+    assert FORMAT.accept_prob(reading, {"state_after": hidden_states()}).isnan().all()
 
 
 def test_blocks_with_their_own_weights_are_refused():
@@ -221,7 +222,7 @@ def test_blocks_with_their_own_weights_are_refused():
 
 
 def test_their_benchmark_is_told_where_the_head_lies():
-    line = specdec_pp.serve("my draft", "exports/head", 20, verifier="big")
+    line = FORMAT.serve(Served("my draft", "exports/head", 20, verifier="big"))
     assert line.startswith("python3 specdec_pp/evaluate.py --model_name big --assistant_name 'my draft' ")
     assert "--num_assistant_tokens_schedule ada --assist_acc_head_dir exports/head" in line
     assert "--bound 2 20" in line

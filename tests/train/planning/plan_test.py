@@ -17,18 +17,21 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.launch.cli import main
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError
-from draftsmith.train import acceptance, eagle
+from draftsmith.train import acceptance, drafter
 from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train.config import TrainDrafterConfig
 from draftsmith.train.data_module import held_out
-from draftsmith.train.eagle import TrainEagleConfig
-from draftsmith.train.planning.estimate import frozen_model, own_memory
+from draftsmith.train.drafter import drafter_config
+from draftsmith.train.planning.estimate import own_memory, plan_of
+from draftsmith.train.planning.frozen import frozen_model
 from draftsmith.train.planning.measure import TIMED, measure
-from draftsmith.train.planning.plan import PlanEagleConfig, plan_of
+from draftsmith.train.planning.plan import plan_config
+from draftsmith.train.run import run
 
 
-def eagle_config(artefacts, output: Path, **changes) -> TrainEagleConfig:
+def eagle_config(artefacts, output: Path, **changes) -> TrainDrafterConfig:
     settings = {"data": artefacts.responses, "epochs": 2, "batch_size": 6, "tau_prompts": 0, "wandb": "off"}
-    return TrainEagleConfig(target=str(artefacts.target), output=output, **{**settings, **changes})
+    return drafter_config("eagle")(target=str(artefacts.target), output=output, **{**settings, **changes})
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,7 @@ def eagle_config(artefacts, output: Path, **changes) -> TrainEagleConfig:
 def test_an_eagle_plan_counts_what_the_training_does(artefacts, tmp_path, changes):
     config = eagle_config(artefacts, tmp_path / "run", **changes)
     plan = plan_of(config)
-    module, data, *_ = eagle.prepare(config)
+    module, data, *_ = drafter.prepare(config)
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
     assert (plan.steps, plan.steps_per_epoch) == (data.total_steps, data.order.steps_per_epoch)
     assert sorted(plan.documents.lengths) == sorted(data.train.lengths)
@@ -107,7 +110,7 @@ def test_planned_checkpoints_are_as_large_as_written_ones(artefacts, tmp_path, c
     """Beside their tensors, files hold names, positions and settings: some kB."""
     config = eagle_config(artefacts, tmp_path / "run", max_steps=3, save_every=1, keep=2, wandb="off", track=("csv",))
     plan = plan_of(config)
-    eagle.run(config)
+    run(config)
     assert f"plan: {plan.trained:,} trained" in capsys.readouterr().out
     kept = list((config.output / "checkpoints").glob("*/state.pt"))
     assert len(kept) == 2
@@ -124,13 +127,13 @@ def test_a_disk_that_is_too_small_stops_a_training_before_it_reads_the_model(art
     output = tmp_path / "run"
     common = {"output": output, "wandb": "off", "max_steps": 1}
     if job == "eagle":
-        monkeypatch.setattr(eagle, "load_lm", None)
+        monkeypatch.setattr(drafter, "load_lm", None)
         config = eagle_config(artefacts, **common)
     else:
         monkeypatch.setattr(acceptance, "load_lm", None)
         config = TrainAcceptanceConfig(data=artefacts.acceptance, draft=str(artefacts.draft), **common)
     with pytest.raises(InputError, match=r"output: found 67,109,864 bytes free.*--keep"):
-        (eagle if job == "eagle" else acceptance).run(config)
+        run(config)
     assert not output.exists()
 
 
@@ -159,7 +162,7 @@ def test_without_data_a_plan_says_what_it_assumes(artefacts, tmp_path, capsys):
 
 
 def test_measuring_runs_real_steps_and_leaves_nothing(artefacts, tmp_path):
-    config = PlanEagleConfig(
+    config = plan_config("eagle")(
         target=str(artefacts.target), data=artefacts.responses, output=tmp_path / "run", batch_size=4, epochs=50
     )
     plan = plan_of(config)
@@ -167,7 +170,7 @@ def test_measuring_runs_real_steps_and_leaves_nothing(artefacts, tmp_path):
     assert found.steps == TIMED and found.on_what == str(artefacts.responses)
     assert found.hours(plan) == pytest.approx(plan.step_flops * plan.steps / found.flops_per_s / 3600)
     assert not config.output.exists()
-    made_up = PlanEagleConfig(
+    made_up = plan_config("eagle")(
         target=str(artefacts.target), data=tmp_path / "none", output=tmp_path / "run", batch_size=2
     )
     assert measure(made_up, plan_of(made_up)).on_what == "16 made-up dialogues"
@@ -181,6 +184,6 @@ def test_a_plan_of_fine_tuning_is_of_the_heads_own_shape(artefacts, tmp_path):
     head = save_head(tmp_path / "head", EagleHead(EagleConfig(layer, fc_bias=True)), {}, "card")
     config = eagle_config(artefacts, tmp_path / "run", init=str(head))
     plan = plan_of(config)
-    module, data, *_ = eagle.prepare(config)
+    module, data, *_ = drafter.prepare(config)
     assert plan.trained == sum(p.numel() for p in module.head.parameters())
     assert sorted(plan.documents.lengths) == sorted(data.train.lengths) and max(plan.documents.lengths) <= 40

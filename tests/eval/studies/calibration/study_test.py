@@ -15,10 +15,19 @@ from sklearn.metrics import brier_score_loss, log_loss, roc_auc_score
 
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.report.figures import from_json
-from draftsmith.eval.studies.policies import predictors
-from draftsmith.eval.studies.policies.predictors import judge, predictions
-from draftsmith.eval.studies.reliability import MIN_TOKENS, quality, reliability_bins
+from draftsmith.eval.report.tables import from_json
+from draftsmith.eval.studies.calibration import study
+from draftsmith.eval.studies.calibration.study import predictions
+from draftsmith.eval.studies.predictors import (
+    ENTROPY,
+    MAX_Q,
+    MIN_TOKENS,
+    Q,
+    labelled_tokens,
+    online_probs,
+    quality,
+    reliability_bins,
+)
 from draftsmith.launch.cli import main
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
@@ -65,7 +74,7 @@ def test_little_and_one_sided_data_give_no_numbers():
 
 def test_judged_tokens_are_those_down_to_the_first_rejection():
     rollouts = hand_rollouts([[True, True, False, True], [True, False]], depth=3)
-    judged = judge(rollouts)
+    judged = labelled_tokens(rollouts)
     # Rounds begin at tokens 1, 2, 3 of the first answer and at 1 of the second.
     assert judged.accept_prob.tolist() == [1, 0, 0, 1, 0]
     assert judged.depth.tolist() == [1, 2, 1, 1, 1]
@@ -89,7 +98,7 @@ def test_the_online_fit_learns_only_from_rounds_that_would_be_run():
                     model.update([x], float(label))
                 start += kept + 1
             row += 1
-    np.testing.assert_array_equal(predictors.online_probs(rollouts), expected)
+    np.testing.assert_array_equal(online_probs(rollouts), expected)
 
 
 def test_log_odds_of_a_log_probability():
@@ -99,19 +108,19 @@ def test_log_odds_of_a_log_probability():
 
 
 def test_what_each_predictor_says():
-    judged, fit = (judge(hand_rollouts(agreements(12, 40, seed), 4, seed)) for seed in (2, 3))
+    judged, fit = (labelled_tokens(hand_rollouts(agreements(12, 40, seed), 4, seed)) for seed in (2, 3))
     head = AcceptanceHead(AcceptanceHeadConfig(8, w_rej=6.0, calibration=(0.5, 0.25)))
     said = predictions(judged, fit, head)
-    raw = judged.head
-    torch.testing.assert_close(said[predictors.RAW].prob, torch.sigmoid(raw))
-    torch.testing.assert_close(said[predictors.CORRECTED].prob, torch.sigmoid(raw + math.log(6)))
-    torch.testing.assert_close(said[predictors.CALIBRATED].prob, torch.sigmoid(0.5 * (raw + math.log(6)) + 0.25))
-    torch.testing.assert_close(said[predictors.Q].prob, judged.log_q.exp())
-    assert said[predictors.ENTROPY].prob is None
+    raw = judged.of(judged.rollouts.heads["head"])
+    torch.testing.assert_close(said[study.RAW].prob, torch.sigmoid(raw))
+    torch.testing.assert_close(said[study.CORRECTED].prob, torch.sigmoid(raw + math.log(6)))
+    torch.testing.assert_close(said[study.CALIBRATED].prob, torch.sigmoid(0.5 * (raw + math.log(6)) + 0.25))
+    torch.testing.assert_close(said[Q].prob, judged.of(judged.rollouts.log_q).exp())
+    assert said[ENTROPY].prob is None
     # The fit is made on the other prompts; sklearn's has no ridge, ours one of 0.01 tokens.
-    fitted = LogisticRegression(C=np.inf).fit(-fit.entropy.numpy()[:, None], fit.accept_prob.numpy())
-    expected = fitted.predict_proba(-judged.entropy.numpy()[:, None])[:, 1]
-    np.testing.assert_allclose(said[predictors.FITTED_ENTROPY].prob.numpy(), expected, atol=1e-3)
+    fitted = LogisticRegression(C=np.inf).fit(-fit.of(fit.rollouts.entropy).numpy()[:, None], fit.accept_prob.numpy())
+    expected = fitted.predict_proba(-judged.of(judged.rollouts.entropy).numpy()[:, None])[:, 1]
+    np.testing.assert_allclose(said[study.FITTED_ENTROPY].prob.numpy(), expected, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -127,17 +136,17 @@ def test_the_command_on_the_embedded_pair(tmp_path, capsys):
     assert "labels of another mode (temperature 0.0 there, 1.0 here)" in capsys.readouterr().err
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["meta"]["kind"] == "calibration"
-    figures = {figure.name: figure for figure in from_json(results["figures"])}
+    figures = {figure.name: figure for figure in from_json(results)}
     overall = {(row["temperature"], row["predictor"]): row for row in figures["calibration"].rows}
-    assert len(overall) == 2 * len(predictors.WHAT)
+    assert len(overall) == 2 * len(study.WHAT)
     # Greedy, the drafted token is the draft's best: two predictors are one.
-    assert overall["T=0", predictors.Q]["brier"] == overall["T=0", predictors.MAX_Q]["brier"]
+    assert overall["T=0", Q]["brier"] == overall["T=0", MAX_Q]["brier"]
     rows = figures["reliability-head"].rows
     for (temperature, name), row in overall.items():
-        if name == predictors.RAW:
+        if name == study.RAW:
             own = [bin for bin in rows if (bin["temperature"], bin["predictor"]) == (temperature, name)]
             assert sum(bin["count"] for bin in own) == row["tokens"]
     before = (tmp_path / "results.json").read_text()
     assert main(argv) == 0  # from the rollouts that are there
     after = json.loads((tmp_path / "results.json").read_text())
-    assert after["figures"] == json.loads(before)["figures"]
+    assert after["tables"] == json.loads(before)["tables"]

@@ -9,10 +9,10 @@ import math
 import pytest
 import torch
 
-from draftsmith.eval.bench.measure import BenchPrompt
-from draftsmith.eval.report.figures import from_json
-from draftsmith.eval.studies.eagle2.cost import fit, left_out
-from draftsmith.eval.studies.eagle2.figures import Found, Size, predictions
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.report.tables import from_json
+from draftsmith.eval.studies.eagle2.cost import fit_tree_cost, left_out
+from draftsmith.eval.studies.eagle2.found import ModeResults, TreeSize, predictions
 from draftsmith.eval.studies.eagle2.nodes import Node, by_confidence, by_position, correlation, nodes_of, positions
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import Round
@@ -93,7 +93,7 @@ def row(calls: int, drafted: int, forwards: int, tokens: int = 100) -> dict[str,
 
 def test_the_cost_fit_finds_what_the_seconds_are_made_of():
     rows = [row(100, 0, 0), row(40, 300, 80), row(30, 600, 150), row(45, 2000, 90), row(25, 1500, 200)]
-    cost = fit(rows)
+    cost = fit_tree_cost(rows)
     assert (cost.fixed, *cost.weights) == pytest.approx((1, 0.5, 0.01, 0.1), rel=1e-6)
     assert left_out(rows) == pytest.approx([100 / one["tokens_per_s"] for one in rows], rel=1e-6)
     assert left_out(rows[:4]) == [None] * 4
@@ -101,19 +101,19 @@ def test_the_cost_fit_finds_what_the_seconds_are_made_of():
 
 def test_replayed_counts_are_priced_by_the_measured_ones():
     """A size that was not measured: 10 rounds of 8 drafted and 5 emitted, 3 forwards each, after the prefill."""
-    measured = {(40, 300, 80): Size(8, 2, 10), (30, 600, 150): Size(16, 4, 10), (45, 2000, 90): Size(60, 1, 10),
-                (25, 1500, 200): Size(60, 6, 10)}  # fmt: skip
+    measured = {(40, 300, 80): TreeSize(8, 2, 10), (30, 600, 150): TreeSize(16, 4, 10),
+                (45, 2000, 90): TreeSize(60, 1, 10), (25, 1500, 200): TreeSize(60, 6, 10)}  # fmt: skip
     rows = {"ar": row(100, 0, 0), **{size.label: row(*counts) for counts, size in measured.items()}}
     trace = DecodeTrace([DecodeStep(8, 4, 5, 3)] * 10, prefill_emitted=1)
-    found = Found(0.0, [], [], {Size(8, 3, 10): pool([trace])}, rows)
+    found = ModeResults(0.0, [], [], {TreeSize(8, 3, 10): pool([trace])}, rows)
     seconds = 1 + 0.5 * 11 + 0.01 * 80 + 0.1 * 30
     expected = (51 / seconds) / (100 / 51)  # ar: 100 tokens in 1 + 0.5 * 100 seconds
-    assert predictions(list(measured.values()), found) == {Size(8, 3, 10): pytest.approx(expected)}
+    assert predictions(list(measured.values()), found) == {TreeSize(8, 3, 10): pytest.approx(expected)}
     assert predictions(list(measured.values())[:2], found) == {}
 
 
 def test_ablations_name_every_combination_once():
-    labels = Size(16, 4, 4).ablations
+    labels = TreeSize(16, 4, 4).ablations
     assert labels == {
         "neither": "eagle2:nodes=16:depth=4:topk=4:value=off:rerank=off",
         "no value": "eagle2:nodes=16:depth=4:topk=4:value=off",
@@ -130,7 +130,7 @@ def test_the_command_on_tiny_models(models, tmp_path):
     }  # fmt: skip
     assert main(["eval", "eagle2", *(word for key, value in arguments.items() for word in (f"--{key}", value))]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
-    figures = {figure.name: figure for figure in from_json(results["figures"])}
+    figures = {figure.name: figure for figure in from_json(results)}
     assert results["meta"]["kind"] == "eagle2" and "correlation_t0" in results["summary"]
     rows = figures["eagle2-prediction"].rows
     assert len(rows) == 2 * 4
@@ -142,7 +142,7 @@ def test_the_command_on_tiny_models(models, tmp_path):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"eagle": None}, "eagle: found nothing"),
+        ({"eagle": None}, "draft: found nothing"),
         ({"ablations": "60:6"}, "ablations: found '60:6'"),
         ({"temperatures": "0,warm"}, "temperatures: found '0,warm'"),
         ({"measured-nodes": "7"}, "measured_nodes: found eagle2:nodes=7"),

@@ -6,23 +6,25 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from functools import partial
 
 import pytest
 from table_models import PROMPT, TableLM, warped
 
-from draftsmith.eval.report.figures import from_json
-from draftsmith.eval.studies.hsddw.figures import (
-    Speed,
-    Watched,
+from draftsmith.eval.report.tables import from_json
+from draftsmith.eval.studies.hsddw.found import (
+    WatchedMethod,
+    WindowSpeed,
     ablation_table,
-    entropy_density,
+    density_rows,
     entropy_table,
     redundancy_table,
     tenths,
 )
-from draftsmith.eval.studies.hsddw.watch import Judged, Seen, Watcher, Window
+from draftsmith.eval.studies.hsddw.watch import Observations, RoundWindow, VerifiedToken, Watcher
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.protocols import EachRow
 from draftsmith.modules.decoding.stop import FixedLength, SelfVerify
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
@@ -92,16 +94,16 @@ def test_what_is_watched_is_what_happens(middle, eos):
     k = 3
     drafter = DraftModelDrafter(M1, [FixedLength(k)], CAPACITY)
     if middle:
-        drafter = HierarchicalDrafter(M2, drafter, k + 1, dynamic=False, capacity=CAPACITY)
+        drafter = EachRow([HierarchicalDrafter(M2, drafter, k + 1, dynamic=False, capacity=CAPACITY)])
     watcher = Watcher(drafter, eos)
-    greedy = SamplingParams()
-    made = generate_one(TARGET, drafter, PROMPT, greedy, TOKENS, TorchSource(0), eos, lambda d: watcher.on_round("a", d))
+    greedy, watch = SamplingParams(), partial(watcher.on_round, "a")
+    made = generate_one(TARGET, drafter, PROMPT, greedy, TOKENS, TorchSource(0), eos, watch)
     judged, origin, windows = simulated(k, middle, eos)
     seen = watcher.seen
-    assert Counter((one.by, round(one.entropy, 9), one.accepted) for one in seen.judged) == Counter(
+    assert Counter((one.by, round(one.entropy, 9), one.accepted) for one in seen.verified) == Counter(
         (by, round(value, 9), accepted) for by, value, accepted in judged
     )
-    assert {one.accepted for one in seen.judged} == {True, False}
+    assert {one.accepted for one in seen.verified} == {True, False}
     assert (seen.origin, [window.drafted for window in seen.windows]) == (origin, windows)
     assert origin.total() == len(made.tokens) - 1  # all but the prefill's
     assert sum(step.num_drafted for step in made.trace.steps) == sum(windows)
@@ -114,7 +116,7 @@ def test_windows_carry_the_threshold_that_they_were_drafted_under():
     params = SamplingParams(1.0)
     made = generate_one(TARGET, drafter, PROMPT, params, TOKENS, TorchSource(1), (), lambda d: watcher.on_round("a", d))
     rejected: list[float] = []
-    judged = iter(watcher.seen.judged)
+    judged = iter(watcher.seen.verified)
     for window in watcher.seen.windows:
         assert window.threshold == pytest.approx(sum(rejected) / len(rejected) if rejected else 0.0)
         own = [next(judged) for _ in range(min(window.accepted + 1, window.drafted))]
@@ -128,8 +130,8 @@ def test_redundancy_and_utilisation_by_hand():
     """Two rounds: 5 drafted, 3 kept, 4 emitted; 5 drafted, 1 kept, 2 emitted. With the prefill 3 calls for 7 tokens,
     the paper's eta. M1 drafted 4 for M2, which kept 1."""
     totals = pool([DecodeTrace([DecodeStep(5, 3, 4, 5), DecodeStep(5, 1, 2, 5)], prefill_emitted=1)])
-    seen = Seen(inner=DecodeTrace([DecodeStep(4, 1, 2, 4)]), origin=Counter(M1=1, M2=3, target=2))
-    row = redundancy_table(5, [Watched(1.0, "HSDDW", seen, totals, {})]).rows[0]
+    seen = Observations(inner=DecodeTrace([DecodeStep(4, 1, 2, 4)]), origin=Counter(M1=1, M2=3, target=2))
+    row = redundancy_table(5, [WatchedMethod(1.0, "HSDDW", seen, totals, {})]).rows[0]
     assert (row["drafted"], row["accepted"]) == (10, 4)
     assert (row["redundancy"], row["inner"]) == (pytest.approx(0.6), pytest.approx(0.75))
     assert row["utilisation"] == pytest.approx(3 / 7, abs=1e-5)
@@ -138,19 +140,19 @@ def test_redundancy_and_utilisation_by_hand():
 
 def test_entropies_of_accepted_and_rejected_tokens_by_hand():
     values = [(0.1, True), (0.3, True), (0.3, False), (7.0, False)]
-    seen = Seen(judged=[Judged("a", "M1 by target", value, accepted) for value, accepted in values])
-    watched = [Watched(0.0, "SD", seen, pool([]), {}), Watched(0.0, "HSDDW", seen, pool([]), {})]
+    seen = Observations(verified=[VerifiedToken("a", "M1 by target", value, accepted) for value, accepted in values])
+    watched = [WatchedMethod(0.0, "SD", seen, pool([]), {}), WatchedMethod(0.0, "HSDDW", seen, pool([]), {})]
     (row,) = entropy_table(watched).rows  # windows that entropy ended say nothing of entropy
     assert (row["accepted"], row["rejected"], row["mean_accepted"], row["mean_rejected"]) == (2, 2, 0.2, 3.65)
     assert row["auc"] == 3.5 / 4  # of four pairs three in order, and a tie
-    shares = {(r["verdict"], r["entropy"]): r["share"] for r in entropy_density(watched).rows if r["share"]}
+    shares = {(r["verdict"], r["entropy"]): r["share"] for r in density_rows(watched) if r["share"]}
     assert shares == {("accepted", 0.125): 0.5, ("accepted", 0.375): 0.5, ("rejected", 0.375): 0.5,
                       ("rejected", 5.875): 0.5}  # fmt: skip
 
 
 def test_ablation_takes_the_common_window_and_the_best():
-    def speed(k: int, speedup: float) -> Speed:
-        return Speed(1.0, "SD", k, {"speedup": speedup, "speedup_ci95": [1.0, 2.0], "tau": k / 2})
+    def speed(k: int, speedup: float) -> WindowSpeed:
+        return WindowSpeed(1.0, "SD", k, {"speedup": speedup, "speedup_ci95": [1.0, 2.0], "tau": k / 2})
 
     (row,) = ablation_table(4, [speed(2, 2.0), speed(4, 1.5), speed(8, 1.0)]).rows
     assert (row["speedup"], row["tau"], row["best_k"], row["best"], row["lost"]) == (1.5, 2.0, 2, 2.0, 0.5)
@@ -158,8 +160,10 @@ def test_ablation_takes_the_common_window_and_the_best():
 
 
 def test_windows_are_averaged_by_tenths_of_their_own_answer():
-    windows = [Window("a", 0, 1, 2, 1, 0.0), Window("a", 1, 19, 6, 1, 1.0), Window("b", 0, 1, 4, 1, 0.0)]
-    rows = tenths([Watched(1.0, "HSDDW", Seen(windows=windows), pool([]), {"a": 20, "b": 100})], "drafted", seed=0)
+    windows = [RoundWindow("a", 0, 1, 2, 1, 0.0), RoundWindow("a", 1, 19, 6, 1, 1.0), RoundWindow("b", 0, 1, 4, 1, 0.0)]
+    rows = tenths(
+        [WatchedMethod(1.0, "HSDDW", Observations(windows=windows), pool([]), {"a": 20, "b": 100})], "drafted", seed=0
+    )
     assert [(row["position"], row["drafted"], row["rounds"]) for row in rows] == [(0.05, 3.0, 2), (0.95, 6.0, 1)]
     assert rows[0]["low"] >= 2 and rows[0]["high"] <= 4 and rows[1]["low"] is None
 
@@ -172,7 +176,7 @@ def test_the_command_on_tiny_models(models, tmp_path):
     }  # fmt: skip
     assert main(["eval", "hsddw", *(word for key, value in arguments.items() for word in (f"--{key}", value))]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
-    figures = {figure.name: figure for figure in from_json(results["figures"])}
+    figures = {figure.name: figure for figure in from_json(results)}
     assert results["meta"]["kind"] == "hsddw" and set(results["meta"]["models"]) == {"draft", "mid"}
     assert len(figures["hsddw-ablation"].rows) == 2 * 7
     # M2 is the target itself here: greedily it accepts whatever M2 hands over.

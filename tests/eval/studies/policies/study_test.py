@@ -12,36 +12,24 @@ import torch
 from hand_rollouts import hand_rollouts
 from quick_heads import varied_acceptance_head
 
-from draftsmith.data.heads.directory import eagle_identity, save_head
+from draftsmith.data.heads.directory import drafter_identity, save_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.methods import parse_method
 from draftsmith.eval.replay.rollouts import ChainRollouts
-from draftsmith.eval.report.figures import Table, from_json
-from draftsmith.eval.studies.overlap import known_grams, least_third, overlap
+from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.studies.policies.bars import bar_rows
-from draftsmith.eval.studies.policies.figures import figures_of
-from draftsmith.eval.studies.policies.found import Compared, Scene, compare
-from draftsmith.eval.studies.policies.play import (
-    FITTED,
-    FIXED,
-    KNOWN,
-    ORACLE,
-    Gain,
-    Grid,
-    Player,
-    Policy,
-    gain,
-    judges_of,
-    rate,
-)
-from draftsmith.eval.studies.policies.quality import labelled_tokens
-from draftsmith.eval.studies.policies.split import parted, training_texts
-from draftsmith.eval.studies.policies.study import PoliciesConfig, Shelf
+from draftsmith.eval.studies.policies.comparison import Comparison, DrafterMode, compare
+from draftsmith.eval.studies.policies.families import FITTED, FIXED, KNOWN, ORACLE, Policy, PolicyGrid
+from draftsmith.eval.studies.policies.prompts import known_grams, least_third, overlap, parted, training_texts
+from draftsmith.eval.studies.policies.replayed import Gain, PolicyReplay, gain, predictors_of, rate
+from draftsmith.eval.studies.policies.study import DrafterHeads, PoliciesConfig
+from draftsmith.eval.studies.policies.tables import predictions, tables_of
+from draftsmith.eval.studies.predictors import labelled_tokens
 from draftsmith.launch.cli import main
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.types import InputError, SamplingParams
 
-GRID = Grid(ks=(1, 2, 4), ts=(0.3, 0.6), hs=(0.3, 0.7), maxima=(2, 4))
+GRID = PolicyGrid(ks=(1, 2, 4), ts=(0.3, 0.6), hs=(0.3, 0.7), maxima=(2, 4))
 CS = (0.1, 0.5)
 GREEDY = SamplingParams()
 
@@ -55,24 +43,24 @@ def hand(answers: int, seed: int) -> ChainRollouts:
     return hand_rollouts((rng.random((answers, 25)) < 0.7).tolist(), depth=4, seed=seed)
 
 
-def scene_of(params: SamplingParams) -> Scene:
+def scene_of(params: SamplingParams) -> DrafterMode:
     """Made by hand; when sampling, the judge that knows p/q knows the coin."""
     dev, test = hand(6, 0), hand(7, 1)
     if not params.greedy:
         dev, test = (dataclasses.replace(own, accept_along=np.nan_to_num(own.accept_prob)) for own in (dev, test))
-    return Scene("draft", params, {"head": head_of(w_rej=6.0)}, dev, test)
+    return DrafterMode("draft", params, {"head": head_of(w_rej=6.0)}, dev, test)
 
 
 @pytest.fixture(scope="module")
-def compared() -> Compared:
+def compared() -> Comparison:
     scene = scene_of(SamplingParams(1.0))
     shares = np.linspace(0, 1, 7).tolist()
     return compare(scene, GRID, CS, shares, least_third(shares), seed=0)
 
 
-def player(agreed: list[list[bool]], **kwargs) -> Player:
+def player(agreed: list[list[bool]], **kwargs) -> PolicyReplay:
     rollouts = hand_rollouts(agreed, depth=4)
-    return Player(rollouts, judges_of(rollouts, rollouts, {}))
+    return PolicyReplay(rollouts, predictors_of(rollouts, rollouts, {}))
 
 
 def test_time_is_a_round_and_c_a_drafted_token():
@@ -105,7 +93,7 @@ def test_a_gain_is_a_ratio_of_sums_and_its_interval_of_paired_prompts():
 
 def test_settings_are_chosen_on_dev_and_judged_on_others(compared):
     scene = compared.scene
-    dev = Player(scene.dev, judges_of(scene.dev, scene.dev, scene.heads))
+    dev = PolicyReplay(scene.dev, predictors_of(scene.dev, scene.dev, scene.heads))
     for at in compared.at:
         rates = {k: rate(dev.pairs(Policy("k", k), at.c)) for k in GRID.ks}
         assert rates[at.fixed.policy.value] == max(rates.values())
@@ -130,14 +118,14 @@ def test_a_policy_that_knows_the_coin_beats_those_that_do_not(compared):
 
 def test_the_logistic_of_q_is_fitted_on_dev_only():
     scene = scene_of(GREEDY)
-    fitted = judges_of(scene.test, scene.dev, {})[FITTED]()
-    swapped = judges_of(scene.dev, scene.test, {})[FITTED]()
+    fitted = predictors_of(scene.test, scene.dev, {})[FITTED]()
+    swapped = predictors_of(scene.dev, scene.test, {})[FITTED]()
     log_q = scene.test.log_q[0, 0]
     # The same confidence means another probability where the fit is another.
     x = np.log(np.exp(log_q) / (1 - np.exp(log_q)))
     view = dataclasses.make_dataclass("View", ["num_drafted"])(1)
     first = np.log(fitted.prob(view) / (1 - fitted.prob(view)))
-    again = judges_of(scene.test, scene.dev, {})[FITTED]().prob(view)
+    again = predictors_of(scene.test, scene.dev, {})[FITTED]().prob(view)
     assert fitted.prob(view) == again and np.isfinite([x, first]).all()
     assert swapped.prob(view) != fitted.prob(view)
 
@@ -177,7 +165,7 @@ def test_bars_say_what_was_reached(compared):
 
 
 def test_figures_cover_policies_tasks_overlap_and_quality(compared):
-    figures = {figure.name: figure for figure in figures_of([compared], [], 0)}
+    figures = {figure.name: figure for figure in tables_of([compared], [])}
     gains = {row["policy"]: row for row in figures["policies-gains-draft-t1"].rows}
     at = compared.at[0]
     assert gains[FIXED]["c0"] == at.fixed.policy.label
@@ -187,13 +175,13 @@ def test_figures_cover_policies_tasks_overlap_and_quality(compared):
     thirds = [row for row in figures["policies-overlap"].rows if row["at"] == at.name]
     assert [(row["count"], round(row["overlap"], 3)) for row in thirds] == [(3, 0.167), (4, 0.75)]
     quality = {row["predictor"]: row for row in figures["policies-quality"].rows}
-    tokens = labelled_tokens(compared.scene)
-    brier = np.square(tokens.said["head"].prob.numpy() - tokens.label.numpy()).mean()
+    tokens = labelled_tokens(compared.scene.test)
+    said = predictions(compared.scene, tokens)["head"].prob
+    brier = np.square(said.numpy() - tokens.accept_prob.numpy()).mean()
     assert quality["head"]["brier"] == pytest.approx(brier, rel=1e-4)
     assert quality["head"]["tokens"] == compared.scene.test.judged().sum()
     for figure in figures.values():
-        if isinstance(figure, Table):
-            assert all(column.key in row for row in figure.rows[:1] for column in figure.columns), figure.name
+        assert all(column.key in row for row in figure.rows[:1] for column in figure.columns), figure.name
 
 
 def test_overlap_by_hand():
@@ -206,9 +194,9 @@ def test_overlap_by_hand():
 
 def test_heads_are_used_in_the_mode_of_their_labels():
     heads = {name: head_of() for name in ("greedy", "warm", "range", "unknown")}
-    shelf = Shelf(heads, {}, {"greedy": [0.0], "warm": [1.0], "range": [0.0, 0.5, 1.0], "unknown": []})
-    assert list(shelf.at(GREEDY)) == ["greedy", "range", "unknown"]
-    assert list(shelf.at(SamplingParams(0.7))) == ["warm", "range", "unknown"]
+    own = DrafterHeads(heads, {}, {"greedy": [0.0], "warm": [1.0], "range": [0.0, 0.5, 1.0], "unknown": []})
+    assert list(own.at(GREEDY)) == ["greedy", "range", "unknown"]
+    assert list(own.at(SamplingParams(0.7))) == ["warm", "range", "unknown"]
 
 
 def test_policies_are_methods_of_the_bench():
@@ -290,7 +278,7 @@ def test_the_command_on_tiny_models(models, tmp_path, capsys):
     before = AcceptanceHead(config)
     torch.nn.init.normal_(before.out.weight)
     for folder, identity in (
-        ("draft", draft.info.identity), ("eagle", eagle_identity(models["eagle"], target))
+        ("draft", draft.info.identity), ("eagle", drafter_identity(models["eagle"], target))
     ):  # fmt: skip
         for name, head, temperature in (("old", varied_acceptance_head(32), 0.0), ("new", before, 1.0)):
             sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -304,7 +292,7 @@ def test_the_command_on_tiny_models(models, tmp_path, capsys):
     kept = tmp_path / "out" / "results.json"
     results = json.loads(kept.read_text())
     assert results["meta"]["kind"] == "policies" and set(results["meta"]["c"]) == {"draft", "eagle"}
-    figures = {figure.name: figure for figure in from_json(results["figures"])}
+    figures = {figure.name: figure for figure in from_json(results)}
     scenes = {row["scene"] for row in figures["policies-bars"].rows}
     assert scenes == {"draft model, greedy", "draft model, T=1", "EAGLE chain, greedy", "EAGLE chain, T=1"}
     policies = [row["policy"] for row in figures["policies-gains-eagle-t1"].rows]
@@ -317,7 +305,7 @@ def test_the_command_on_tiny_models(models, tmp_path, capsys):
     for flag in ("--eagle", "--eagle_heads"):
         del argv[argv.index(flag) : argv.index(flag) + 2]
     assert main(argv) == 0
-    again = {figure.name: figure for figure in from_json(json.loads(kept.read_text())["figures"])}
+    again = {figure.name: figure for figure in from_json(json.loads(kept.read_text()))}
     assert again["policies-gains-draft-t1"] == figures["policies-gains-draft-t1"]
     assert not any("eagle" in name for name in again)
 
@@ -331,5 +319,5 @@ def test_the_command_on_prompts_without_splits(models, tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "chosen on 1 prompts of the last 1; the first 3 are reported" in said
     assert "no table of overlaps" in said
-    figures = from_json(json.loads((tmp_path / "out" / "results.json").read_text())["figures"])
+    figures = from_json(json.loads((tmp_path / "out" / "results.json").read_text()))
     assert "policies-overlap" not in {figure.name for figure in figures}

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from draftsmith.eval.studies.specdecpp.bound import rejection_bound
+from draftsmith.eval.studies.specdecpp.sweep import rejection_bound
 
 WANTED = 9
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from pathlib import Path
@@ -13,30 +12,30 @@ from hand_rollouts import hand_rollouts
 
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.methods import parse_method
-from draftsmith.eval.methods.chains import ConfidenceStop, FixedK, SpecDecPlusPlus
 from draftsmith.eval.replay.replay import head_probs
-from draftsmith.eval.report.figures import from_json
+from draftsmith.eval.report.tables import from_json
+from draftsmith.eval.studies.common import head_directories, load_heads
 from draftsmith.eval.studies.forward_times import ForwardTimes
-from draftsmith.eval.studies.policies.heads import head_directories, load_heads
-from draftsmith.eval.studies.specdecpp.kl import JudgedTokens, constant_kl, kl_rows
+from draftsmith.eval.studies.specdecpp.kl import LabelledStates, constant_kl, kl_rows
 from draftsmith.eval.studies.specdecpp.study import (
     BEST_HEAD,
     BEST_K,
     BOUND,
     PUBLISHED,
-    Choice,
+    ChosenRules,
+    LoadedStudy,
     SpecDecPPConfig,
-    Study,
     choose,
     theorem_h,
 )
-from draftsmith.eval.studies.specdecpp.sweep import Grid, Rule, best, front, published_head, replayed, sweep
+from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, best, front, published_head, replayed, sweep
 from draftsmith.launch import specdecpp
-from draftsmith.launch.arguments import parse
-from draftsmith.launch.cli import COMMANDS, main
+from draftsmith.launch.cli import main
+from draftsmith.launch.commands import configure
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.trace import pool
+from draftsmith.modules.drafters.chains import ConfidenceStop, FixedK, SpecDecPlusPlus
+from draftsmith.modules.drafters.methods import parse_method
 from draftsmith.modules.types import InputError
 
 
@@ -54,7 +53,7 @@ def config_of(**changes) -> SpecDecPPConfig:
 def settings():
     # The draft agrees with everything but every third token.
     rollouts = hand_rollouts([[i % 3 != 0 for i in range(13)]], depth=4, head="w6-d3")
-    return sweep(rollouts, Grid((1, 2, 4), (0.2, 0.9), ["w6-d3"], 1, 4), {"w6-d3": head_of()})
+    return sweep(rollouts, SweepGrid((1, 2, 4), (0.2, 0.9), ["w6-d3"], 1, 4), {"w6-d3": head_of()})
 
 
 def test_fixed_k_and_the_oracle_by_hand(settings):
@@ -63,7 +62,7 @@ def test_fixed_k_and_the_oracle_by_hand(settings):
     assert counts["K=2"] == (1 + 4, 4 * 2) and counts["K=4"] == (1 + 4, 4 * 4)
     # K=1: 1 accepted and 2; then 3 is the target's and the draft for it is lost, and so on.
     assert counts["K=1"] == (1 + 8, 8)
-    oracle = next(s for s in settings if s.rule == Rule())
+    oracle = next(s for s in settings if s.rule == LengthRule())
     assert counts["oracle"] == counts["K=2"] and oracle.totals.num_discarded == 0
     assert all(s.totals.num_tokens == 13 for s in settings)
 
@@ -75,7 +74,8 @@ def test_the_grid_is_every_k_every_threshold_raw_and_calibrated_and_the_oracle(s
 
 def test_rules_are_methods_of_the_bench():
     found = [
-        parse_method(rule.method(2, 9)) for rule in (Rule(k=3), Rule(t=0.4), Rule(head="a", h=0.7, calibrated=True))
+        parse_method(rule.method(2, 9))
+        for rule in (LengthRule(k=3), LengthRule(t=0.4), LengthRule(head="a", h=0.7, calibrated=True))
     ]
     assert found == [FixedK(k=3), ConfidenceStop(t=0.4, max=9), SpecDecPlusPlus(h=0.7, min=2, max=9, calibrated=True)]
 
@@ -95,25 +95,25 @@ def test_the_published_head_is_found_by_weight_and_depth():
 def test_the_cost_model_chooses(settings):
     """(drafted, target calls): K=1 (8, 9), K=2 (8, 5), K=4 (16, 5)."""
     fixed = [s for s in settings if s.rule.k]
-    assert best(fixed, ForwardTimes(1.0, 1.0, 1, 1).tokens_per_s).rule == Rule(k=2)
-    assert best(fixed[::2], ForwardTimes(1.0, 1.0, 1, 1).tokens_per_s).rule == Rule(k=1)
-    assert best(fixed[::2], ForwardTimes(0.1, 1.0, 1, 1).tokens_per_s).rule == Rule(k=4)
+    assert best(fixed, ForwardTimes(1.0, 1.0, 1, 1).tokens_per_s).rule == LengthRule(k=2)
+    assert best(fixed[::2], ForwardTimes(1.0, 1.0, 1, 1).tokens_per_s).rule == LengthRule(k=1)
+    assert best(fixed[::2], ForwardTimes(0.1, 1.0, 1, 1).tokens_per_s).rule == LengthRule(k=4)
 
 
 def test_one_bench_for_each_head_with_the_fixed_k_in_all():
-    rules = {BEST_K: Rule(k=5), BEST_HEAD: Rule(head="a", h=0.4), PUBLISHED: Rule(head="b", h=0.7)}
-    methods = Choice(rules).methods(config_of())
+    rules = {BEST_K: LengthRule(k=5), BEST_HEAD: LengthRule(head="a", h=0.4), PUBLISHED: LengthRule(head="b", h=0.7)}
+    methods = ChosenRules(rules).methods(config_of())
     assert methods == {
         "a": ["spec:k=5", "specdec++:h=0.4:min=2:max=20"],
         "b": ["spec:k=5", "specdec++:h=0.7:min=2:max=20"],
     }
-    same = Choice({**rules, PUBLISHED: Rule(head="a", h=0.4)}).methods(config_of())
+    same = ChosenRules({**rules, PUBLISHED: LengthRule(head="a", h=0.4)}).methods(config_of())
     assert same == {"a": methods["a"]}
 
 
 def test_kl_raw_and_corrected_by_the_formula():
     torch.manual_seed(0)
-    tokens = JudgedTokens(torch.randn(50, 4), torch.rand(50))
+    tokens = LabelledStates(torch.randn(50, 4), torch.rand(50))
     head = head_of(depth=0)
     (row,) = kl_rows({"x": head}, {"eval": tokens})
     p, logit = tokens.accept_prob.double(), (tokens.hidden @ head.out.weight[0] + head.out.bias).double()
@@ -128,16 +128,16 @@ def test_kl_raw_and_corrected_by_the_formula():
 
 def test_a_rule_that_knows_p_ends_with_the_token_that_is_rejected():
     """Greedily true probabilities are 1 and 0, and any threshold between sees the first 0."""
-    rollouts, grid = hand_rollouts([[i % 3 != 0 for i in range(13)]], depth=4), Grid((), (), [], 3, 4)
-    known, oracle = (pool(replayed(rollouts, rule, grid, {})) for rule in (Rule(known=True, h=0.8), Rule()))
+    rollouts, grid = hand_rollouts([[i % 3 != 0 for i in range(13)]], depth=4), SweepGrid((), (), [], 3, 4)
+    known, oracle = (pool(replayed(rollouts, rule, grid, {})) for rule in (LengthRule(known=True, h=0.8), LengthRule()))
     assert known.num_target_calls == oracle.num_target_calls == 1 + 4
     assert (known.num_draft_tokens, oracle.num_draft_tokens) == (8 + 4, 8)
-    assert Rule(known=True, h=0.8).label == "h=0.8, true p/q" and not Rule(known=True, h=0.8).can_run
+    assert LengthRule(known=True, h=0.8).label == "h=0.8, true p/q" and not LengthRule(known=True, h=0.8).can_run
 
 
 def test_the_theorems_threshold_is_chosen_where_it_is_one(settings):
     heads = {"w6-d3": head_of()}
-    study = Study(config_of(), None, heads, {}, {})
+    study = LoadedStudy(config_of(), None, heads, {}, {})
     rule = choose(study, settings, ForwardTimes(0.2, 1.0, 1.0, 9)).settings[BOUND]
     assert (rule.head, rule.h, rule.calibrated) == ("w6-d3", 0.8, True)
     assert theorem_h(ForwardTimes(1.0, 0.5, 1.0, 9)) is None and theorem_h(ForwardTimes(-0.1, 1.0, 1.0, 9)) is None
@@ -146,7 +146,7 @@ def test_the_theorems_threshold_is_chosen_where_it_is_one(settings):
 
 @pytest.mark.parametrize("more", [{"state": "before", "features": ("log_q",)}, {"features": ("entropy",)}])
 def test_labels_of_mixed_text_judge_no_head_that_reads_more(more):
-    tokens = JudgedTokens(torch.randn(5, 4), torch.rand(5))
+    tokens = LabelledStates(torch.randn(5, 4), torch.rand(5))
     rows = kl_rows({"new": head_of(**more), "published": head_of()}, {"eval": tokens})
     assert [row["head"] for row in rows] == ["published"]
 
@@ -164,10 +164,7 @@ def test_every_step_is_a_command_that_parses():
     steps = [*specdecpp.label_steps(config), *specdecpp.training_steps(config)]
     assert len(steps) == 6 + 4
     for step in steps:
-        name = " ".join(step.argv[:2])
-        command = COMMANDS[name]
-        config_class = getattr(importlib.import_module(f"draftsmith.{command.module}"), command.config)
-        assert parse(f"draftsmith {name}", config_class, list(step.argv[2:]), (), "") is not None
+        assert configure(" ".join(step.argv[:2]), step.argv[2:])[1] is not None
 
 
 def test_heads_that_exist_need_no_training_labels():
@@ -200,7 +197,7 @@ def test_the_command_on_the_embedded_pair_and_its_continuation(tmp_path, capsys)
     assert main(argv) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["meta"]["kind"] == "specdecpp" and results["summary"]["best fixed K: rule"] in ("K=1", "K=3")
-    figures = {figure.name: figure for figure in from_json(results["figures"])}
+    figures = {figure.name: figure for figure in from_json(results)}
     rows = {row["role"]: row for row in figures["specdecpp-throughput"].rows}
     assert rows[BEST_HEAD]["measured"] > 0 and rows["greedy oracle (lemma 2.1)"].get("measured") is None
     assert rows["greedy oracle (lemma 2.1)"]["test_theory"] >= rows[BEST_K]["test_theory"]
@@ -212,4 +209,4 @@ def test_the_command_on_the_embedded_pair_and_its_continuation(tmp_path, capsys)
     done = [line for line in shown.splitlines() if "done before" in line]
     assert len(done) == 6 + 1 + 2  # data, the head, two benches
     again = json.loads((tmp_path / "results.json").read_text())
-    assert again["figures"] == results["figures"]
+    assert again["tables"] == results["tables"]

@@ -1,0 +1,1 @@
+"""What measures Draftsmith itself. Not in the wheel: `python benchmarks/NAME.py --help` in a checkout."""

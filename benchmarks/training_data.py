@@ -1,0 +1,134 @@
+"""What trainings are measured on: targets with random weights, and features of documents of random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.benchmarks.synthetic import Weights
+from draftsmith.data.features import FIELDS, FeaturesConfig, index_row, key
+from draftsmith.data.models.hub import model_directory
+from draftsmith.data.store import feature_codec
+from draftsmith.data.store.datasets import Item
+from draftsmith.data.store.files import copy_file, make_directory, write_json, write_tensors
+from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
+from draftsmith.modules.layers import LlamaConfig, LlamaModel
+from draftsmith.modules.targets.llama import LlamaLM, llama_config
+from draftsmith.train.planning.made_up import PROMPT_SHARE
+
+
+def raw_config(
+    hidden: int, layers: int, vocab: int, *, intermediate: int | None = None, head_dim: int = 64, context: int = 4096
+) -> dict[str, Any]:
+    """transformers' config.json of a Llama of these sizes; the MLP is 8/3 of the width by default, as in Llama 2."""
+    heads = max(1, hidden // head_dim)
+    return {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate or -(-hidden * 8 // 3 // 64) * 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": None,
+        "eos_token_id": 0,
+    }
+
+
+def random_state(config: LlamaConfig, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights under transformers' names, scaled so that states stay finite."""
+    with torch.device("meta"):
+        named = dict(LlamaModel(config).named_parameters())
+    generator = torch.Generator().manual_seed(seed)
+    state: dict[str, Tensor] = {}
+    for name, parameter in named.items():
+        full = name if name.startswith("lm_head") else f"model.{name}"
+        if parameter.ndim == 1:
+            state[full] = torch.ones(parameter.shape, dtype=dtype)
+        else:
+            bound = parameter.shape[1] ** -0.5
+            state[full] = torch.empty(parameter.shape, dtype=dtype).uniform_(-bound, bound, generator=generator)
+    return state
+
+
+def random_target(raw: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> LlamaLM:
+    """A target of this shape in memory."""
+    return Weights(raw, random_state(llama_config(raw), dtype, seed)).lean(packed=False)
+
+
+def write_target(directory: Path, raw: dict[str, Any], seed: int = 0) -> Path:
+    """A transformers directory of random bf16 weights, with the embedded target's tokenizer."""
+    make_directory(directory)
+    for file in model_directory("embedded:target").glob("*token*"):
+        copy_file(file, directory / Path(file).name)
+    write_json(directory / "config.json", raw)
+    write_tensors(directory / "model.safetensors", random_state(llama_config(raw), torch.bfloat16, seed))
+    return directory
+
+
+class SyntheticFeatures:
+    """Documents of these lengths with random features, as `data.datasets.FeatureDataset` gives them; in memory."""
+
+    def __init__(self, lengths: Sequence[int], hidden: int, vocab: int, seed: int = 0):
+        self.lengths = list(lengths)
+        generator = torch.Generator().manual_seed(seed)
+        self._items: list[Item] = []
+        for length in self.lengths:
+            mask = torch.arange(length) >= int(length * PROMPT_SHARE)
+            self._items.append(
+                {
+                    "input_ids": torch.randint(vocab, (length,), generator=generator),
+                    "features": torch.randn(length, hidden, generator=generator).to(torch.bfloat16),
+                    "loss_mask": mask,
+                    "position_ids": torch.arange(length),
+                }
+            )
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, row: int) -> Item:
+        return dict(self._items[row])
+
+
+def write_features(
+    directory: Path, identity: dict[str, str], lengths: Sequence[int], hidden: int, vocab: int, seed: int = 0
+) -> Path:
+    """A real `features` artefact of random documents, for the target with this identity."""
+    documents = SyntheticFeatures(lengths, hidden, vocab, seed)
+    plan = Plan(
+        kind="features",
+        stage="data features",
+        directory=directory,
+        config=FeaturesConfig(responses=Path("synthetic"), target="synthetic", output=directory),
+        num_rows=len(lengths),
+        rows_per_shard=max(1, len(lengths) // 4),
+        fields=FIELDS + feature_codec.fields("bf16"),
+        inputs={},
+        identity={"target": identity},
+        seed=seed,
+    )
+
+    def make(shard: Shard, advance: Any) -> ShardContent:
+        rows, tensors = [], {}
+        for number in range(shard.start, shard.stop):
+            item = documents[number]
+            ids, start = item["input_ids"].tolist(), int(len(item["input_ids"]) * PROMPT_SHARE)
+            row = {"id": str(number), "input_ids": ids, "prompt_length": start, "task": "synthetic"}
+            rows.append(index_row(number, shard, row))
+            tensors[key(number)] = item["features"]
+        counts = {"tokens": sum(row["length"] for row in rows), "loss_tokens": sum(sum(r["loss_mask"]) for r in rows)}
+        return ShardContent(rows, counts, tensors)
+
+    run_stage(plan, make)
+    return directory

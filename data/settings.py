@@ -1,0 +1,87 @@
+"""Settings that many commands share, each with its help written once.
+
+A command's dataclass extends what it needs of these. Where its default is another, or the setting does not decide what
+is written (`volatile`), it declares the field again, and the help stays this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from draftsmith.data.models.device import pick_device
+from draftsmith.data.store.manifest import volatile
+from draftsmith.modules.types import SamplingParams
+
+Dtype = Literal["float32", "bfloat16", "float16", "auto"]
+Engine = Literal["auto", "lean", "hf"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteCode:
+    """Trust in models.
+
+    Attributes:
+        trust_remote_code: Run code that comes with a model or its tokenizer.
+    """
+
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading(RemoteCode):
+    """How models are loaded.
+
+    Attributes:
+        dtype: Type of the weights: float32, bfloat16, float16, or auto for the checkpoint's own.
+        engine: How models run: lean for Llama-family weights, hf for any transformers model; auto takes lean where it
+            can.
+        device: cpu, cuda, cuda:1, ...
+    """
+
+    dtype: Dtype = "float32"
+    engine: Engine = "auto"
+    device: str = "cpu"
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Arguments of `load_lm`."""
+        names = ("dtype", "engine", "device", "trust_remote_code")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLoading(Loading):
+    """How a stage loads models, alone or as one of many processes.
+
+    Attributes:
+        device: cpu, cuda:0, ... ; auto takes this rank's GPU where there is one.
+        num_threads: CPU threads; 0 is torch's own choice.
+    """
+
+    device: str = volatile("auto")
+    num_threads: int = volatile(0)
+    trust_remote_code: bool = volatile(False)
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        return super().loading | {"device": pick_device(self.device)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How next tokens are drawn.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: Sample among the k most probable tokens; 0 is all.
+        top_p: Sample among the most probable tokens that hold this much probability; 1 is all.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.temperature, self.top_k, self.top_p)

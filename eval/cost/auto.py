@@ -1,0 +1,186 @@
+"""What settings of `auto` go by on this machine: c of the policies that weigh a token against its time, and the times
+of trees. Each is measured when it is first asked for in a run.
+
+A clock gives other numbers every time, and drafts of other lengths with them. So they are kept with a run's results,
+and an interrupted run, or another one, can go by them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.data.store.reading import read_object
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.bench.results import RESULTS
+from draftsmith.eval.bench.runner import EngineRunner, Runner
+from draftsmith.eval.cost.clock import Clock, clock_of, interleaved
+from draftsmith.eval.cost.forwards import PROPOSALS, STEPS, DraftCost, draft_cost, straight, target_curves
+from draftsmith.eval.replay.record import Recording, TargetAnswers
+from draftsmith.modules.acceptance.tree_rule import TreeTimes
+from draftsmith.modules.decoding.loop import Generation
+from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.drafters.chains import build_chains
+from draftsmith.modules.drafters.methods import MachineTimes, Models
+from draftsmith.modules.types import InputError, SamplingParams
+
+SHORT, LONG = 1, 6  # drafted tokens of the rounds that are compared for c
+C_PROMPT, C_TOKENS, C_REPEATS = 16, 10, 9
+SLOW_S = 0.3  # where a prompt takes longer, rounds do, and fewer of them say as much
+SMALLEST = 1e-3
+TREE_ROWS, TREE_REPEATS = (1, 2, 4, 8, 16, 32, 64), 5
+TREE_PROMPT, SEED = 128, 0
+CURVE = "target, by rows"  # among the times of trees
+
+
+class MeasuredTimes(MachineTimes):
+    """Times of this machine, for the methods of one run.
+
+    step_costs: c by what drafts. seconds: of the parts of trees' rounds, by what was timed. Both are JSON values.
+    """
+
+    def __init__(self) -> None:
+        self.step_costs: dict[str, float] = {}
+        self.seconds: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """As `meta` of results.json has it."""
+        return {"step_costs": dict(self.step_costs), "tree_times": dict(self.seconds)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go by these; what is not among them is measured when it is asked for."""
+        self.step_costs |= state.get("step_costs", {})
+        self.seconds |= state.get("tree_times", {})
+
+    def step_cost(self, models: Models, drafter: str, rows: int = 1) -> float:
+        """c: what one more drafted token takes, by a round without a draft.
+
+        drafter: what drafts chains. rows: that are decoded together.
+        """
+        key = drafter if rows == 1 else f"{drafter}, batches of {rows}"
+        if key not in self.step_costs:
+            self.step_costs[key] = measure_step_cost(models, drafter, rows, clock_of(models.target.device))
+            about = f"a drafted token's time in rounds without a draft, measured here ({key})"
+            print(f"draftsmith: c = {self.step_costs[key]:.3f}: {about}", file=sys.stderr)
+        return self.step_costs[key]
+
+    @torch.inference_mode()
+    def tree_times(self, models: Models, trees: str, probe: Callable[[int], Drafter]) -> TreeTimes:
+        """Seconds of the parts of a round, on a prompt of random tokens: what they are changes no forward's time.
+
+        trees: a name for these trees. probe: what drafts them with so many levels.
+        """
+        if CURVE not in self.seconds or trees not in self.seconds:
+            clock = clock_of(models.target.device)
+            how = Recording(SamplingParams(), STEPS, 2 * PROPOSALS, SEED, ())
+            prompt = random_prompt(models, how.max_new_tokens + MAX_NODES)
+            answer = TargetAnswers(models.target, how).read(prompt, 0, 0)
+            ids = prompt.prompt_ids
+            if CURVE not in self.seconds:
+                text = [*ids, *answer.answer.tokens]
+                _, self.seconds[CURVE] = target_curves(models.target, text, len(ids), clock, TREE_ROWS, TREE_REPEATS)
+            self.seconds[trees] = asdict(draft_cost(probe(STEPS), [ids], [answer], how, clock))
+        curve = {int(rows): seconds for rows, seconds in self.seconds[CURVE].items()}  # JSON's keys are text
+        return times_of(curve, DraftCost(**self.seconds[trees]), MAX_NODES)
+
+
+def times_of_run(directory: Path) -> dict[str, dict[str, Any]]:
+    """`MeasuredTimes.state_dict` of a finished run.
+
+    Raises:
+        InputError: there is none, or it holds something else.
+    """
+    path = Path(directory) / RESULTS
+    remedy = "Name the --output of a finished `draftsmith eval bench` or `draftsmith eval tune`."
+    if not path.is_file():
+        raise InputError("costs", f"no {RESULTS} in {directory}", "the directory of a finished run", remedy)
+    meta = read_object(path, {}).get("meta")
+    found = {kind: meta.get(kind, {}) if isinstance(meta, dict) else {} for kind in ("step_costs", "tree_times")}
+    costs = found["step_costs"]
+    numbers = isinstance(costs, dict) and all(isinstance(c, int | float) and c > 0 for c in costs.values())
+    if not numbers or not isinstance(found["tree_times"], dict) or not any(found.values()):
+        raise InputError("costs", f"{path} without measured costs", "a run that measured some", remedy)
+    return found
+
+
+def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> float:
+    """c from short answers with drafts of two lengths, interleaved, less the time of their prompts. 1 where the context
+    has no room for drafts of two lengths.
+
+    A round of n drafted tokens takes round_s + n step_s: a target call and what goes with it, and for every token the
+    draft step, the predictor and the row that the target reads more. c = step_s / round_s.
+    """
+    made: dict[str, Generation] = {}
+    room = models.target.info.max_position
+    prompts, seeds = [[1] * max(1, min(C_PROMPT, room // 2))] * rows, [0] * rows
+
+    def answer(name: str, runner: Runner, count: int) -> Callable[[], None]:
+        def call() -> None:
+            made[name] = runner(prompts, count, seeds)[0]
+
+        return call
+
+    short, long = (fixed_runner(models, drafter, rows, k) for k in (SHORT, LONG))
+    started = clock()
+    answer("prompt", short, 1)()
+    slow = clock() - started > SLOW_S
+    count = min(C_TOKENS // 2 if slow else C_TOKENS, room - len(prompts[0]))
+    calls = {
+        "prompt": answer("prompt", short, 1),
+        "short": answer("short", short, count),
+        "long": answer("long", long, count),
+    }
+    taken = interleaved(calls, 1 if slow else C_REPEATS, clock)
+    # A ratio of runs of the same moment each time: what else the machine does comes and goes.
+    found = [
+        ratio(per_round(made["short"], few - prompt_s), per_round(made["long"], many - prompt_s))
+        for prompt_s, few, many in zip(taken["prompt"], taken["short"], taken["long"], strict=True)
+    ]
+    return statistics.median(found)
+
+
+def fixed_runner(models: Models, drafter: str, rows: int, k: int) -> Runner:
+    """Greedy answers, never ended, with k drafted tokens a round."""
+    models, greedy = replace(models, ends=()), SamplingParams()
+    chains = build_chains(models, drafter, [FixedLength(k) for _ in range(rows)])
+    session = models.target.session(rows, models.capacity, chains.capture)
+    return EngineRunner(models.target, chains, greedy, (), session=session, rows=rows)
+
+
+def per_round(made: Generation, seconds: float) -> tuple[float, float]:
+    """Drafted tokens of a round, on average, and its seconds."""
+    rounds = max(len(made.trace.steps), 1)
+    return made.trace.num_draft_tokens / rounds, seconds / rounds
+
+
+def ratio(short: tuple[float, float], long: tuple[float, float]) -> float:
+    """c of the straight line through two (drafted tokens, seconds of a round)."""
+    (few, few_s), (many, many_s) = short, long
+    if many <= few:
+        return 1.0
+    step_s = (many_s - few_s) / (many - few)
+    return max(step_s / max(few_s - few * step_s, SMALLEST * few_s), SMALLEST)
+
+
+def random_prompt(models: Models, room: int) -> BenchPrompt:
+    """room: for so many tokens after it."""
+    info = models.target.info
+    length = max(2, min(TREE_PROMPT, min(models.capacity, info.max_position) - room))
+    draws = torch.Generator().manual_seed(SEED)
+    return BenchPrompt("probe", torch.randint(info.vocab_size, (length,), generator=draws).tolist())
+
+
+def times_of(curve: Mapping[int, float], draft: DraftCost, most_nodes: int) -> TreeTimes:
+    """Times of trees of up to so many nodes. curve: seconds of the target's calls by rows."""
+    calls = (straight(curve, nodes + 1) for nodes in range(most_nodes + 1))
+    # A target reads more rows in no less time: where the clock says so, it errs.
+    return TreeTimes(draft.first, draft.step, tuple(itertools.accumulate(calls, max)))

@@ -1,0 +1,189 @@
+"""What the report's charts share: Altair does the drawing, `themes.py` has colours and fonts, so that one specification
+serves both themes, and page, PNG and SVG show the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+
+Rows = Sequence[Mapping[str, Any]]
+MAX_CELL_LABELS = 260  # more numbers than that in a heatmap are not read
+PANEL_WIDTH, PANEL_HEIGHT, PANEL_COLUMNS = 230, 200, 3
+HEIGHT, BAR_HEIGHT = 320, 27
+SQUARE = 360  # pixels of a side where x and y are of one kind
+UNIT = alt.Scale(domain=[0, 1])
+# Keys of rows that read better as words.
+WORDS = {"speedup": "speed-up", "tau": "τ", "low": "from", "high": "to", "tokens_per_s": "tokens/s"}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How the rows of a study's table are drawn. title, note: may name the study's settings, `{tree}`."""
+
+    title: str
+    draw: Callable[[Rows], Any]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of the report. name: a file's name, without blanks. specification: for Vega-Lite, without width where it
+    is a single panel: who shows it sets that; None where there was nothing to draw."""
+
+    name: str
+    title: str
+    note: str
+    specification: Mapping[str, Any] | None
+
+
+def chart(name: str, drawing: Drawing, rows: Rows, settings: Mapping[str, Any] | None = None) -> Chart:
+    """A drawing of these rows. settings: of the run."""
+    title, note = (text.format_map(settings or {}) for text in (drawing.title, drawing.note))
+    if not rows:
+        return Chart(name, title, note, None)
+    found = drawing.draw(rows).properties(description=f"{title}. {note}".strip()).to_dict()
+    return Chart(name, title, note, {**found, "usermeta": room(found)})
+
+
+def room(specification: Mapping[str, Any]) -> dict[str, int]:
+    """Measures by which a chart is fitted to a width: its panels, and the characters of the longest entry of its legend
+    and of the longest name along y."""
+    rows = specification["data"]["values"]
+    layers = specification.get("spec", specification).get("layer", ())
+    panel = specification.get("facet", {}).get("field")
+
+    def named(channel: str) -> set[str]:
+        channels = [layer["encoding"].get(channel, {}) for layer in layers]
+        keys = {one["field"] for one in channels if one.get("type") in ("nominal", "ordinal")}
+        return {str(row.get(key)) for row in rows for key in keys}
+
+    entry, names = (max(map(len, named(channel)), default=least) for channel, least in (("color", 0), ("y", 6)))
+    return {"panels": len({row.get(panel) for row in rows}) if panel else 1, "entry": entry, "names": names}
+
+
+def panels(layers: Sequence[Any], rows: Rows, key: str, **sizes: Any) -> Any:
+    """A panel for each value of `key`, in the order of the rows. sizes: other than of a panel with axes of numbers."""
+    count = len({row.get(key) for row in rows})
+    facet = alt.Facet(f"{key}:N", header=alt.Header(title=None, labelLimit=PANEL_WIDTH), sort=None)
+    drawn = alt.layer(*layers).properties(**{"width": PANEL_WIDTH, "height": PANEL_HEIGHT, **sizes})
+    return drawn.facet(facet=facet, data=values(rows), columns=2 if count in (2, 4) else PANEL_COLUMNS)
+
+
+def single(layers: Sequence[Any], rows: Rows, **sizes: Any) -> Any:
+    """One panel, as wide as there is room."""
+    return alt.layer(*layers, data=values(rows)).properties(**{"height": HEIGHT, **sizes})
+
+
+def values(rows: Rows) -> alt.Data:
+    return alt.Data(values=[dict(row) for row in rows])
+
+
+def known(rows: Rows, *keys: str) -> list[Mapping[str, Any]]:
+    """Rows that have a value for each of these."""
+    return [row for row in rows if all(row.get(key) is not None for key in keys)]
+
+
+def number(title: str, form: str = "", zero: bool = False, log: bool = False) -> dict[str, Any]:
+    """Settings of a quantitative x or y. form: of its numbers, as d3 writes them. zero: begin there; else no mark
+    stands on the edge."""
+    scale = alt.Scale(zero=True) if zero else alt.Scale(zero=False, padding=10)
+    scale = alt.Scale(type="log", padding=10) if log else scale
+    axis = alt.Axis(tickCount=6, format=form) if form else alt.Axis(tickCount=6)
+    return {"title": title, "scale": scale, "axis": axis}
+
+
+def names(**more: Any) -> dict[str, Any]:
+    """Settings of names along y, in the order of the rows: they say what they are, and none is left out."""
+    return {"title": None, "sort": None, "axis": alt.Axis(grid=False, labelOverlap=False), **more}
+
+
+def colour(key: str, title: str = "", channel: Any = alt.Color) -> Any:
+    """A colour, or a shape, for each name under `key`."""
+    return channel(f"{key}:N", title=title or key, sort=None)
+
+
+def tips(*shown: str, **formats: str) -> list[alt.Tooltip]:
+    """Texts under the pointer: these keys as they are, and these numbers as d3 formats them."""
+    found = [alt.Tooltip(f"{key}:N", title=word(key)) for key in shown]
+    return [*found, *(alt.Tooltip(f"{key}:Q", title=word(key), format=form) for key, form in formats.items())]
+
+
+def word(key: str) -> str:
+    return WORDS.get(key, key.replace("_", " "))
+
+
+def interval_marks(base: Any, across: Any, band: bool = False, along: str = "y") -> Any:
+    """Marks from `low` to `high`: a band around a line, or a rule through another mark. across: the channel that they
+    lie on."""
+    both = base.transform_filter("isValid(datum.low) && isValid(datum.high)")
+    drawn = both.mark_area(style="band") if band else both.mark_rule(style="interval")
+    start, end = (alt.Y, alt.Y2) if along == "y" else (alt.X, alt.X2)
+    low = start("low:Q", **{key: across[key] for key in ("title", "scale", "axis")})
+    return drawn.encode(**{along: low, f"{along}2": end("high:Q")})
+
+
+def lines(x: Any, y: Any, series: Any, tooltip: Sequence[alt.Tooltip], band: bool = False, many: bool = False) -> Any:
+    """A line with its points for each of the series. band: with intervals from `low` to `high`. many: points that only
+    answer to the pointer."""
+    base = alt.Chart().encode(x, series)
+    point: Any = "transparent" if many else alt.OverlayMarkDef(filled=True, size=38)
+    line = base.mark_line(point=point).encode(y, tooltip=list(tooltip))
+    return [interval_marks(base, y, band=True), line] if band else [line]
+
+
+def diagonal() -> Any:
+    """y = x, between 0 and 1."""
+    ends = values([{"x": 0, "y": 0}, {"x": 1, "y": 1}])
+    return alt.Chart(ends).mark_line(style="reference").encode(x="x:Q", y="y:Q")
+
+
+def counted(key: str) -> alt.Size:
+    """A point's area by how much it stands for."""
+    return alt.Size(
+        f"{key}:Q", title=word(key), scale=alt.Scale(range=[24, 420], zero=True), legend=alt.Legend(tickCount=3)
+    )
+
+
+def heatmap(rows: Rows, x: Any, y: Any, value: tuple[str, str, str], tooltip: Sequence[alt.Tooltip]) -> list[Any]:
+    """Cells coloured by a value (key, title, format), with their numbers where there is room."""
+    key, title, form = value
+    scale = alt.Scale(scheme="viridis", zero=False, nice=False)
+    fill = alt.Color(f"{key}:Q", title=title, scale=scale, legend=alt.Legend(format=form))
+    cells = alt.Chart().mark_rect().encode(x, y, fill, tooltip=list(tooltip))
+    found = [row[key] for row in rows if row.get(key) is not None]
+    if not found or len(rows) > MAX_CELL_LABELS:
+        return [cells]
+    # Viridis is dark below and bright above: ink that is read on either half.
+    middle = (min(found) + max(found)) / 2
+    ink = alt.condition(f"datum[{key!r}] > {middle}", alt.value("#10141a"), alt.value("#ffffff"))
+    return [cells, alt.Chart().mark_text(fontSize=11).encode(x, y, text=alt.Text(f"{key}:Q", format=form), color=ink)]
+
+
+def cell_sizes(rows: Rows, x: str, y: str, width: int = 30) -> dict[str, Any]:
+    """Sizes of a heatmap's panel: room for its numbers, and for all columns. width: least of a cell."""
+    columns, levels = (len({row.get(key) for row in rows}) for key in (x, y))
+    return {"width": alt.Step(max(width, min(48, (PANEL_WIDTH + 60) // columns))), "height": BAR_HEIGHT * levels}
+
+
+def reliability(rows: Rows, panel: str) -> Any:
+    """Predicted against observed probabilities of `predictor`s, a point a bin."""
+    base = alt.Chart().encode(
+        alt.X("predicted:Q", **{**number("predicted probability of acceptance", ".2f"), "scale": UNIT}),
+        alt.Y("observed:Q", **{**number("accepted", ".2f"), "scale": UNIT}),
+        colour("predictor"),
+    )
+    tooltip = tips("predictor", panel, "count", predicted=".2f", observed=".2f")
+    points = base.mark_point().encode(counted("count"), tooltip=tooltip)
+    return panels([diagonal(), base.mark_line(), points], rows, panel)
+
+
+def by_depth(rows: Rows, key: str, panel: str) -> Any:
+    """A measure of `predictor`s by place in the draft."""
+    shown = known(rows, key)
+    tooltip = tips("predictor", panel, "depth", "tokens", **{key: ".3f"})
+    x, y = alt.X("depth:Q", **number("place in the draft", "d")), alt.Y(f"{key}:Q", **number(key.upper(), ".3f"))
+    return panels(lines(x, y, colour("predictor"), tooltip), shown, panel)

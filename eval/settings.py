@@ -1,0 +1,54 @@
+"""Settings that the commands of this folder share, each with its help written once (as data/settings.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.data.settings import Loading
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running(Loading):
+    """How models run while they decode.
+
+    Attributes:
+        packed: On a CPU, hold large weights in the layout of its kernels (lean engine).
+        num_threads: CPU threads. With one, CPU time is the clock where speed is measured; it does not see other
+            programs.
+        seed: Of sampling, and of the bootstrap.
+    """
+
+    packed: bool = True
+    num_threads: int = 1
+    seed: int = 0
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        return super().loading | {"packed": self.packed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptChoice:
+    """Which prompts are taken of a source.
+
+    Attributes:
+        split: Keep prompts of this split (train, dev or test of embedded:prompts).
+        keep_tasks: Keep prompts whose own task is one of these, separated by commas.
+    """
+
+    split: str | None = None
+    keep_tasks: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """How long answers are.
+
+    Attributes:
+        max_new_tokens: Longest answer.
+        ignore_eos: Go on after the end token, up to max_new_tokens.
+    """
+
+    max_new_tokens: int = 128
+    ignore_eos: bool = False

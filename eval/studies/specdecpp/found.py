@@ -1,0 +1,329 @@
+"""What the SpecDec++ study found: tables, the paper's numbers beside ours, and the numbers that documents quote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftsmith.eval.replay.rollouts import ChainRollouts
+from draftsmith.eval.report.tables import Column, Table, drawn_data, interval, plain
+from draftsmith.eval.studies import common
+from draftsmith.eval.studies.forward_times import (
+    Floats,
+    ForwardTimes,
+    Row,
+    bench_rows,
+    explained,
+    fit_forward_times,
+    gain_interval,
+    ratio_interval,
+    theory_rows,
+)
+from draftsmith.eval.studies.specdecpp.kl import constant_kl, kl_rows, read_labels
+from draftsmith.eval.studies.specdecpp.study import BEST_HEAD, BEST_K, ChosenRules, LoadedStudy, theorem_h
+from draftsmith.eval.studies.specdecpp.sweep import LengthRule, Setting, front, published_head, replayed
+from draftsmith.modules.decoding.trace import pool
+
+# Huang et al. 2024, table of KL: w_rej = 6, by depth 0..4.
+PAPER_EVAL_KL = {(6.0, depth): kl for depth, kl in enumerate((0.637, 0.596, 0.589, 0.582, 0.575))}
+# Section 4: gain of SpecDec++ over the best fixed K with llama-2-chat 7B for 70B: Alpaca +7.2 %, HumanEval +11.1 %,
+# GSM8K +9.4 %.
+PAPER_GAIN = "+7.2 to +11.1 %"
+PAPER_R2, PAPER_THEORY_ERROR = ">= 0.98", "within 6.2 %"
+
+
+ORACLE, KNOWN = "greedy oracle (lemma 2.1)", "true p/q, h by theorem 3.1"
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """All that was measured. rollouts: by split. settings: the sweep on the reported split. dev_rows: of the
+    bench on the dev prompts, which `times` are fitted to. clock: of the benches, cpu or wall. runs: benches on the
+    reported prompts. labels: `train` and `eval` artefacts that exist."""
+
+    rollouts: Mapping[str, ChainRollouts]
+    settings: Sequence[Setting]
+    choice: ChosenRules
+    times: ForwardTimes
+    dev_rows: Sequence[Row]
+    clock: str
+    runs: Sequence[Path]
+    labels: Mapping[str, Path]
+
+
+def write_results(study: LoadedStudy, found: Measurements) -> Path:
+    """results.json of the study, whose tables are printed."""
+    config, draft, times = study.config, study.models.draft, found.times
+    assert draft is not None
+    throughput = throughput_rows(study, found)
+    by_run = {run.name: bench_rows(run) for run in found.runs}
+    rows = drafting([row for own in by_run.values() for row in own])
+    fits = fits_of(found, by_run)
+    theory = [
+        {"run": name, **row, "difference_dev": dev["difference"]}
+        for name, own in by_run.items()
+        for row, dev in zip(
+            theory_rows(own, fits[name], found.clock), theory_rows(own, times, found.clock), strict=True
+        )
+    ]
+    sets = {name: read_labels(path, draft, config.seed, config.label_prompts) for name, path in found.labels.items()}
+    tables = [
+        throughput_table(throughput),
+        *rate_tables(study, found),
+        *kl_tables(kl_rows(study.heads, sets), constant_kl(sets["eval"])),
+        *regression_tables(fits, theory, time_points(rows, times, found.clock)),
+    ]
+    numbers = {
+        "t_draft_ms": times.t_draft * 1e3,
+        "t_target_ms": times.t_target * 1e3,
+        "c": times.t_draft / times.t_target,
+        "theorem_h": theorem_h(times),
+        "r2": times.r2,
+        "r2_test": explained(rows, times, found.clock),
+        "largest_theory_error": max(abs(row["difference"]) for row in theory if row["method"] != "ar"),
+        "largest_theory_error_dev": max(abs(row["difference_dev"]) for row in theory if row["method"] != "ar"),
+        **{f"{row['role']}: {key}": row[key] for row in throughput for key in ("rule", "head", *GAINS)},
+    }
+    context = common.StudyContext(study.models, study.prompts[config.split])
+    return common.write_results("specdecpp", config, context, tables, numbers)
+
+
+def drafting(rows: Sequence[Row]) -> list[Row]:
+    """Without ar, whose target calls read one row: what the times are fitted to."""
+    return [row for row in rows if row["method"] != "ar"]
+
+
+def fits_of(found: Measurements, by_run: Mapping[str, Sequence[Row]]) -> dict[str, ForwardTimes]:
+    """Times of the dev bench, of its methods with and without a head alone, and of each bench on the reported
+    prompts."""
+    dev = drafting(found.dev_rows)
+    parts = {
+        "dev, fixed K only": [row for row in dev if row["method"].startswith("spec:")],
+        "dev, specdec++ only": [row for row in dev if row["method"].startswith("specdec++")],
+        **{name: drafting(rows) for name, rows in by_run.items()},
+    }
+    fits = {name: fit_forward_times(rows, found.clock) for name, rows in parts.items()}
+    return {"dev, all drafting methods": found.times, **fits}
+
+
+GAINS = ("gain_theory", "gain_theory_ci", "gain_measured", "gain_measured_ci")
+
+
+def throughput_rows(study: LoadedStudy, found: Measurements) -> list[dict[str, Any]]:
+    """One row for each chosen setting, and the oracle: cost model on both splits, measured where it was decoded."""
+    config = study.config
+    h = theorem_h(found.times)
+    known = {} if h is None else {KNOWN: LengthRule(known=True, h=h)}
+    rules = {**found.choice.settings, **known, ORACLE: LengthRule()}
+    dev, test = (
+        {rule: prompt_seconds(study, own, rule, found.times) for rule in rules.values()}
+        for own in (found.rollouts[config.dev_split], found.rollouts[config.split])
+    )
+    fixed = rules[BEST_K]
+    rows = []
+    for role, rule in rules.items():
+        row = {
+            "role": role,
+            "head": rule.head,
+            "rule": rule.label,
+            "dev_theory": _rate(dev[rule]),
+            "test_theory": _rate(test[rule]),
+            "paper": PAPER_GAIN if role == BEST_HEAD else None,
+            **measured_columns(study, rule, fixed, found.runs, found.clock),
+        }
+        if rule != fixed:
+            row["gain_theory"] = _rate(test[rule]) / _rate(test[fixed]) - 1
+            row["gain_theory_ci"] = gains(ratio_interval(test[rule], test[fixed], config.seed))
+        rows.append(plain({**dict.fromkeys(GAINS), **row}))
+    return rows
+
+
+def prompt_seconds(study: LoadedStudy, rollouts: ChainRollouts, rule: LengthRule, times: ForwardTimes) -> Floats:
+    """[prompts, 2]: tokens, and their seconds by the cost model."""
+    totals = [pool([trace]) for trace in replayed(rollouts, rule, study.grid, study.heads)]
+    return np.array([(t.num_tokens, times.seconds(t.num_draft_tokens, t.num_target_calls)) for t in totals])
+
+
+def _rate(prompts: Floats) -> float:
+    """Tokens/s: a ratio of sums."""
+    tokens, seconds = prompts.sum(0)
+    return float(tokens / seconds)
+
+
+def measured_columns(
+    study: LoadedStudy, rule: LengthRule, fixed: LengthRule, runs: Sequence[Path], clock: str
+) -> dict[str, Any]:
+    """Throughput of a rule in the first bench run that decoded with it (and its head), over `ar` and over the best
+    fixed K of the same run. Nothing for what no decoder can run."""
+    config = study.config
+    if not rule.can_run:
+        return {}
+    method, baseline = (r.method(config.min_drafted, config.max_drafted) for r in (rule, fixed))
+    run = next(run for run in runs if rule.head is None or run.name == run_name(config.split, rule.head))
+    rows = bench_rows(run)
+    rates = {row["method"]: row["measured"] for row in theory_rows(rows, ForwardTimes(1.0, 1.0, 0.0, 0), clock)}
+    columns: dict[str, Any] = {"measured": rates[method], "speedup": rates[method] / rates["ar"]}
+    if rule != fixed:
+        columns["gain_measured"] = rates[method] / rates[baseline] - 1
+        columns["gain_measured_ci"] = gains(gain_interval(rows, method, baseline, clock, config.seed))
+    return columns
+
+
+def run_name(split: str, head: str | None) -> str:
+    """Name of the bench run that loads this head."""
+    return f"{split}-{head}"
+
+
+def gains(ends: Sequence[float] | None) -> str | None:
+    """An interval of relative gains."""
+    return interval(ends, "+.1%", " to ") or None
+
+
+def time_points(rows: Sequence[Mapping[str, Any]], times: ForwardTimes, clock: str) -> list[dict[str, Any]]:
+    """Predicted and measured seconds of every row."""
+    return [
+        {
+            "method": row["method"], "id": row["id"], "measured": row[f"{clock}_s"],
+            "predicted": times.seconds(row["num_draft_tokens"], row["num_target_calls"]),
+        }
+        for row in rows
+    ]  # fmt: skip
+
+
+def throughput_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Tables 1 and 3: the chosen settings, by the cost model on both splits and measured."""
+    columns = [
+        Column("role", "setting"), Column("head", "head"),
+        Column("rule", "rule"), Column("dev_theory", "cost model, dev (tok/s)", ".1f"),
+        Column("test_theory", "cost model, test (tok/s)", ".1f"), Column("gain_theory", "over best K", "+.1%"),
+        Column("gain_theory_ci", "95 % interval"), Column("measured", "measured (tok/s)", ".1f"),
+        Column("speedup", "over ar", ".2fx"), Column("gain_measured", "over best K", "+.1%"),
+        Column("gain_measured_ci", "95 % interval"), Column("paper", "paper, over best K"),
+    ]  # fmt: skip
+    note = (
+        "Settings are the fastest by the cost model on the dev prompts. Cost model: counts replayed from rollouts, "
+        "times fitted to a bench on the dev prompts. Measured: real decoding on the test prompts, one thread, "
+        "interleaved with the fixed K that it is compared to. Intervals: bootstrap over prompts, in pairs. Theorem 3.1 "
+        "(delta = 0): no h above 1 - t_draft/t_target can be best; it takes no choosing. With true p/q it knows every "
+        "p, and the oracle which token will be rejected; no decoder can run these."
+    )
+    return Table("specdecpp-throughput", "Best throughput (SpecDec++, tables 1 and 3)", columns, rows, note)
+
+
+def rate_row(series: str, setting: Setting, times: ForwardTimes) -> dict[str, Any]:
+    """A setting as a point of discard rate against verification rate."""
+    totals = setting.totals
+    return {
+        "series": series, "setting": setting.rule.label, "head": setting.rule.head,
+        "discard_rate": totals.discard_rate, "verification_rate": totals.verification_rate, "tau": totals.tau,
+        "theory": times.tokens_per_s(totals),
+    }  # fmt: skip
+
+
+def rate_series(settings: Sequence[Setting], best_head: LengthRule, published: str | None) -> dict[str, list[Setting]]:
+    """Series of figure 4: fixed K; the best head's thresholds; the published head's, as published; the front of all
+    heads and thresholds; thresholds on q; the oracle."""
+    heads = [setting for setting in settings if setting.rule.head is not None]
+
+    def of(head: str | None, calibrated: bool) -> list[Setting]:
+        return [s for s in heads if s.rule.head == head and s.rule.calibrated == calibrated]
+
+    how = "calibrated" if best_head.calibrated else "raw"
+    series = {
+        "fixed K": [setting for setting in settings if setting.rule.k],
+        f"best head ({best_head.head}), {how}": of(best_head.head, best_head.calibrated),
+    }
+    if published is not None and (published, False) != (best_head.head, best_head.calibrated):
+        series["published head (w_rej 6, D 3), raw"] = of(published, False)
+    series["Pareto front of all heads and h"] = front(heads)
+    series["confidence: until q(y) < t"] = [setting for setting in settings if setting.rule.t]
+    series["greedy oracle (lemma 2.1)"] = [setting for setting in settings if setting.rule == LengthRule()]
+    return series
+
+
+def rate_tables(study: LoadedStudy, found: Measurements) -> list[Table]:
+    """Verification rate against discard rate: series, and every setting by its head's weight."""
+    best_head, settings = found.choice.settings[BEST_HEAD], found.settings
+    named = rate_series(settings, best_head, published_head(study.heads))
+    series = [rate_row(name, setting, found.times) for name, own in named.items() for setting in own]
+    points = []
+    for setting in settings:
+        head = setting.rule.head
+        if setting.rule.k or head is not None:
+            name = "fixed K" if head is None else f"w_rej {study.heads[head].config.w_rej:g}"
+            points.append(rate_row(name, setting, found.times))
+    return [drawn_data("specdecpp-rates", series), drawn_data("specdecpp-all-heads", points)]
+
+
+def kl_tables(rows: Sequence[Mapping[str, Any]], constant: float | None) -> list[Table]:
+    """KL by (w_rej, D), and its eval column as lines. rows: of `kl_rows`. constant: the eval KL of the best
+    constant."""
+    table = [{**plain(row), "paper": PAPER_EVAL_KL.get((row["w_rej"], row["depth"]))} for row in rows]
+    kls = [("train_kl", "train"), ("eval_kl", "eval")]
+    columns = [
+        Column("w_rej", "w_rej", "g"), Column("depth", "D"),
+        *(Column(key, f"{name} KL, raw", ".4f") for key, name in kls),
+        Column("paper", "eval KL, paper", ".3f"),
+        *(Column(f"{key}_corrected", f"{name} KL, corrected", ".4f") for key, name in kls),
+        Column("eval_auc", "eval AUC", ".3f"),
+    ]  # fmt: skip
+    note = (
+        "Mean binary KL in nats over drafted tokens, each alike. Raw: the head's output as the paper's threshold reads "
+        "it, which w_rej above 1 biases towards rejection; corrected: log(w_rej/w_acc) added to its logit. "
+        + ("" if constant is None else f"The best constant has {constant:.4f}. ")
+        + "The paper's pair is llama-2-chat 7B for 70B: compare directions, not sizes. Heads that read more than the "
+        "state after a token are not here: labels of mixed text have no rounds for them."
+    )
+    lines = [
+        {"series": f"w_rej {row['w_rej']:g}, {what}", "depth": row["depth"], "kl": row[key]}
+        for row in rows
+        for key, what in (("eval_kl", "raw"), ("eval_kl_corrected", "corrected"))
+    ]
+    paper = [{"series": "paper, w_rej 6, raw", "depth": d, "kl": kl} for (_, d), kl in PAPER_EVAL_KL.items()]
+    return [
+        Table("specdecpp-kl", "KL of the heads by w_rej and depth", columns, table, note),
+        drawn_data("specdecpp-kl-depth", [*lines, *paper]),
+    ]
+
+
+def regression_tables(
+    fits: Mapping[str, ForwardTimes], theory: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]
+) -> list[Table]:
+    """Forward times (table 2, section 4.2). fits: by what they are of. theory: rows of `theory_rows`. points: predicted
+    and measured seconds of single prompts."""
+    fitted = [
+        {
+            "of": name, "t_draft": times.t_draft * 1e3, "t_target": times.t_target * 1e3,
+            "c": times.t_draft / times.t_target, "r2": times.r2, "rows": times.rows, "paper": PAPER_R2,
+        }
+        for name, times in fits.items()
+    ]  # fmt: skip
+    return [
+        Table(
+            "specdecpp-forward-times", "Forward times by regression (section 4.2)",
+            [
+                Column("of", "rows"), Column("rows", "number", "d"), Column("t_draft", "t_draft (ms)", ".3f"),
+                Column("t_target", "t_target (ms)", ".3f"), Column("c", "c", ".3f"), Column("r2", "R2", ".4f"),
+                Column("paper", "R2, paper"),
+            ],
+            plain(fitted),
+            "Least squares, without intercept, of a prompt's seconds (all of its decoding) on its drafted tokens and "
+            "its target calls, the prefill among them; ar is in none of the fits. The cost model takes the first row.",
+        ),
+        Table(
+            "specdecpp-theory", "Theoretical against measured throughput (section 4.2)",
+            [
+                Column("run", "bench run"), Column("method", "method"), Column("measured", "measured (tok/s)", ".1f"),
+                Column("theory", "theory (tok/s)", ".1f"), Column("difference", "theory / measured - 1", "+.1%"),
+                Column("difference_dev", "with times of dev", "+.1%"), Column("paper", "paper"),
+            ],
+            [{**plain(row), "paper": None if row["method"] == "ar" else PAPER_THEORY_ERROR} for row in theory],
+            "Theory: the run's own counts at times fitted to the same run, as in the paper; beside it at the times of "
+            "the dev bench, which ran at another moment. ar was not part of the fits: its target calls read one row.",
+        ),
+        drawn_data("specdecpp-time-fit", points),
+    ]  # fmt: skip

@@ -1,0 +1,275 @@
+"""Methods that draft one chain a round: a draft model or any trained drafter, and a policy that says when to stop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from draftsmith.modules.acceptance.head import HeadPredictor
+from draftsmith.modules.acceptance.policies import (
+    ConfidenceName,
+    CostRule,
+    OnlinePredictor,
+    Predictor,
+    PredictorStop,
+    Rule,
+    ThresholdRule,
+)
+from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
+from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify, UntilEnd
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.methods import Method, Models, known_methods
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError, at_least, between
+
+
+def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> NestedDrafter:
+    """What drafts chains (`draft`, or the kind of a trained drafter) for as many rows as there are policies, each of
+    which ends its row's drafts, as does an end token.
+
+    On a GPU chains of a fixed length go on behind an end token: there the host would have to wait for each token to see
+    it, and rows draft beside each other in any case.
+    """
+    if models.ends and (models.target.device.type == "cpu" or not all(isinstance(s, FixedLength) for s in stops)):
+        stops = [UntilEnd(stop, models.ends) for stop in stops]
+    return bare_chains(models, drafter, models.target, stops)
+
+
+def bare_chains(models: Models, drafter: str, target: CausalLM, stops: Sequence[StopPolicy]) -> NestedDrafter:
+    """The same for any model as the target, and without a look at end tokens."""
+    if drafter == "draft":
+        assert models.draft is not None
+        return DraftModelDrafter(models.draft, stops, models.capacity)
+    return models.heads[drafter].drafter(target, stops, models.capacity)
+
+
+def chain_methods() -> dict[str, str]:
+    """What can draft chains -> the name of its method of a fixed length: {draft: spec, ...}."""
+    found = {method.uses[0]: name for name, method in known_methods().items() if issubclass(method, FixedK)}
+    return {"draft": found.pop("draft"), **found}
+
+
+def by_drafter(name: str) -> str:
+    """What stands behind a stop rule's name where it ends chains of this drafter."""
+    return "" if name == "draft" else f":drafter={name}"
+
+
+def check_drafter(name: str) -> None:
+    """Raises InputError where nothing of this name drafts chains."""
+    if name not in chain_methods():
+        raise InputError("drafter", repr(name), f"one of {', '.join(chain_methods())}", "Choose one of these.")
+
+
+@dataclass(frozen=True)
+class Chain(Method, ABC):
+    """One chain a round, drafted by the first of what the method needs.
+
+    Rows that are decoded together have a policy each, which learns from that row alone: what a row drafts does not
+    depend on the rows beside it.
+    """
+
+    @abstractmethod
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        """A fresh one for each row."""
+
+    def build(self, models: Models, rows: int = 1) -> NestedDrafter:
+        return build_chains(models, self.needs[0], self.policies(models, rows))
+
+
+@dataclass(frozen=True)
+class FixedK(Chain):
+    """Speculative sampling with a draft model (Leviathan et al. 2023): k drafted tokens a round."""
+
+    k: int = 5
+    uses = ("draft",)
+
+    def __post_init__(self) -> None:
+        at_least("k", self.k, 1)
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        return [FixedLength(self.k) for _ in range(rows)]
+
+
+@dataclass(frozen=True)
+class StopRule(Chain, ABC):
+    """A chain whose length a policy decides.
+
+    drafter: draft for a draft model, or the kind of a trained drafter.
+    """
+
+    drafter: str = field(default="draft", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_drafter(self.drafter)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.drafter,)
+
+    def check_lengths(self, least: int, most: int) -> None:
+        at_least("min", least, 1)
+        at_least("max", most, least)
+
+
+@dataclass(frozen=True)
+class ByPrediction(StopRule, ABC):
+    """A chain that ends by the probabilities that its tokens are accepted: one predictor and one rule, whatever is
+    drafted."""
+
+    @property
+    @abstractmethod
+    def limits(self) -> tuple[int, int]:
+        """Fewest and most drafted tokens of a round."""
+
+    @abstractmethod
+    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
+        """One for each row."""
+
+    @abstractmethod
+    def rule(self, models: Models, rows: int) -> Rule:
+        """rows: as of `policies`."""
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        predictors = self.predictors(models, rows)
+        return [PredictorStop(predictor, self.rule(models, rows), *self.limits) for predictor in predictors]
+
+
+@dataclass(frozen=True)
+class ByHead(ByPrediction, ABC):
+    """Stopped by what the acceptance head of the drafter says."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.drafter, "acceptance")
+
+    @property
+    @abstractmethod
+    def uses_calibrated(self) -> bool:
+        """Whether by its calibrated probability; else by its raw output."""
+
+    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
+        assert models.acceptance is not None
+        first = HeadPredictor(models.acceptance, models.embedder(self.drafter).embed, self.uses_calibrated)
+        return [first, *(first.beside() for _ in range(count - 1))]
+
+
+@dataclass(frozen=True)
+class SpecDecPlusPlus(ByHead):
+    """SpecDec++: stopped by the acceptance head once 1 - (product of its outputs) > h.
+
+    calibrated: off applies h to the head's raw output, as the paper does; on to its calibrated probability.
+    """
+
+    h: float = 0.7
+    min: int = 2
+    max: int = 20
+    calibrated: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("h", self.h, 0, 1)
+        self.check_lengths(self.min, self.max)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.min, self.max
+
+    @property
+    def uses_calibrated(self) -> bool:
+        return self.calibrated
+
+    def rule(self, models: Models, rows: int) -> Rule:
+        return ThresholdRule(self.h)
+
+
+@dataclass(frozen=True)
+class CostAware(ByPrediction, ABC):
+    """Stopped once one more token is worth less than its time, without a threshold (`policies.CostRule`).
+
+    c: time of one more drafted token, and of verifying it, by the time of a round without a draft; auto measures it on
+        this machine, once a run.
+    """
+
+    c: float | Literal["auto"] = "auto"
+    min: int = 1
+    max: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.c, str) and not self.c > 0:
+            raise InputError("c", self.c, "a number above 0, or auto", "Correct it.")
+        self.check_lengths(self.min, self.max)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.min, self.max
+
+    def rule(self, models: Models, rows: int) -> Rule:
+        if not isinstance(self.c, str):
+            return CostRule(self.c)
+        return CostRule(models.times.step_cost(models, self.drafter, rows))
+
+
+@dataclass(frozen=True)
+class HeadByCost(CostAware, ByHead):
+    """The acceptance head's calibrated probabilities, and the cost of drafting on: no threshold to choose."""
+
+    uses_calibrated = True
+
+
+@dataclass(frozen=True)
+class Online(CostAware):
+    """The same without a head: a logistic of the draft's own confidence, which learns from every verdict.
+
+    by: q, the probability of the drafted token; max_q, of the most probable one. repeats: whether the token goes on
+        with a repetition of the text counts too.
+    """
+
+    by: ConfidenceName = "q"
+    repeats: bool = True
+
+    def predictors(self, models: Models, count: int) -> Sequence[Predictor]:
+        return [OnlinePredictor(self.by, self.repeats) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class ConfidenceStop(StopRule):
+    """Stopped once the drafted token's probability q falls below t, as in transformers' assisted generation."""
+
+    t: float = 0.4
+    min: int = 1
+    max: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("t", self.t, 0, 1)
+        self.check_lengths(self.min, self.max)
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        return [Confidence(self.t, self.min, self.max) for _ in range(rows)]
+
+
+@dataclass(frozen=True)
+class SelfVerification(StopRule):
+    """HSDDW's self-verification: stopped once the draft's entropy exceeds its mean at rejected tokens; at most k."""
+
+    k: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("k", self.k, 1)
+
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        return [SelfVerify(self.k) for _ in range(rows)]
+
+
+METHODS = {
+    "spec": FixedK,
+    "specdec++": SpecDecPlusPlus,
+    "cost": HeadByCost,
+    "online": Online,
+    "confidence": ConfidenceStop,
+    "self-verify": SelfVerification,
+}

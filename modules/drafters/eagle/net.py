@@ -1,0 +1,152 @@
+"""The net of an EAGLE-1 head (Li et al. 2024, "EAGLE", section 4): one decoder layer at the feature level."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling, rope_table
+from draftsmith.modules.packing import Documents
+
+Rope = Literal["target", "plain"]
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Settings of an EAGLE head.
+
+    llama: sizes of its decoder layer; vocabulary and width are the target's.
+    fc_bias: bias of the fusion layer. Off by default: vLLM drops it silently.
+    """
+
+    llama: LlamaConfig
+    fc_bias: bool = False
+
+    @property
+    def hidden_size(self) -> int:
+        return self.llama.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.llama.vocab_size
+
+    @property
+    def max_position(self) -> int:
+        return self.llama.max_position
+
+    @classmethod
+    def for_target(
+        cls, target: LlamaConfig, num_layers: int = 1, fc_bias: bool = False, rope: Rope = "target"
+    ) -> EagleConfig:
+        """Layers like the target's, as far as other systems hold them. Embedding and lm_head are the target's and not
+        part of the head.
+
+        rope: `plain` leaves the target's rope scaling out; the base stays.
+        """
+        layer = dataclasses.replace(
+            target,
+            num_layers=num_layers,
+            sliding_window=None,
+            # A head has only what the EAGLE-1 layers of vLLM 0.33.0 and SGLang 0.5.23 (models/llama_eagle.py of both)
+            # and of SafeAILab/EAGLE (eagle/model/cnets1.py) all hold. None has q/k norms, SGLang biases no MLP, and
+            # SafeAILab no o_proj; biases of q, k and v they have.
+            qk_norm=False,
+            o_bias=False,
+            mlp_bias=False,
+        )
+        return cls(layer if rope == "target" else dataclasses.replace(layer, rope_scaling=RopeScaling()), fc_bias)
+
+
+class EagleNet(nn.Module):
+    """h_t = layer(fc([embed(x_{t+1}); f_t])) ~ f_{t+1}; the target's own lm_head turns h_t into the distribution of
+    x_{t+2}.
+
+    Embedding first, no norm before attention in layer 0, no final norm.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self.config = config
+        size = config.llama.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config.llama, input_norm=i > 0) for i in range(config.llama.num_layers)
+        )
+        cos, sin = rope_table(config.llama, config.llama.max_position)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, embeds: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """embeds, features [B, T, H] -> hidden [B, T, H]; causal, right padding needs no mask. position_ids [B, T]."""
+        return self.unroll(embeds, features, 1, position_ids)[0]
+
+    def unroll(
+        self,
+        embeds: Tensor,
+        features: Tensor,
+        num_passes: int,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> list[Tensor]:
+        """Every row as each of the first `num_passes` steps of a draft: a list of hidden [B, T, H].
+
+        In pass 0 rows read true features. In pass j row t reads the head's own h_{t-1} of pass j-1 in place of f_t, and
+        attends as in a draft that began at row t-j: to rows up to t-j of pass 0, which had true features, and to one
+        row of each later pass. Rows before j mean nothing (HASS, section 3.2; EAGLE-3's training-time test).
+
+        documents: of a flat batch, [1, N, H]; it needs position_ids, from 0 in every document.
+        """
+        cos, sin = self._rope(embeds, position_ids)
+        length = embeds.shape[1] if documents is None else documents.rows.shape[1]
+        ahead = torch.arange(length, device=embeds.device)
+        ahead = ahead[None] - ahead[:, None]  # [T, T], column less row
+        layers: list[Any] = list(self.layers)
+        cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
+        passes: list[Tensor] = []
+        for j in range(num_passes):
+            # The first row of a document reads the end of the one before: it is among those that mean nothing.
+            own = features if not passes else torch.cat([features[:, :1], passes[-1][:, :-1]], dim=1)
+            mask = torch.cat([ahead <= -j, *(ahead == i - j for i in range(1, j + 1))], dim=1) if j else None
+            x = self.fc(torch.cat([embeds, own], dim=-1))
+            for layer, rows in zip(layers, cached, strict=True):
+                attention = layer.self_attn
+                projected = attention.project(layer.input_layernorm(x), cos, sin)
+                if documents is not None:
+                    projected = tuple(documents.heads_side_by_side(part) for part in projected)
+                query, key, value = projected
+                rows.append((key, value))
+                keys, values = (torch.cat(parts, dim=2) for parts in zip(*rows, strict=True))
+                mixed = attention.mix(query, keys, values, mask, causal=j == 0)
+                x = x + attention.o_proj(mixed if documents is None else documents.end_to_end(mixed))
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
+            passes.append(x)
+        return passes
+
+    def _rope(self, embeds: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions [B, T], which are 0, 1, ... where none are given."""
+        if position_ids is None:
+            cos, sin = self.cos[: embeds.shape[1]], self.sin[: embeds.shape[1]]
+        else:
+            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]
+        return cos.to(embeds.dtype), sin.to(embeds.dtype)
+
+    def init_from_target(self, layer_state: Mapping[str, Tensor]) -> None:
+        """Start from the target's last layer (its state dict), and from fc = [0 | I]: the feature passes through.
+
+        A layer that already maps residual states to what the final norm reads needs less data than a random one.
+        """
+        # Not strict: the head's first layer has no input norm, and none of a Qwen3 target's q/k norms, nor biases other
+        # than those of q, k and v. What the target's layer computes with these is lost and learned anew.
+        self.layers[-1].load_state_dict({k: v.float() for k, v in layer_state.items()}, strict=False)
+        size = self.fc.out_features
+        with torch.no_grad():
+            self.fc.weight.mul_(0.1)
+            self.fc.weight[:, size:] += torch.eye(size)

@@ -1,0 +1,233 @@
+"""Decoding methods by name: `ar,spec:k=5,specdec++:h=0.7:min=2:max=20,eagle:k=5`.
+
+A method is a frozen dataclass: its fields are its settings, which users write behind its name. It lies with its
+drafter, in a module of this folder that lists it in METHODS; names, parsing, checks and the bench follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.tree_rule import TreeTimes
+from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import InputError
+
+SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
+
+
+class MachineTimes:
+    """What settings of `auto` go by: times of this machine, taken when they are first asked for. This one has none."""
+
+    def step_cost(self, models: Models, drafter: str, rows: int = 1) -> float:
+        """c of what drafts chains: the time of one more drafted token, and of verifying it, by that of a round without
+        a draft. rows: that are decoded together."""
+        raise NotImplementedError("no times of this machine were handed in")
+
+    def tree_times(self, models: Models, trees: str, probe: Callable[[int], Drafter]) -> TreeTimes:
+        """Times of the parts of a round. trees: a name for these trees. probe: what drafts them with so many levels."""
+        raise NotImplementedError("no times of this machine were handed in")
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """All that is known, as JSON values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go by these in the place of measuring; what is not among them is measured when it is asked for."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What the methods of one run may use; None where the user named no such model.
+
+    heads: trained drafters by their kinds.
+    paths: role or kind (`target`, `draft`, ...) -> what the user passed, for methods that load models in their own way.
+    capacity: most tokens that a sequence of this run can hold, drafts included.
+    ends: tokens that end an answer: drafts of chains end there too.
+    trees: the draft trees that the methods name.
+    """
+
+    target: CausalLM
+    draft: CausalLM | None = None
+    mid: CausalLM | None = None
+    heads: Mapping[str, Any] = field(default_factory=dict)
+    acceptance: AcceptanceHead | None = None
+    paths: Mapping[str, str] = field(default_factory=dict)
+    capacity: int = 0
+    ends: tuple[int, ...] = ()
+    trees: Mapping[str, StaticTree] = field(default_factory=dict)
+    times: MachineTimes = field(default_factory=MachineTimes)
+
+    def embedder(self, drafter: str) -> CausalLM:
+        """The model whose token embeddings a drafter of chains reads: the draft model's own, or its target's."""
+        found = self.draft if drafter == "draft" else self.target
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode.
+
+    uses: what it needs whatever its settings: `draft` and `mid`, models; a head's kind; `acceptance`, a predictor.
+    drafts_for: the model whose features its head reads, where it uses one.
+    predicts: what its acceptance head predicts for, where it uses one.
+    batchable: several prompts can be decoded together.
+    """
+
+    batchable: ClassVar[bool] = True
+    uses: ClassVar[tuple[str, ...]] = ()
+    drafts_for: ClassVar[Literal["target", "mid"]] = "target"
+    predicts: ClassVar[Literal["chain", "tree"]] = "chain"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What it cannot do without, as `uses`."""
+        return self.uses
+
+    @property
+    def trees(self) -> tuple[str, ...]:
+        """Names of draft trees that it reads (`Models.trees`)."""
+        return ()
+
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        """The drafter for this engine's own loop, for at most so many rows; None decodes without one."""
+        raise TypeError(f"{type(self).__name__} is run by transformers and has no drafter")
+
+
+@dataclass(frozen=True)
+class Autoregressive(Method):
+    """One token a target call, by this engine: what every speed-up is measured against."""
+
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        return None
+
+
+@dataclass(frozen=True)
+class DynamicTrees(Method, ABC):
+    """Trees that are chosen in every round: of the candidates, topk children of every node that is expanded, the best.
+
+    nodes: auto takes as many in every round as are worth their time on this machine, which is measured once.
+    depth: times that nodes are expanded; auto, with nodes=auto, expands as often in every round as is worth its time.
+    """
+
+    nodes: int | Literal["auto"] = 60
+    depth: int | Literal["auto"] = 6
+    topk: int = 10
+
+    @property
+    @abstractmethod
+    def by_values(self) -> bool:
+        """Whether the nodes are the best of all candidates, so that a recording of these says what any number of nodes
+        does."""
+
+    @abstractmethod
+    def fixed(self, models: Models, nodes: int, depth: int) -> Drafter:
+        """What drafts trees of one size, whatever `nodes` and `depth` are."""
+
+
+def tree_methods() -> dict[str, str]:
+    """Kind of a trained drafter -> the name of its method of dynamic trees."""
+    return {method.uses[0]: name for name, method in known_methods().items() if issubclass(method, DynamicTrees)}
+
+
+@dataclass(frozen=True)
+class Named:
+    """A method and its name in tables, as the user wrote it."""
+
+    label: str
+    method: Method
+
+
+@functools.cache
+def known_methods() -> Mapping[str, type[Method]]:
+    """Every method of this engine by its name, `ar` and what the modules of this folder list in METHODS."""
+    found: dict[str, type[Method]] = {"ar": Autoregressive}
+    package = importlib.import_module("draftsmith.modules.drafters")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        found |= vars(importlib.import_module(module.name)).get("METHODS", {})
+    return found
+
+
+def parse_methods(text: str, more: Mapping[str, type[Method]] | None = None) -> list[Named]:
+    """`name:setting=value`, several separated by commas. more: methods beside this engine's own.
+
+    Raises:
+        InputError: unknown method or setting, a value of another type, a method named twice.
+    """
+    labels = [label.strip() for label in text.split(",") if label.strip()]
+    if not labels:
+        known = ", ".join([*known_methods(), *(more or {})])
+        raise InputError("methods", repr(text), f"some of {known}", "Name at least one.")
+    for label in labels:
+        if labels.count(label) > 1:
+            raise InputError("methods", f"{label} twice", "each method once", "Remove one of them.")
+    return [Named(label, parse_method(label, more)) for label in labels]
+
+
+def parse_method(label: str, more: Mapping[str, type[Method]] | None = None) -> Method:
+    """One method with its settings."""
+    known = {**known_methods(), **(more or {})}
+    name, *parts = (part.strip() for part in label.split(":"))
+    if name not in known:
+        raise InputError("methods", repr(name), f"one of {', '.join(known)}", "Correct the name.")
+    method_class: Any = known[name]
+    hints = get_type_hints(method_class)
+    kinds = {spec.name: hints[spec.name] for spec in dataclasses.fields(method_class)}
+    values: dict[str, Any] = {}
+    for part in parts:
+        setting, equals, value = (piece.strip() for piece in part.partition("="))
+        if setting not in kinds:
+            allowed = ", ".join(kinds) or "no settings"
+            raise InputError(f"methods, {name}", f"setting {setting!r}", allowed, "Correct or remove it.")
+        if setting in values or not equals:
+            found = f"{setting} twice" if equals else repr(part)
+            raise InputError(f"methods, {name}", found, f"{setting}=VALUE once", "Correct it.")
+        values[setting] = convert(f"methods, {name}, {setting}", value, kinds[setting])
+    return method_class(**values)
+
+
+def convert(name: str, text: str, kind: Any) -> Any:
+    """The text of a setting as its type."""
+    if kind is bool:
+        if text.lower() not in SWITCH:
+            raise InputError(name, repr(text), "on or off", "Correct it.")
+        return SWITCH[text.lower()]
+    if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            raise InputError(name, repr(text), f"one of {', '.join(get_args(kind))}", "Choose one of these.")
+        return text
+    allowed: tuple[str, ...] = ()
+    if get_origin(kind) in (Union, UnionType):  # a number, or a word
+        kind, words = get_args(kind)
+        allowed = get_args(words)
+    if text in allowed:
+        return text
+    try:
+        return kind(text)
+    except ValueError as error:
+        names = {int: "an integer", float: "a number"}
+        raise InputError(name, repr(text), " or ".join([names[kind], *allowed]), "Correct it.") from error
+
+
+def check_needs(named: Named, given: Mapping[str, str]) -> None:
+    """Every model that the method needs was named. given: `Models.paths`."""
+    known = {
+        "draft": ("a draft model", "--draft DIR"),
+        "mid": ("a model between draft and target", "--mid DIR"),
+        "acceptance": ("an acceptance head", "--acceptance HEAD"),
+    }
+    for need in named.method.needs:
+        if need not in given:
+            what, option = known.get(need, (f"a head of kind {need}", "--draft HEAD"))
+            raise InputError("methods", f"{named.label} without {what}", option, f"Pass {option}: {what}.")

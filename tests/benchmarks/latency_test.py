@@ -1,0 +1,119 @@
+"""The latency benchmark's clocks against a clock that the test winds, its models against transformers, and a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import pytest
+import torch
+
+from draftsmith.benchmarks.latency import LatencyConfig, run
+from draftsmith.benchmarks.pairs import GREEDY, paired_ratio, random_models, timed_copy
+from draftsmith.benchmarks.predictor_cost import DRAFTED, share_of_a_step
+from draftsmith.benchmarks.synthetic import random_pair
+from draftsmith.eval.cost.clock import Stopwatch, interleaved
+from draftsmith.launch.cli import main_of
+from draftsmith.modules.acceptance.policies import OnlinePredictor
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+
+
+class Wound:
+    """A clock that moves only when something says it took time."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_call_inside_a_timed_call_counts_once_and_other_time_not_at_all():
+    clock = Wound()
+    watch = Stopwatch(clock)
+    inner = watch.timed(lambda: clock.take(1.0))
+
+    def both() -> None:
+        clock.take(2.0)
+        inner()
+
+    watch.timed(both)()
+    clock.take(10.0)
+    inner()
+    both()  # of this only what is inside
+    assert watch.take() == 3.0 + 1.0 + 1.0 and watch.seconds == 0.0
+
+
+def test_a_timed_copy_of_a_model_computes_the_same_and_leaves_the_model_alone():
+    lm = random_pair("tiny", torch.float32, "cpu")[0].lean(True)
+    clock = Wound()
+    watch = Stopwatch(clock)
+    timed, before = timed_copy(lm, watch), dict(vars(lm))
+    scores = [model.session(8).extend([1, 40, 7], num_logits=3).logits for model in (lm, timed)]
+    assert torch.equal(*scores) and vars(lm) == before
+
+
+def test_interleaved_runs_take_turns_at_being_first():
+    clock, order = Wound(), []
+
+    def call(name: str, seconds: float):
+        def run() -> None:
+            order.append(name)
+            clock.take(seconds)
+
+        return run
+
+    seconds = interleaved({"a": call("a", 1.0), "b": call("b", 3.0)}, 2, clock)
+    assert order == ["a", "b", "a", "b", "b", "a"]  # the first of each is not counted
+    assert seconds == {"a": [1.0, 1.0], "b": [3.0, 3.0]}
+
+
+def test_ratios_are_of_runs_of_the_same_minute():
+    # The machine was three times slower during the second pair: medians of their own would give 6 / 2.
+    assert paired_ratio([4.0, 12.0, 6.0], [2.0, 6.0, 3.0]) == 2.0
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_random_models_are_the_same_in_both_engines(number):
+    weights = random_pair("tiny", torch.float32, "cpu")[number]
+    lean, hf = weights.lean(False), weights.transformers()
+    ids = torch.tensor([[1, 40, 7, 63, 0]])
+    torch.testing.assert_close(lean.lm_head(lean.features(ids)), hf(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_predictor_is_timed_while_it_drafts_and_changes_nothing():
+    pair = random_models("tiny", "float32", "cpu", 24, time.process_time)
+    made = []
+
+    def make(stop):
+        made.append(DraftModelDrafter(pair.packed[1], [stop], pair.capacity))
+        return made[-1]
+
+    share, seconds = share_of_a_step(pair, make, OnlinePredictor(), GREEDY)
+    assert 0 < share < math.inf and 0 < seconds < 1
+    # Every draft is as long as it may be, and all of its tokens were judged.
+    assert made[0].stops[0].max_drafted == DRAFTED and len(made[0].stops[0].probs) >= 1
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_every_number_it_names(tmp_path, capsys):
+    words = ["--shape", "tiny", "--no-embedded", "--long-context", "300", "--repeats", "1"]
+    words += ["--new-tokens", "24", "--output", str(tmp_path)]
+    assert main_of(LatencyConfig, run, words) == 0
+    found = json.loads((tmp_path / "latency.json").read_text())
+    rows = {row["what"]: row["value"] for row in found["rows"] if "bfloat16" not in row["models"]}
+    assert all(math.isfinite(row["value"]) for row in found["rows"])
+    assert 0 < rows["achieved / ideal tokens per second, spec:k=5"] < 2
+    # Next to nothing is computed here, so most of a round is not forwards.
+    assert rows["a spec:k=5 round beyond its forwards, T=0, of a target forward"] > 1
+    assert rows["host time of a layer (hidden size 32, n=1)"] < rows["the same in transformers"]
+    assert found["meta"]["settings"]["shape"] == "tiny" and found["meta"]["hardware"]["torch_threads"] == 1
+    assert (tmp_path / "latency.md").read_text().count("\n") == len(found["rows"]) + 2
+
+
+def test_a_wrong_dtype_is_one_line(tmp_path, capsys):
+    assert main_of(LatencyConfig, run, ["--dtypes", "float31", "--output", str(tmp_path)]) == 2
+    assert "float31" in capsys.readouterr().err

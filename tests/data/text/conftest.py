@@ -1,0 +1,50 @@
+"""Conversations that were asked and answered once, and what is to say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from turn_taking import NUM_ROWS, REWRITES, TARGET, conversation, make_prompts, make_responses
+
+from draftsmith.data.models.hub import model_directory
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "rows.jsonl"
+    rows = [{"id": f"row-{i}", "messages": conversation(i), "task": "edit"} for i in range(NUM_ROWS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def asked(source, tmp_path_factory) -> Path:
+    return make_prompts(source, tmp_path_factory.mktemp("prompts") / "out")
+
+
+@pytest.fixture(scope="session")
+def answered(asked, tmp_path_factory) -> Path:
+    return make_responses(asked, tmp_path_factory.mktemp("responses") / "out")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(model_directory(TARGET))
+
+
+@pytest.fixture(scope="session")
+def oracle():
+    return AutoModelForCausalLM.from_pretrained(model_directory(TARGET), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def rewritten(source, tmp_path_factory) -> tuple[Path, Path]:
+    """A template that rewrites earlier answers, and responses by it."""
+    root = tmp_path_factory.mktemp("rewritten")
+    (root / "template.jinja").write_text(REWRITES)
+    asked = make_prompts(source, root / "prompts", chat_template=root / "template.jinja")
+    return root / "template.jinja", make_responses(asked, root / "responses")

@@ -1,0 +1,156 @@
+"""What is made of conversations that were answered: features, labels, what a training counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from turn_taking import ASSISTANT, NUM_ROWS, TARGET, conversation, counts_of, make_prompts, make_responses, rows_of
+
+from draftsmith.data import acceptance, features, prompts, responses
+from draftsmith.data.mixed_text import MixedText
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.datasets import AcceptanceDataset, FeatureDataset, ResponsesDataset, in_pieces
+from draftsmith.data.store.rollout_dataset import RolloutDataset
+from draftsmith.data.text.answers import Supervision, answer_lengths, answer_mask, conversation_numbers, spans
+from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
+from draftsmith.modules.types import InputError
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.fit import split
+from draftsmith.train.planning.documents import documents_of
+
+
+def test_features_of_a_row_are_those_of_its_tokens(answered, oracle, tmp_path):
+    config = features.FeaturesConfig(answered, TARGET, tmp_path / "out", rows_per_shard=3, num_threads=1)
+    data = FeatureDataset(features.run(config))
+    for item, row in zip(data, rows_of(answered), strict=True):
+        with torch.inference_mode():
+            expected = oracle.model(torch.tensor([row["input_ids"]])).last_hidden_state[0]
+        # bf16 keeps 8 bits of the mantissa.
+        torch.testing.assert_close(item["features"].float(), expected, rtol=2**-8, atol=1e-2)
+        assert item["loss_mask"].tolist() == row["loss_mask"]
+    texts = ResponsesDataset(answered, TARGET, load_lm(TARGET).info.identity)
+    assert [item["loss_mask"].tolist() for item in texts] == [row["loss_mask"] for row in rows_of(answered)]
+
+
+def test_labels_are_on_answer_tokens_of_every_turn(answered, tmp_path):
+    config = acceptance.AcceptanceConfig(answered, TARGET, tmp_path / "out", "embedded:draft", num_threads=1)
+    rows = rows_of(acceptance.run(config))
+    target, draft = load_lm(TARGET), load_lm("embedded:draft")
+    for row in rows:
+        whole = torch.tensor([row["input_ids"]])
+        q = draft.lm_head(draft.features(whole))[0].softmax(-1)
+        p = target.lm_head(target.features(whole))[0].softmax(-1)
+        places = [at for start, end in spans(row["loss_mask"]) for at in range(start, end)]
+        assert len(places) == len(row["draft_ids"]) == sum(row["loss_mask"])
+        # The responses are greedy, so one-hot laws: Y is the draft's choice, kept where it is the target's.
+        assert row["draft_ids"] == [int(q[at - 1].argmax()) for at in places]
+        assert row["accept_prob"] == [float(q[at - 1].argmax() == p[at - 1].argmax()) for at in places]
+    data = AcceptanceDataset(config.output, mix=0.3)
+    for i, row in enumerate(rows):
+        item = data.item(i, 0)
+        drafted, mask = item["loss_mask"], torch.tensor(row["loss_mask"])
+        assert not (drafted & ~mask).any()
+        order = torch.cumsum(mask, 0) - 1
+        assert item["z_ids"][drafted].tolist() == [row["draft_ids"][at] for at in order[drafted].tolist()]
+        assert item["z_ids"][~drafted].tolist() == torch.tensor(row["input_ids"])[~drafted].tolist()
+
+
+def test_drafts_of_rollouts_begin_within_answers(answered, tmp_path):
+    config = acceptance.AcceptanceConfig(
+        answered, TARGET, tmp_path / "out", "embedded:draft", labels="rollout", depth=3, stride=2, num_threads=1
+    )
+    rows = rows_of(acceptance.run(config))
+    starts = {(row["id"], start) for row in rows for start in row["starts"]}
+    allowed = {
+        (row["id"], at)
+        for row in rows_of(answered)
+        for start, end in spans(row["loss_mask"])
+        for at in range(start + 1, end)
+    }
+    assert starts <= allowed
+    beyond_first = [(row["id"], spans(row["loss_mask"])[0][1]) for row in rows]
+    assert any(start >= first for name, first in beyond_first for other, start in starts if other == name)
+    assert RolloutDataset(config.output).answers.lengths(range(len(rows))).sum() == sum(
+        sum(row["loss_mask"]) for row in rows
+    )
+
+
+def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritten, tmp_path):
+    directory = rewritten[1]
+    data = ResponsesDataset(directory, TARGET, load_lm(TARGET).info.identity)
+    names = [row["id"].split("/")[0] for row in rows_of(directory)]
+    pieces = in_pieces(data, 40, LOOKAHEAD)
+    for dataset, owner in ((data, names), (pieces, [names[row] for row in pieces.rows])):
+        config = TrainConfig(data=directory, output=tmp_path, val_share=0.4, max_length=0 if dataset is data else 40)
+        train, val = split(config, data, None, 4096, LOOKAHEAD)
+        sides = [{owner[i] for i in side.indices} for side in (train, val)]
+        assert sides[0] | sides[1] == set(names) and not sides[0] & sides[1]
+        # What `plan` expects is what is trained on.
+        assert documents_of(config, "responses", 4096, 0, 0).lengths == train.lengths
+
+
+def training_data(source: Path, root: Path) -> list:
+    """What trainings read of the first turns: texts, features and labels."""
+    texts = make_responses(make_prompts(source, root / "prompts", turns="first"), root / "responses")
+    labels = acceptance.AcceptanceConfig(texts, TARGET, root / "labels", "embedded:draft", num_threads=1)
+    states = features.FeaturesConfig(texts, TARGET, root / "features", num_threads=1)
+    data = ResponsesDataset(texts, TARGET, load_lm(TARGET).info.identity)
+    return [data, AcceptanceDataset(acceptance.run(labels)), FeatureDataset(features.run(states))]
+
+
+def test_artefacts_of_earlier_versions_give_the_same_training_data(source, tmp_path, monkeypatch):
+    news = training_data(source, tmp_path / "new")
+    for stage, name in ((responses, "FIELDS"), (features, "FIELDS"), (MixedText, "fields")):
+        added = ("turn",) if stage is features else ("turn", "loss_mask")
+        monkeypatch.setattr(stage, name, tuple(spec for spec in getattr(stage, name) if spec.name not in added))
+    monkeypatch.setattr(prompts, "FIELDS", prompts.FIELDS[:-1])
+    olds = training_data(source, tmp_path / "old")
+    assert "loss_mask" not in rows_of(tmp_path / "old" / "labels")[0]
+    assert "later" not in rows_of(tmp_path / "old" / "prompts")[0]
+    for new, old in zip(news, olds, strict=True):
+        assert len(new) == len(old) == NUM_ROWS
+        for i in range(NUM_ROWS):
+            assert all(torch.equal(new[i][name], old[i][name]) for name in new[i])
+        assert new.answers.lengths([1, 2, 4]).tolist() == old.answers.lengths([1, 2, 4]).tolist()
+
+
+def test_supervised_rows_keep_the_sources_answers_of_all_turns(source, tmp_path, tokenizer):
+    directory = make_prompts(source, tmp_path / "out", supervised=True)
+    for number, row in enumerate(rows_of(directory)):
+        said = [tokenizer.decode(row["input_ids"][a:b], skip_special_tokens=True) for a, b in spans(row["loss_mask"])]
+        assert said == [m["content"] for m in conversation(number) if m["role"] == ASSISTANT]
+    with pytest.raises(InputError, match="turns: found last, expected all with --supervised"):
+        make_prompts(source, tmp_path / "other", supervised=True, turns="last")
+
+
+def test_what_will_be_learned_is_counted_by_answers():
+    masks = [[0, 0, 1, 1, 1, 0, 1], [1, 1], [], [0], [0, 1, 1, 1, 1, 1, 1, 1]]
+    values = np.array([bit for mask in masks for bit in mask], dtype=bool)
+    offsets = np.cumsum([0, *map(len, masks)])
+    lengths, owner = answer_lengths(values, offsets)
+    assert (lengths.tolist(), owner.tolist()) == ([3, 1, 2, 7], [0, 0, 1, 4])
+    assert [spans(mask) for mask in masks] == [[(2, 5), (6, 7)], [(0, 2)], [], [], [(1, 8)]]
+    learned = Supervision.of(lengths)
+    assert (learned.answers, learned.answer_tokens, learned.tokens_p50) == (4, 13, 2.5)
+    assert learned.early_share == 11 / 13
+    assert learned.warning() == (
+        "warning: 13 answer tokens (fewer than 60,000) and a median answer of 2 tokens (fewer than 16): a head that "
+        "learns from this may slow decoding down, whatever its own validation says. Use more prompts, prompts with "
+        "longer answers like those that will be served (docs/training.md)."
+    )
+    assert Supervision.of(np.full(1000, 100)).warning() is None
+    assert "a median answer" not in str(Supervision.of(np.full(10, 100)).warning())
+    assert "answer tokens" not in str(Supervision.of(np.full(10_000, 9)).warning())
+    assert Supervision.of(np.zeros(0, dtype=np.int64)).answers == 0
+    assert answer_mask({"input_ids": [1, 2, 3], "prompt_length": 1}) == [False, True, True]
+    assert conversation_numbers(np.array([1, 2, 1, 1, 3])) == [0, 0, 1, 2, 2]
+
+
+def test_responses_say_what_can_be_learned_of_them(asked, tmp_path, capsys):
+    made = make_responses(asked, tmp_path / "out")
+    counts, shown = counts_of(made), capsys.readouterr().out
+    assert f"{counts['answers']} answers with {counts['response_tokens']} tokens to learn from" in shown
+    assert shown.count("warning: ") == 1 and "fewer than 60,000" in shown

@@ -1,0 +1,33 @@
+"""The bootstrap against what resampling whole owners must give."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from draftsmith.eval.bootstrap import Resamples, mean_interval
+
+
+def test_values_of_one_owner_are_drawn_together():
+    drawn = Resamples(["a", "a", "b"], seed=0)
+    ones, twos = drawn.sums([1, 1, 0]), drawn.sums([0, 0, 1])
+    assert set(zip(ones, twos, strict=True)) == {(4.0, 0.0), (2.0, 1.0), (0.0, 2.0)}
+
+
+def test_sums_of_the_same_resamples_belong_together():
+    drawn = Resamples(range(5), seed=1)
+    values = np.arange(1.0, 6.0)
+    np.testing.assert_allclose(drawn.sums(2 * values) / drawn.sums(values), 2)
+
+
+def test_the_interval_of_a_mean_is_that_of_the_normal_distribution():
+    """1.96 standard errors; 200 values, so within a tenth."""
+    values = np.random.default_rng(0).normal(size=200)
+    low, high = mean_interval(values, range(200), seed=0)
+    half = 1.96 * values.std() / 200**0.5
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.1 * half + 0.01)
+
+
+@pytest.mark.parametrize("owners", [[], ["a"], ["a", "a"]])
+def test_fewer_than_two_owners_have_no_interval(owners):
+    assert mean_interval([1.0] * len(owners), owners, seed=0) == (None, None)

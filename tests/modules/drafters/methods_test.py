@@ -1,0 +1,114 @@
+"""Names of methods, their settings, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from draftsmith.eval.bench.hf_baseline import BASELINES
+from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters.chains import FixedK, HeadByCost, Online, SpecDecPlusPlus
+from draftsmith.modules.drafters.eagle.methods import EagleChain, tree_head
+from draftsmith.modules.drafters.methods import Models, check_needs, known_methods, parse_method, parse_methods
+from draftsmith.modules.types import InputError
+
+
+def test_methods_and_settings_are_read_in_order():
+    named = parse_methods("ar, spec:k=3,specdec++:h=0.5:min=1:max=9:calibrated=on,eagle")
+    assert [item.label for item in named] == ["ar", "spec:k=3", "specdec++:h=0.5:min=1:max=9:calibrated=on", "eagle"]
+    assert [item.method for item in named[1:]] == [FixedK(3), SpecDecPlusPlus(0.5, 1, 9, True), EagleChain()]
+
+
+def test_a_cost_is_a_number_or_measured():
+    assert parse_method("online") == Online(c="auto", min=1, max=16, by="q", drafter="draft")
+    assert parse_method("cost:c=0.25:drafter=eagle") == HeadByCost(c=0.25, drafter="eagle")
+
+
+def test_specdecpp_defaults_are_the_papers():
+    assert parse_method("specdec++") == SpecDecPlusPlus(h=0.7, min=2, max=20, calibrated=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ["methods", "ar"]),
+        ("medusa", ["'medusa'", ", ".join(known_methods())]),
+        ("spec:depth=3", ["'depth'", "expected k."]),
+        ("ar:k=3", ["'k'", "no settings"]),
+        ("spec:k=three", ["spec, k", "'three'", "an integer"]),
+        ("spec:k=0", ["k: found 0", "1 or more"]),
+        ("spec:k", ["'k'", "k=VALUE"]),
+        ("spec:k=1:k=2", ["k twice"]),
+        ("spec,spec", ["spec twice"]),
+        ("specdec++:h=1.5", ["h: found 1.5"]),
+        ("specdec++:h=0", ["h: found 0.0", "between 0 and 1"]),
+        ("confidence:t=1", ["t: found 1.0", "between 0 and 1"]),
+        ("hf-assisted:t=1", ["t: found 1.0", "0 (off) or a probability below 1"]),
+        ("confidence:drafter=lookup", ["'lookup'", "one of draft, eagle"]),
+        ("self-verify:k=0", ["k: found 0"]),
+        ("eagle2:nodes=200", ["nodes: found 200", "128 or less"]),
+        ("eagle2:nodes=30:depth=1:topk=5:rerank=off", ["nodes: found 30", "10 or less"]),
+        ("eagle2:nodes=some", ["eagle2, nodes", "'some'", "an integer or auto"]),
+        ("eagle2:nodes=auto:value=off", ["nodes: found auto with value=off", "probabilities"]),
+        ("eagle2:nodes=auto:rerank=off", ["nodes: found auto with value=off or rerank=off"]),
+        ("eagle2:depth=auto", ["depth: found auto with nodes=60", "nodes=auto"]),
+        ("eagle2:value=maybe", ["'maybe'", "on, off, head"]),
+        ("hsddw:max=65", ["max: found 65", "64 or less"]),
+        ("specdec++:min=5:max=4", ["max: found 4", "5 or more"]),
+        ("specdec++:calibrated=maybe", ["'maybe'", "on or off"]),
+        ("online:c=little", ["online, c", "'little'", "a number or auto"]),
+        ("cost:c=0", ["c: found 0.0", "above 0, or auto"]),
+        ("cost:c=nan", ["c: found nan", "above 0, or auto"]),
+        ("online:by=entropy", ["'entropy'", "one of q, max_q"]),
+        ("online:min=3:max=2", ["max: found 2", "3 or more"]),
+    ],
+)
+def test_a_wrong_method_is_told_with_what_is_allowed(text, expected):
+    with pytest.raises(InputError) as raised:
+        parse_methods(text, BASELINES)
+    assert all(part in str(raised.value) for part in expected), str(raised.value)
+
+
+@pytest.mark.parametrize("label", [name for name in known_methods() if parse_method(name).needs])
+def test_a_missing_model_is_told_with_its_flag(label):
+    (named,) = parse_methods(label)
+    given = {name: name for name in ("target", "draft", "mid", "eagle", "acceptance")}
+    check_needs(named, given)
+    for need in named.method.needs:
+        expected = "--draft HEAD: a head of kind eagle" if need == "eagle" else f"--{need} "
+        with pytest.raises(InputError, match=f"Pass {expected}"):
+            check_needs(named, {name: path for name, path in given.items() if name != need})
+
+
+@pytest.mark.parametrize("name", known_methods())
+def test_a_registered_method_is_a_frozen_dataclass_with_defaults(name):
+    method = parse_method(name)
+    assert dataclasses.is_dataclass(method) and method.__dataclass_params__.frozen
+    assert set(method.needs) <= {"draft", "mid", "eagle", "acceptance"}
+
+
+def test_a_trees_nodes_are_a_number_or_auto():
+    auto = parse_method("eagle2:nodes=auto:depth=2:topk=4:value=head")
+    assert (auto.nodes, auto.most_nodes, auto.needs) == ("auto", 4 + 2 * 16, ("eagle", "acceptance"))
+    assert parse_method("eagle2:nodes=auto").most_nodes == 128
+    assert parse_method("eagle2:nodes=auto:depth=auto:topk=2").most_nodes == 2 + 8 * 4
+    assert (parse_method("eagle2:nodes=7").most_nodes, parse_method("eagle2").needs) == (7, ("eagle",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, "a head that reads the state after the token"),
+        ({"state": "before", "features": ("repeat",)}, "a head that looks for repetitions"),
+    ],
+)
+def test_a_head_that_can_not_judge_a_trees_nodes_is_refused(settings, found):
+    models = Models(None, acceptance=AcceptanceHead(AcceptanceHeadConfig(4, judges="tree", **settings)))
+    with pytest.raises(InputError, match=f"acceptance, value=head: found {found}, expected .* Train"):
+        tree_head(models)
+
+
+def test_every_method_of_this_engine_can_be_batched():
+    unable = {name for name, method in known_methods().items() if not method.batchable}
+    assert unable <= {"hf", "hf-assisted"}

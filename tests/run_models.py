@@ -1,0 +1,16 @@
+"""`Models` as a run has them: draft trees by name, and times of this machine, beside the models that a test loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftsmith.eval.bench.trees import read_tree
+from draftsmith.eval.cost.auto import MeasuredTimes
+from draftsmith.modules.drafters.methods import Models
+
+
+def run_models(*lms: Any, eagle: Any = None, **more: Any) -> Models:
+    """lms: target, draft, mid. eagle: an EAGLE head."""
+    heads = {} if eagle is None else {"eagle": eagle}
+    known = {"trees": {"eagle-1": read_tree("eagle-1")}, "times": MeasuredTimes(), **more}
+    return Models(*lms, heads=heads, **known)

@@ -1,0 +1,131 @@
+"""A learned drafter is one file in modules/drafters: nothing else names it, from training to acceptance heads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from trained_runs import losses
+
+from draftsmith.data import acceptance as labels
+from draftsmith.data import features
+from draftsmith.data.heads.directory import drafter_identity, load_draft_head, load_head
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features
+from draftsmith.data.store.manifest import Manifest
+from draftsmith.modules import drafters
+from draftsmith.modules.types import InputError
+from draftsmith.train import acceptance, drafter
+from draftsmith.train.acceptance import TrainAcceptanceConfig
+from draftsmith.train.drafter import drafter_config, make_head
+from draftsmith.train.drafter_objective import DrafterObjective
+from draftsmith.train.fit import fit
+
+FOLDER = Path(__file__).resolve().parents[1] / "drafters"
+QUICK = {"max_steps": 12, "batch_size": 8, "val_share": 0.25, "log_every": 3, "wandb": "off", "tau_prompts": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def another_drafter():
+    """The folder of drafters has one file more."""
+    drafters.__path__.append(str(FOLDER))
+    drafters.learned.cache_clear()
+    yield
+    drafters.__path__.remove(str(FOLDER))
+    drafters.learned.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def trained(artefacts, tmp_path_factory) -> Path:
+    settings = {"data": artefacts.responses, "target": str(artefacts.target), **QUICK}
+    settings |= {"output": tmp_path_factory.mktemp("bigram") / "run"}
+    return fit(*drafter.prepare(drafter_config("bigram")(**settings)))
+
+
+def test_the_registry_has_it_and_its_settings_are_flags(tmp_path):
+    assert drafters.learned()["bigram"].startswith("Bigram head: a linear map")
+    config = drafter_config("bigram")(data=tmp_path, output=tmp_path, target="t")
+    assert (config.scale, config.lr, config.epochs, config.kind) == (0.1, 1e-2, 3, "bigram")
+    with pytest.raises(InputError, match="scale: found 0"):
+        drafter_config("bigram")(data=tmp_path, output=tmp_path, target="t", scale=0)
+
+
+def test_it_is_trained_and_its_head_is_read_back(artefacts, trained):
+    found = losses(trained.parent)
+    assert len(found) == 4 and found[-1] < found[0]
+    written = json.loads((trained / "config.json").read_text())
+    assert (written["kind"], written["head"]["hidden_size"]) == ("bigram", 32)
+    head = load_draft_head(trained, load_lm(str(artefacts.target)))
+    assert type(head).__name__ == "BigramHead" and not head.training
+
+
+def test_a_head_starts_as_it_names_it(artefacts, tmp_path, trained):
+    target = load_lm(str(artefacts.target))
+    settings = {"data": artefacts.responses, "target": str(artefacts.target), "output": tmp_path, **QUICK}
+    zero, tuned = (
+        make_head(drafter_config("bigram")(init=init, **settings), target) for init in ("zero", str(trained))
+    )
+    assert not zero.mix.weight.any()
+    assert torch.equal(tuned.mix.weight, load_head(trained).mix.weight) and tuned.mix.weight.requires_grad
+    with pytest.raises(InputError, match="a bigram head, expected an eagle head"):
+        make_head(drafter_config("eagle")(init=str(trained), **settings), target)
+
+
+def test_its_drafts_are_labelled_and_an_acceptance_head_learns_from_its_states(artefacts, tmp_path, trained):
+    models = {"draft": str(trained), "target": str(artefacts.target), "num_threads": 1}
+    asked = {"labels": "rollout", "mode": "greedy", "depth": 3, "limit": 16}
+    made = labels.run(
+        labels.AcceptanceConfig(responses=artefacts.responses, output=tmp_path / "labels", **models, **asked)
+    )
+    identity = drafter_identity(trained, load_lm(str(artefacts.target)))
+    assert set(identity) > {"bigram"} and Manifest.read(made).identity["draft"] == identity
+    quick = {"max_steps": 3, "batch_size": 4, "val_share": 0.25, "wandb": "off"}
+    settings = TrainAcceptanceConfig(data=made, output=tmp_path / "run", **models, **quick)
+    best = fit(*acceptance.prepare(settings))
+    written = json.loads((best / "config.json").read_text())
+    assert (written["drafter"], written["target"]) == ("bigram", identity)
+
+
+def test_features_are_those_that_it_reads(artefacts, tmp_path):
+    made = features.run(
+        features.FeaturesConfig(
+            responses=artefacts.responses, target=str(artefacts.target), output=tmp_path / "f", drafter="bigram",
+            num_threads=1,
+        )
+    )  # fmt: skip
+    assert Manifest.read(made).digest == Manifest.read(artefacts.features).digest
+
+
+class Captured:
+    """A target that gives the states of two layers as those after its final norm, once and twice."""
+
+    def __init__(self, lm):
+        self._lm = lm
+
+    def __getattr__(self, name):
+        return getattr(self._lm, name)
+
+    def features(self, input_ids, position_ids=None, capture=()):
+        states = self._lm.features(input_ids)
+        return torch.cat([states * (layer + 1) for layer in capture], -1) if capture else states
+
+
+def test_residual_states_of_layers_are_read_where_a_drafter_asks_for_them(artefacts, tmp_path, monkeypatch):
+    bigram = drafters.head_class("bigram")
+    monkeypatch.setattr(bigram, "capture", classmethod(lambda cls, num_layers: (0, num_layers - 1)))
+    settings = {"target": str(artefacts.target), "output": tmp_path / "run", **QUICK}
+    with pytest.raises(InputError, match=r"made with another target\.layers: final-norm here, 0,1 given"):
+        drafter.prepare(drafter_config("bigram")(data=artefacts.features, **settings))
+    monkeypatch.setattr(features, "load_lm", lambda *args, **kwargs: Captured(load_lm(*args, **kwargs)))
+    asked = {"responses": artefacts.responses, "target": str(artefacts.target), "num_threads": 1}
+    made = features.run(features.FeaturesConfig(output=tmp_path / "features", drafter="bigram", **asked))
+    assert Manifest.read(made).identity["target"]["layers"] == "0,1"
+    stored, plain = FeatureDataset(made)[3]["features"], FeatureDataset(artefacts.features)[3]["features"]
+    assert torch.equal(stored, torch.cat([plain, 2 * plain], -1))
+    target = Captured(load_lm(str(artefacts.target)))
+    objective = DrafterObjective(bigram, None, target)
+    batch = collate_features([ResponsesDataset(artefacts.responses, str(artefacts.target), target.info.identity)[3]])
+    online = objective.features_of(batch).features[0]
+    torch.testing.assert_close(online, stored.float(), rtol=2**-8, atol=1e-3)  # bf16

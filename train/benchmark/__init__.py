@@ -1,1 +1,0 @@
-"""What a training step costs, beside other ways to write it."""

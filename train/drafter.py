@@ -1,0 +1,251 @@
+"""`draftsmith train NAME`: any learned drafter of modules/drafters, by its settings, its loss and its shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.features import read_features
+from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
+from draftsmith.data.models.identity import captured
+from draftsmith.data.models.loading import load_lm, read_config
+from draftsmith.data.store.datasets import FeatureDataset, ResponsesDataset, collate_features, pack_features
+from draftsmith.data.store.feature_codec import FeatureDtype, rounded
+from draftsmith.data.store.manifest import Manifest, open_artefact
+from draftsmith.modules.drafters import head_class
+from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.finite import NonFinite, first_broken
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
+from draftsmith.modules.types import InputError
+from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_cache_room
+from draftsmith.train.strategies import local_device, model_dtype
+
+if TYPE_CHECKING:
+    from draftsmith.train.data_module import Samples
+
+# Samples from which the features' scale is measured.
+STD_SAMPLES = 32
+# Hashing goes at about 1 GB/s: half a minute at most.
+HASHED_BYTES = 32 * 2**30
+
+
+@functools.cache
+def drafter_config(kind: str) -> type[TrainDrafterConfig]:
+    """The settings of `train KIND`: those of every drafter's training and its own, on one flat page."""
+    own = head_class(kind)
+    common = {field.name: field for field in dataclasses.fields(TrainDrafterConfig)}
+    types = get_type_hints(TrainDrafterConfig)
+    defaults = [
+        (name, types[name], dataclasses.field(default=value, metadata=common[name].metadata))
+        for name, value in own.defaults.items()
+    ]
+
+    def check(self: Any) -> None:
+        TrainDrafterConfig.__post_init__(self)
+        own.Settings.__post_init__(self)  # type: ignore[attr-defined]
+
+    about = [_first_paragraph(part) for part in (own.Settings, TrainDrafterConfig)]
+    return dataclasses.make_dataclass(
+        f"Train{kind.title()}Config",
+        defaults,
+        bases=(own.Settings, TrainDrafterConfig),
+        namespace={"kind": kind, "__post_init__": check, "__doc__": " ".join(about), "__module__": __name__},
+        frozen=True,
+        kw_only=True,
+    )
+
+
+def _first_paragraph(documented: type) -> str:
+    return " ".join((documented.__doc__ or "").split("\n\n")[0].split())
+
+
+def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
+    """What `fit` is given: the models and data of a training that has not begun.
+
+    Raises:
+        InputError: the data was made with another target, is damaged or empty, or the disk cannot hold the cache.
+    """
+    # Lightning takes seconds to import, and --help needs none of it.
+    from draftsmith.train.data_module import HeadDataModule
+    from draftsmith.train.drafter_objective import DrafterObjective
+    from draftsmith.train.feature_source import FeatureSource
+    from draftsmith.train.fit import Provenance, digests, train_and_val
+    from draftsmith.train.lit_head import LitHead
+    from draftsmith.train.metrics import is_first_process
+    from draftsmith.train.tau import TauProbe, probe_prompts
+
+    drafter, dtype, device = config.drafter, model_dtype(config), local_device(config)
+    target = load_lm(
+        config.target, dtype, device, config.engine, config.trust_remote_code, parallel=config.target_parallel
+    )
+    layers = drafter.capture(target.info.num_layers)
+    train = open_data(config.data, config, target)
+    val = open_data(config.val, config, target) if config.val is not None else None
+    head = make_head(config, target)
+    # A head to fine-tune may reach less far than its target.
+    context = min(target.info.max_position, head.config.max_position)
+    train_samples, val_samples = train_and_val(config, train, val, context, drafter.lookahead)
+    cache = open_cache(config, target, (train_samples, val_samples), say_room=is_first_process())
+    collate = pack_features if config.tokens_per_batch else collate_features
+    data = HeadDataModule(train_samples, val_samples, collate, drafter.num_loss_tokens, config)
+    std = 1.0
+    if drafter.needs_features:
+        std = feature_std(train_samples, target, layers, config.feature_dtype if cache is not None else None)
+    shared = config.target_parallel == "tensor"
+    source = FeatureSource(target, layers, cache, shared)
+    module = LitHead(head, DrafterObjective(drafter, config, target, std, source), config, data.total_steps)
+    prompts = probe_prompts(config, val_samples, context)
+    every = config.tau_every or config.val_every or data.order.steps_per_epoch
+    probe = TauProbe(module, target, prompts, config, every) if prompts else None
+    inputs = digests(train, val) | ({} if config.init in drafter.starts else starting_weights(config.init))
+    provenance = Provenance(config.kind, inputs, target.info.identity, train.manifest.identity)
+    return module, data, config, provenance, probe
+
+
+def open_data(directory: Path, config: TrainDrafterConfig, target: CausalLM) -> FeatureDataset | ResponsesDataset:
+    """Features, or texts for the target to read. Features are hashed to see that they are intact; from HASHED_BYTES on
+    only their files' sizes are compared.
+
+    Raises:
+        InputError: another artefact, one of another target, or features of other layers than the drafter reads.
+    """
+    manifest = Manifest.read(directory)
+    if manifest.kind == "features":
+        if config.features == "cache":
+            remedy = "Leave --features at online: these are read, not computed."
+            raise InputError("features", f"cache, and features in {directory}", "responses to compute them of", remedy)
+        size = sum(entry.bytes for entry in manifest.files)
+        identity = captured(target.info.identity, config.drafter.capture(target.info.num_layers))
+        return FeatureDataset(directory, {"target": identity}, check="sha256" if size < HASHED_BYTES else "size")
+    open_artefact(directory, ("responses", "prompts", "features"), check="size")
+    return ResponsesDataset(directory, config.target, target.info.identity)
+
+
+def open_cache(
+    config: TrainDrafterConfig, target: CausalLM, samples: Sequence[Samples], say_room: bool
+) -> FeatureCache | None:
+    """The cache of `--features cache`, from which the samples are read from now on where it has them.
+
+    say_room: say what it will take of the disk, and stop where that is too much; one process does.
+    """
+    if config.features != "cache":
+        return None
+    directory = config.feature_cache or config.output / "feature-cache"
+    layers = config.drafter.capture(target.info.num_layers)
+    cache = FeatureCache(directory, captured(target.info.identity, layers), config.feature_dtype, str(target.dtype))
+    if say_room:
+        check_cache_room(cache, samples, target.info.hidden_size * max(1, len(layers)), directory)
+    for part in samples:
+        part.dataset = CachedFeatures(part.dataset, cache)
+    return cache
+
+
+def make_head(config: TrainDrafterConfig, target: CausalLM) -> DraftHead:
+    """Initial weights depend on the seed (and the target) alone and leave torch's global generator as it was.
+
+    Raises:
+        InputError: the target is of a family whose layers the head cannot take its shape from, or the head to
+            fine-tune is none, does not fit the target or contradicts the settings.
+    """
+    drafter = config.drafter
+    shape = head_shape(config, target.config if isinstance(target, LlamaLM) else target_shape(config.target))
+    if config.init not in drafter.starts:
+        head = starting_head(config.init, config.kind, target.info.hidden_size, target.info.vocab_size)
+        assert isinstance(head, DraftHead)
+        return head
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        head = drafter(shape)
+    if config.init != "random":
+        head.start(config.init, FrozenWeights(target, config.init, in_parts=config.target_parallel == "tensor"))
+    return head
+
+
+def head_shape(config: TrainDrafterConfig, target: LlamaConfig) -> Any:
+    """The shape of the head that is trained: after the target, or that of the head it starts from.
+
+    Raises:
+        InputError: `init` is no head, or one that the settings contradict.
+    """
+    if config.init in config.drafter.starts:
+        return config.drafter.shape(config, target)
+    shape = starting_settings(config.init, config.kind, target.hidden_size, target.vocab_size)
+    config.drafter.check_start(config, shape)
+    return shape
+
+
+class FrozenWeights:
+    """Weights of a target (`base.TargetWeights`).
+
+    Raises:
+        InputError: no process has all of them.
+    """
+
+    def __init__(self, target: CausalLM, start: str, in_parts: bool):
+        """start: what `init` names. in_parts: the target's layers are split over processes."""
+        if in_parts:
+            raise InputError("init", f"{start} of a target in parts", "whole layers", "Pass --init random.")
+        self._target = target
+
+    def last_layer(self) -> dict[str, Tensor]:
+        target = self._target
+        if isinstance(target, LlamaLM):
+            layer = target.model.layers[-1]
+        else:
+            from draftsmith.modules.targets.hf import HFLM
+
+            assert isinstance(target, HFLM)
+            layer = target.model.base_model.layers[-1]
+        return {name: weight.cpu() for name, weight in layer.state_dict().items()}
+
+    def lm_head(self) -> Tensor:
+        model: Any = self._target.model  # type: ignore[attr-defined]
+        layer = model.lm_head if isinstance(self._target, LlamaLM) else model.get_output_embeddings()
+        return layer.weight.detach().cpu()
+
+
+def target_shape(path: str) -> LlamaConfig:
+    """Sizes of a Llama-family target that runs by transformers.
+
+    Raises:
+        InputError: another family, or a switch that the head's layers do not have.
+    """
+    raw = read_config(path)
+    try:
+        return llama_config(raw)
+    except InputError as error:
+        found = f"{path} ({error.field}: {raw.get(error.field)})"
+        expected = f"a target whose layers are those of {', '.join(SUPPORTED)}: the head is one of them"
+        raise InputError("target", found, expected, "Train a head for another target.") from error
+
+
+def feature_std(
+    samples: Samples, target: CausalLM, capture: Sequence[int] = (), stored: FeatureDtype | None = None
+) -> float:
+    """Standard deviation of the features' elements over the first samples: the noise's unit.
+
+    stored: of texts, what a cache makes of them; what it holds already is not read here, so that nothing depends on it.
+    """
+    count, first, second = 0, 0.0, 0.0
+    for i in range(min(STD_SAMPLES, len(samples))):
+        item: Mapping[str, Tensor] = samples.item(i, 0)
+        features = None if stored else item.get("features")
+        if features is None:
+            features = read_features(target, item["input_ids"][None].to(target.device), capture)[0]
+            place = first_broken(features)
+            if place is not None:
+                raise NonFinite("hidden states", "target", place).of([samples.name(i)])
+            features = rounded(features, stored) if stored else features
+        features = features.double()
+        count, first = count + features.numel(), first + float(features.sum())
+        second += float(features.square().sum())
+    return max(second / count - (first / count) ** 2, 0.0) ** 0.5

@@ -1,0 +1,32 @@
+"""`draftsmith train acceptance` and `draftsmith train NAME`: from the settings of a training to its head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draftsmith.data.answering.batched import set_threads
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.train.acceptance import TrainAcceptanceConfig, filled
+from draftsmith.train.prepare import TrainedConfig, prepare
+
+
+@sole_writer(shared=True)
+def run(config: TrainedConfig) -> Path:
+    """Train the head; returns its directory, output/best.
+
+    Raises:
+        InputError: the data does not fit the models, is damaged or empty, the output is taken, or the disk cannot hold
+            what the training writes.
+    """
+    # Lightning takes seconds to import, and --help needs none of it.
+    from draftsmith.train.fit import finished, fit
+    from draftsmith.train.planning.plan import announce
+
+    set_threads(config.num_threads)
+    if isinstance(config, TrainAcceptanceConfig):
+        config = filled(config)
+    done = finished(config)
+    if done is not None:
+        return done
+    announce(config)
+    return fit(*prepare(config))

@@ -1,0 +1,123 @@
+"""Tau of a drafter in training, by real decoding: emitted tokens per target call."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from draftsmith.data.models.loading import text_identity
+from draftsmith.data.store.manifest import open_artefact
+from draftsmith.data.store.shards import Rows
+from draftsmith.data.text.answers import spans
+from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.sampling import TorchSource
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import SamplingParams
+from draftsmith.train.config import TrainDrafterConfig
+from draftsmith.train.data_module import Samples
+from draftsmith.train.lit_head import LitHead
+from draftsmith.train.metrics import num_ranks, rank, sum_over_ranks
+
+
+class TauProbe:
+    """Greedy chain decoding of prompts, as `draftsmith decode` does it: a `callbacks.HeadProbe`."""
+
+    monitor = "tau"
+
+    def __init__(
+        self,
+        module: LitHead,
+        target: CausalLM,
+        prompts: Sequence[Sequence[int]],
+        config: TrainDrafterConfig,
+        every: int,
+    ):
+        """module: its head is measured. prompts: the same on every rank; each rank decodes its share, or all where the
+        ranks are one target. every: steps between measurements."""
+        self.module, self.target, self.prompts, self.every = module, target, prompts, every
+        self.shared = config.target_parallel == "tensor"
+        self.k, self.max_new_tokens, self.ignore_eos = config.tau_k, config.tau_max_new_tokens, config.tau_ignore_eos
+        lengths = sorted(map(len, prompts))
+        sizes = f"{lengths[0]:,}" if lengths[0] == lengths[-1] else f"{lengths[0]:,} to {lengths[-1]:,}"
+        until = "each, end tokens ignored" if self.ignore_eos else "at most"
+        answers = f"{self.max_new_tokens} {until}, chains of {self.k}"
+        self.measured = f"tau on {len(prompts)} prompt(s) of {sizes} tokens, {answers}"
+
+    def __call__(self) -> dict[str, float]:
+        """tau over all prompts of all ranks; and tau_behind_end, the share of the emitted tokens that is behind an end
+        token, where these are ignored."""
+        target, head = self.target, self.module.head
+        assert isinstance(head, DraftHead)
+        # A copy where the target computes in another type: training goes on in the head's own.
+        if next(head.parameters()).dtype != target.dtype:
+            head = copy.deepcopy(head).to(target.dtype)
+        counts = torch.zeros(3, dtype=torch.float64)
+        own = self.prompts if self.shared else self.prompts[rank() :: num_ranks()]
+        with torch.autocast(target.device.type, enabled=False):
+            for prompt in own:
+                capacity = len(prompt) + self.max_new_tokens + self.k + 2
+                drafter = head.drafter(target, [FixedLength(self.k)], capacity)
+                params, source = SamplingParams(), TorchSource(0)
+                ends = () if self.ignore_eos else None
+                made = generate_one(target, drafter, prompt, params, self.max_new_tokens, source, ends)
+                behind = _behind_end(made.tokens, target.info.eos_ids)
+                counts += torch.tensor(
+                    [made.trace.num_tokens, made.trace.num_target_calls, behind], dtype=torch.float64
+                )
+        tokens, calls, behind = sum_over_ranks(counts.to(self.module.device)).tolist()
+        if not calls:
+            return {}
+        return {"tau": tokens / calls} | ({"tau_behind_end": behind / tokens} if self.ignore_eos else {})
+
+
+def _behind_end(tokens: Sequence[int], eos_ids: Sequence[int]) -> int:
+    """How many tokens come after the first end token."""
+    first = next((i for i, token in enumerate(tokens) if token in eos_ids), len(tokens) - 1)
+    return len(tokens) - 1 - first
+
+
+def probe_prompts(config: TrainDrafterConfig, val: Samples, context: int) -> list[list[int]]:
+    """Prompts to measure tau on, of those that leave room for their answers where there are such.
+
+    Raises:
+        InputError: `tau_data` is no prompts, or of another tokenizer.
+    """
+    count = config.tau_prompts
+    if not count:
+        return []
+    if config.tau_data is None:
+        found = held_out_prompts(val)
+    else:
+        manifest = open_artefact(config.tau_data, "prompts", text_identity(config.target))
+        found = (row["prompt_ids"] for row in Rows(config.tau_data, manifest, ["prompt_ids"]).iterate())
+    chosen: list[list[int]] = []
+    tight: list[list[int]] = []
+    for prompt in found:
+        if len(prompt) <= context - config.tau_max_new_tokens:
+            chosen.append(prompt)
+        elif len(prompt) < context and len(tight) < count:
+            tight.append(prompt)
+        if len(chosen) == count:
+            break
+    return chosen or tight
+
+
+def held_out_prompts(samples: Samples) -> Iterator[list[int]]:
+    """What comes before an answer of each validation sample: before the first one of the first sample, the second one
+    of the second, and so on, so that they are as long as conversations get. Then the samples' other answers."""
+    begins: dict[int, list[int]] = {}
+    for more in itertools.count():
+        for i in range(len(samples)) if more == 0 else list(begins):
+            item: dict[str, Any] = samples.item(i, 0)
+            starts = begins.setdefault(i, [start for start, _ in spans(item["loss_mask"].numpy()) if start > 0])
+            if more < len(starts):
+                yield item["input_ids"][: starts[(i + more) % len(starts)]].tolist()
+        begins = {i: starts for i, starts in begins.items() if more + 1 < len(starts)}
+        if not begins:
+            return
