@@ -155,7 +155,8 @@ def test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace(tiny, 
     judge = varied_tree_head(models.target.info.hidden_size) if judged else None
     rules = [TreeRule(times, any_depth) for _ in range(2)] if auto else [None, None]
     shape = DynamicTree(nodes, TREE_DEPTH, TOPK)
-    drafter = EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, judge=judge, rule=rules[0])
+    own = rules[:1] if auto else None
+    drafter = EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, judge=judge, rules=own)
     method = Eagle2(nodes=1, topk=TOPK, value="head" if judged else "on")
     recorder = TreeRecorder(
         dataclasses.replace(models, acceptance=judge),

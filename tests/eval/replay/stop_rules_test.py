@@ -30,7 +30,7 @@ from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, repla
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, ThresholdRule
 from draftsmith.modules.decoding.loop import generate_one
-from draftsmith.modules.drafters.chains import build_chain
+from draftsmith.modules.drafters.chains import build_chains
 from draftsmith.modules.drafters.methods import Models, parse_method
 from draftsmith.modules.sampling import TorchSource, pick, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
@@ -108,7 +108,7 @@ def test_a_replay_is_the_decoders_trace_and_learns_as_it_does(world, drafter, ju
         own = HeadPredictor(head, world.embeds[drafter].embed)
         recorded = KnownPredictor(head_probs(rollouts.heads[judge], head, True), late=judge == "late")
     stop = PredictorStop(own, rule_of(rule), 1, DEPTH)
-    chain = build_chain(world.models, drafter, stop)
+    chain = build_chains(world.models, drafter, [stop])
     decoded = [
         generate_one(world.models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
         for prompt in world.prompts
