@@ -33,7 +33,8 @@ MUTANTS = [
            (EAGLE_TREES,)),
     Mutant("tree-one-level-too-deep", GROWN, "for row in growing if depth < depths[row]",
            "for row in growing if depth <= depths[row]", (EAGLE_TREES,)),
-    Mutant("tree-leaves-its-rows-in-the-cache", DRAFTING, "        self.rows.keep(committed)\n", "", (EAGLE_TREES,)),
+    Mutant("eagle-keeps-drafted-rows", DRAFTING, "        self.rows.keep(committed)\n", "",
+           (EAGLE_TREES, EAGLE_TEST)),
     Mutant("tree-frontier-with-another-parents-state", GROWN,
            "above, frontier = chosen // width, chosen + count",
            "above, frontier = chosen % width, chosen + count", (EAGLE_TREES,)),
@@ -66,7 +67,6 @@ MUTANTS = [
     Mutant("eagle-rows-see-the-newer-pass-only", NET, "ahead == i - j for i in range(1, j + 1)",
            "ahead == 0 for i in range(1, j + 1)", (EAGLE_TEST,)),
     Mutant("eagle-passes-see-one-true-row-too-many", NET, "[ahead <= -j, ", "[ahead <= 1 - j, ", (EAGLE_TEST,)),
-    Mutant("eagle-keeps-drafted-rows", DRAFTING, "        self.rows.keep(committed)\n", "", (EAGLE_TEST,)),
     Mutant("eagle-context-one-too-long", DRAFTING, "self._positions - length - len(ids) + 1)",
            "self._positions - length - len(ids) + 2)", (CONTEXTS,)),
 ]  # fmt: skip

@@ -66,5 +66,5 @@ def test_it_is_measured_once_a_run_and_said(models, capsys):
     )
     parse_method("online").build(own)
     assert own.times.step_costs == {"draft": first} and capsys.readouterr().err == ""
-    (given,) = parse_method("online:c=0.25").policies(own, None)
+    (given,) = parse_method("online:c=0.25").policies(own, 1)
     assert given.rule.c == 0.25
