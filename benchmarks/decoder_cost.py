@@ -6,22 +6,21 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from draftsmith.benchmarks.pairs import GREEDY, SAMPLING, TREE, K, Pair, paired_ratio
 from draftsmith.benchmarks.synthetic import random_pair
-from draftsmith.eval.bench.runner import BatchRunner, EngineRunner
+from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.bench.trace import TracedRunner, TraceFile
 from draftsmith.eval.cost.clock import Clock, Stopwatch, interleaved, medians
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep
-from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
-from draftsmith.modules.drafters.eagle.trees import EagleTreeDrafter
-from draftsmith.modules.targets.base import RowsSession
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
+from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 
 TREE_ROUNDS = 16
@@ -112,18 +111,19 @@ class ForwardCosts:
         return self._known[model, size]
 
     def _reading(self, lm: LlamaLM, size: int) -> Callable[[], None]:
-        session = lm.session(self._pair.capacity)
-        session.extend([1] * self._context)
+        session = lm.session(1, self._pair.capacity)
+        session.extend([[1] * self._context])
 
         def read() -> None:
-            session.extend([1] * size, num_logits=size)
-            session.keep(self._context)
+            session.extend([[1] * size], num_logits=size)
+            session.keep([self._context])
 
         return read
 
     @torch.inference_mode()
     def _level(self, drafter: EagleTreeDrafter, size: int) -> Callable[[], None]:
-        target, stack = self._pair.packed[0], drafter.stack
+        target, lean = self._pair.packed[0], drafter.lean
+        stack = lean.stack
         cache = stack.new_cache(1, self._pair.capacity)
         cache.length = self._context
         tokens = torch.ones(size, dtype=torch.int64, device=target.device)
@@ -133,8 +133,7 @@ class ForwardCosts:
 
         @torch.inference_mode()
         def read() -> None:
-            x = drafter.fc(torch.cat([target.embed(tokens), features], -1))
-            target.lm_head(stack.run(x, cos, sin, cache, visible, False))
+            target.lm_head(stack.run(lean.fuse(tokens, features), cos, sin, cache, visible, False))
 
         return read
 
@@ -173,9 +172,9 @@ def ideal_s(costs: ForwardCosts, done: RoundTime, tree: bool) -> float:
 def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Number]:
     """The path of a GPU, which runs anywhere: shapes that recur, graphs where there is CUDA, one transfer a round."""
     (target, draft), prompt = pair.packed, pair.prompts[0]
-    session = target.rows_session(1, pair.capacity, static=True)
-    drafter = BatchDraftModel(draft, [FixedLength(K)], pair.capacity, static=True)
-    ar, spec = (BatchRunner(target, one, GREEDY, (), session) for one in (None, drafter))
+    session = target.session(1, pair.capacity, static=True)
+    drafter = DraftModelDrafter(draft, [FixedLength(K)], pair.capacity, static=True)
+    ar, spec = (EngineRunner(target, one, GREEDY, (), session=session) for one in (None, drafter))
     calls = {
         "ar": lambda: ar([prompt], pair.new_tokens, [0]),
         "spec": lambda: spec([prompt], pair.new_tokens, [0]),
@@ -187,13 +186,16 @@ def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Number]:
     what = f"fixed shapes, one sequence: spec:k={K} / ar, {accepted:.2f} of the drafted tokens accepted"
     yield Number(what, pair.name, paired_ratio(seconds["ar"], seconds["spec"]), "x")
     start = len(prompt) + pair.new_tokens // 2
-    own = target.rows_session(1, pair.capacity, static=True), draft.rows_session(1, pair.capacity, static=True)
+    own = [lm.session(1, pair.capacity, static=True) for lm in (target, draft)]
 
-    def forward(rows: RowsSession, size: int) -> float:
-        tokens = torch.ones(1, size, dtype=torch.int64, device=target.device)
-        starts = torch.full((1,), start, device=target.device)
-        call = partial(rows.extend, tokens, starts, start + size, num_logits=size)
-        return medians({"forward": call}, 9, pair.clock)["forward"]
+    def forward(session: Session, size: int) -> float:
+        def read() -> None:
+            session.extend([[1] * size], num_logits=size)
+            session.keep([start])
+
+        if not session.lengths[0]:
+            session.extend([[1] * start])
+        return medians({"forward": read}, 9, pair.clock)["forward"]
 
     verify = {size: forward(own[0], size) for size in {step.num_drafted + 1 for step in steps}}
     first, later = forward(own[1], 2), forward(own[1], 1)
@@ -211,8 +213,8 @@ def dispatch(repeats: int, device: str, clock: Clock) -> Iterator[Number]:
     weights, _ = random_pair("tiny", torch.float32, device)
     lm, hf = weights.lean(False), weights.transformers()
     calls = 40
-    session = lm.session(256)
-    session.extend([1] * 64)
+    session = lm.session(1, 256)
+    session.extend([[1] * 64])
     prompt = torch.ones(1, 64, dtype=torch.int64, device=device)
     one = prompt[:, :1]
     with torch.inference_mode():
@@ -220,8 +222,8 @@ def dispatch(repeats: int, device: str, clock: Clock) -> Iterator[Number]:
 
     def ours() -> None:
         for _ in range(calls):
-            session.extend([1])
-            session.keep(64)
+            session.extend([[1]])
+            session.keep([64])
 
     @torch.inference_mode()
     def theirs() -> None:

@@ -17,9 +17,11 @@ from draftsmith.eval.bench.hf_baseline import load_hf_model
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.cost.clock import Clock, Stopwatch
+from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
+from draftsmith.modules.lean_rows import OneRow
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import SamplingParams
@@ -79,10 +81,10 @@ class Pair:
     def session(self) -> Session | None:
         """On a GPU one session serves all runs, for the graphs that it holds."""
         target = self.packed[0]
-        return target.session(self.capacity) if target.device.type == "cuda" else None
+        return target.session(1, self.capacity) if target.device.type == "cuda" else None
 
     def chain(self, models: tuple[LlamaLM, LlamaLM], params: SamplingParams) -> EngineRunner:
-        drafter = DraftModelDrafter(models[1], FixedLength(K), self.capacity)
+        drafter = DraftModelDrafter(models[1], [FixedLength(K)], self.capacity)
         return EngineRunner(models[0], drafter, params, (), session=self.session)
 
     def timed_chain(self, params: SamplingParams, forwards: Stopwatch) -> EngineRunner:
@@ -98,7 +100,8 @@ class Pair:
         target = self.packed[0] if forwards is None else timed_copy(self.packed[0], forwards)
         drafter = EagleTreeDrafter(self.head, target, TREE, self.capacity)
         if forwards is not None:
-            drafter.stack = timed_stack(drafter.stack, forwards)
+            assert isinstance(drafter.rows, OneRow)
+            drafter.rows.stack = timed_stack(drafter.rows.stack, forwards)
         return drafter
 
     def tree(self, params: SamplingParams, forwards: Stopwatch | None = None) -> EngineRunner:

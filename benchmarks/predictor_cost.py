@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,10 @@ from draftsmith.benchmarks.synthetic import random_eagle_head
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, HeadPredictor
 from draftsmith.modules.acceptance.policies import OnlinePredictor, Predictor, PredictorStop, ThresholdRule
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Source
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.head import EagleDrafter
+from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
+from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
 
 DRAFTED = 8  # tokens of every round, whatever the predictor says
@@ -37,10 +38,10 @@ def predictors(pair: Pair, repeats: int) -> Iterator[Number]:
     eagle = random_eagle_head(target)
 
     def by_draft(stop: PredictorStop) -> Drafter:
-        return DraftModelDrafter(draft, stop, pair.capacity)
+        return DraftModelDrafter(draft, [stop], pair.capacity)
 
     def by_eagle(stop: PredictorStop) -> Drafter:
-        return EagleDrafter(eagle, target, stop, pair.capacity)
+        return EagleDrafter(eagle, target, [stop], pair.capacity)
 
     for name, make, reader in (("draft model", by_draft, draft), ("EAGLE head", by_eagle, target)):
         size = reader.info.hidden_size
@@ -80,18 +81,15 @@ class TimedDrafter:
 
     def __init__(self, drafter: Drafter, asked: TimedPredictor):
         self._drafter, self._asked, self.seconds_a_token = drafter, asked, list[float]()
-        self.start, self.advance = drafter.start, drafter.advance
+        self.start, self.advance, self.select = drafter.start, drafter.advance, drafter.select
+        self.capture = drafter.capture
 
-    @property
-    def draft_calls(self) -> int:
-        return self._drafter.draft_calls
-
-    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
+    def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         before, started = len(self._asked.seconds), time.perf_counter()
-        tree = self._drafter.propose(max_drafted, params, source)
+        (tree,) = self._drafter.propose(limits, params, sources)
         taken = time.perf_counter() - started - sum(self._asked.seconds[before:])
         self.seconds_a_token.append(taken / max(len(tree.tokens), 1))
-        return tree
+        return [tree]
 
 
 @torch.inference_mode()

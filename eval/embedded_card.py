@@ -14,7 +14,7 @@ import torch
 
 from draftsmith.data.answering.batched import answer_all, row_uniforms
 from draftsmith.data.heads.markdown import markdown_lines
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
@@ -93,7 +93,7 @@ def score_pair(
     greedy, sampled = answers_to(target, questions, 0.0, seed), answers_to(target, questions, 1.0, seed)
     scores: dict[str, TaskScore] = defaultdict(TaskScore)
     ends = set(target.info.eos_ids)
-    drafter = DraftModelDrafter(draft, FixedLength(5), target.info.max_position)
+    drafter = DraftModelDrafter(draft, [FixedLength(5)], target.info.max_position)
     for question, text, sample in zip(questions, greedy, sampled, strict=True):
         score = scores[question.task]
         score.prompts += 1
@@ -108,7 +108,7 @@ def score_pair(
         score.agreed += _compare(target, draft, question.prompt_ids, text)[1]
         if score.prompts <= chain_prompts_per_task:
             source = TorchSource(seed)
-            made = generate(target, drafter, question.prompt_ids, SamplingParams(), MAX_NEW_TOKENS, source)
+            made = generate_one(target, drafter, question.prompt_ids, SamplingParams(), MAX_NEW_TOKENS, source)
             totals = pool([made.trace])
             score.chain_tokens += totals.num_tokens
             score.chain_calls += totals.num_target_calls

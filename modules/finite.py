@@ -74,6 +74,21 @@ class blame(ContextDecorator):
             error.passed(self._model, self._offset)
 
 
+class of_row:
+    """A NonFinite that leaves the block is this row's, and so many tokens on."""
+
+    def __init__(self, row: int, offset: int = 0):
+        self._row, self._offset = row, offset
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, NonFinite):
+            error.row = self._row
+            error.passed(offset=self._offset)
+
+
 def checked(tokens: Tensor, what: str = "logits") -> Tensor:
     """The tokens [B]; raises NonFinite of the first row that has none. It waits for the tokens' device."""
     if len(tokens) and int(tokens.min()) < 0:

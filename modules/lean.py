@@ -16,6 +16,8 @@ from draftsmith.modules.kv_cache import KVCache, LayerCache
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RMSNorm, rope_table
 from draftsmith.modules.packed import LeanLinear
 
+Taps = dict[int, Tensor]  # numbers of layers -> states, of which the caller gives the numbers
+
 
 def _fuse(linears: Sequence[torch.nn.Linear], share: bool, pack: bool) -> LeanLinear:
     """Linears that read the same input as one, stacked by rows.
@@ -138,47 +140,57 @@ class LeanStack:
         config = self.config
         return KVCache(len(self.layers), batch, config.num_kv_heads, capacity, config.head_dim, self.dtype, self.device)
 
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, mask: Tensor | None, causal: bool) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        mask: Tensor | None,
+        causal: bool,
+        taps: Taps | None = None,
+    ) -> Tensor:
         """x [B, T, H], or [T, H] of a single sequence -> the same before any final norm. Slots are written but not
         kept: `cache.length` stays.
 
         mask: bool, true = may attend, or a bias of the stack's dtype.
+        taps: the states after so many layers, [B * T, H], are put here under the numbers that it has.
         """
         if mask is not None and mask.dtype == torch.bool:
             mask = as_bias(mask, self.dtype)
         single = x.dim() == 2
         rows, batch = (x, 1) if single else (x.reshape(-1, x.shape[-1]), x.shape[0])
         for index, layer in enumerate(self.layers):
+            if taps and index in taps:
+                taps[index] = rows
             rows = layer(rows, batch, cos, sin, cache, index, mask, causal)
         return rows if single else rows.view(x.shape)
 
-    def chain(self, x: Tensor, cache: LayerCache) -> Tensor:
+    def chain(self, x: Tensor, cache: LayerCache, taps: Taps | None = None) -> Tensor:
         """Chains of T inputs [B, T, H] or [T, H], all at positions cache.length.. ."""
         start, length = cache.length, x.shape[-2]
         end = start + length
         cos, sin = self.cos[start:end], self.sin[start:end]
         if self.config.sliding_window is not None and end > self.config.sliding_window:
             positions = torch.arange(end, device=self.device)
-            return self.run(x, cos, sin, cache, self._windowed(positions[start:, None] >= positions, positions), False)
-        if length == 1:
-            return self.run(x, cos, sin, cache, None, False)
-        if start == 0:
-            return self.run(x, cos, sin, cache, None, True)
-        return self.run(x, cos, sin, cache, self._chain_bias(start, length), False)
+            mask = self._windowed(positions[start:, None] >= positions, positions)
+            return self.run(x, cos, sin, cache, mask, False, taps)
+        bias = None if length == 1 or start == 0 else self._chain_bias(start, length)
+        return self.run(x, cos, sin, cache, bias, start == 0 and length > 1, taps)
 
-    def tree(self, x: Tensor, parents: Sequence[int], cache: KVCache) -> Tensor:
+    def tree(self, x: Tensor, parents: Sequence[int], cache: KVCache, taps: Taps | None = None) -> Tensor:
         """A tree of T inputs [T, H]; parents[i] < i, -1 = the last kept token; position = cache.length + depth."""
         depths, visible = tree_mask(parents, cache.length, x.device)
         kept = torch.arange(cache.length, device=self.device)
-        return self.graft(x, torch.cat([kept, depths + cache.length]), visible, cache)
+        return self.graft(x, torch.cat([kept, depths + cache.length]), visible, cache, taps)
 
-    def graft(self, x: Tensor, positions: Tensor, visible: Tensor, cache: KVCache) -> Tensor:
+    def graft(self, x: Tensor, positions: Tensor, visible: Tensor, cache: KVCache, taps: Taps | None = None) -> Tensor:
         """Any T inputs [T, H]. positions: [cache.length + T] of all slots, the new ones last; visible: [T, the same],
         bool."""
         if self.config.sliding_window is not None:
             visible = self._windowed(visible, positions)
         own = positions[-len(x) :]
-        return self.run(x, self.cos[own], self.sin[own], cache, visible, False)
+        return self.run(x, self.cos[own], self.sin[own], cache, visible, False, taps)
 
     def _chain_bias(self, start: int, length: int) -> Tensor:
         """The bias [T, start + T] of a chain: input i sees the first start + i + 1 slots.

@@ -1,75 +1,307 @@
-"""Lean layers over rows of different lengths: `LeanStack.chain` for several sequences, in shapes that may be fixed."""
+"""Rows of cached sequences that lean layers read on: a single one as it lies, or several of lengths of their own.
+
+Both are driven by a `Forward`, which gives the layers what they read and makes logits of what they give, so that a
+target, a draft model and a head that drafts share all of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from draftsmith.modules.graphs import Graphed
 from draftsmith.modules.kv_cache import KVCache, RowsCache
-from draftsmith.modules.lean import LeanStack, as_bias, tree_mask
+from draftsmith.modules.lean import LeanStack, Taps, as_bias, tree_mask
 
-SPAN_BUCKET = 256  # slots that are looked at come in multiples of this
+SPAN_BUCKET = 256  # slots that are looked at come in multiples of this where shapes are to recur
 ALIGNMENT = 8  # of a mask's rows, which attention kernels on a GPU ask for; SPAN_BUCKET is a multiple of it
+SEEN_BUCKET = 64  # slots of a tree's own, where shapes are to recur
+MAX_WIDTH = 256  # what is longer is a prompt, and read without padding
+
+Run = Callable[..., Tensor]
+Parents = Sequence[Sequence[int]]
 
 
-class RowsStack:
-    """A `LeanStack` over a `RowsCache`. Which slots of a row are kept is the caller's to know: a forward is told where
-    each row goes on, and what lies beyond is written over."""
+class Forward(Protocol):
+    """The computation around the layers.
 
-    def __init__(self, stack: LeanStack, batch: int, capacity: int):
-        """capacity: most tokens a row may keep, drafts included. Inputs past it are harmless and their outputs void."""
-        self._stack, self._capacity = stack, capacity
+    run(x, taps): the layers over inputs x [T, H] of one row or [B, n, H], `LeanStack.run`'s output and taps. picked:
+    which outputs are asked for, as `at` takes it. inputs: of one row a list or a tensor [T, ..], else [B, n, ..].
+    Returns logits of what is picked, and states: of what is picked, or of all.
+    """
+
+    def __call__(self, run: Run, picked: Tensor | slice | None, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """The logits and the states."""
+
+
+def at(hidden: Tensor, picked: Tensor | slice | None) -> Tensor:
+    """Of hidden [T, H] a slice, of [B, n, H] those at picked [B, m]; None picks all."""
+    if picked is None:
+        return hidden
+    if isinstance(picked, slice):
+        return hidden[picked]
+    return hidden.gather(1, picked[..., None].expand(-1, -1, hidden.shape[-1]))
+
+
+class CachedRows(Protocol):
+    """What layers have read of each row: `lengths[b]` kept slots.
+
+    Inputs of rows are sequences of what each row is fed: lists of ids, lists of tensors [T, ..], or a tensor
+    [B, n, ..].
+    """
+
+    static: bool
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Kept slots of each row; what `extend` and `nodes` read is kept until `keep` says otherwise."""
+
+    def reset(self, rows: int) -> None:
+        """Forget everything: so many empty rows."""
+
+    def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
+        """What `targets.base.Session.extend` does, by the forward: its logits [B, num_logits, V] and states."""
+
+    def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
+        """Read n nodes a row, inputs [B, n, ..], behind m others of the same trees: logits [B, n, V] and states.
+
+        seen: [B, n, m + n], added to scores: 0 where a node sees one of the m + n, which are the last m kept slots of
+        each row and its own. All see what precedes those; their position is that of the first of the m, and depth - 1.
+        """
+
+    def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
+        """Keep each row's first slots and those at `slots`, moved to follow them."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only (ascending)."""
+
+
+def cached_rows(stack: LeanStack, forward: Forward, rows: int, capacity: int, static: bool | None) -> CachedRows:
+    """static: None takes fixed shapes on CUDA only."""
+    static = stack.device.type == "cuda" if static is None else static
+    return ManyRows(stack, forward, rows, capacity, static) if static or rows > 1 else OneRow(stack, forward, capacity)
+
+
+class OneRow:
+    """A single row, whose slots lie in order: nothing is padded and nothing looked up."""
+
+    static = False
+
+    def __init__(self, stack: LeanStack, forward: Forward, capacity: int):
+        self.stack, self._forward = stack, forward
+        self.cache = stack.new_cache(1, capacity)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [self.cache.length]
+
+    def reset(self, rows: int) -> None:
+        assert rows <= 1
+        self.cache.keep(0)
+
+    def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
+        count = len(inputs[0][0])
+        found = _read_on(self.stack, self.cache, self._forward, [own[0] for own in inputs], parents, 0, num_logits)
+        self.cache.length += count
+        return found[0][None], found[1][None]
+
+    def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
+        stack, cache, count = self.stack, self.cache, seen.shape[1]
+        before = cache.length + count - seen.shape[2]
+        position = before + depth - 1
+        cos, sin, mask = stack.cos[position], stack.sin[position], F.pad(seen[0], (before, 0))
+
+        def run(x: Tensor, taps: Taps | None = None) -> Tensor:
+            return stack.run(x, cos, sin, cache, mask, False, taps)
+
+        logits, states = self._forward(run, None, *(own[0] for own in inputs))
+        cache.length += count
+        return logits[None], states[None]
+
+    def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
+        self.cache.keep(lengths[0], slots[0] if slots else ())
+
+    def select(self, rows: Sequence[int]) -> None:
+        assert list(rows) == [0]
+
+
+def _read_on(
+    stack: LeanStack,
+    cache: KVCache,
+    forward: Forward,
+    inputs: Sequence[Any],
+    parents: Parents | None,
+    row: int,
+    num_logits: int,
+) -> tuple[Tensor, Tensor]:
+    """What a forward gives of T inputs of one row that go on after its kept slots, as they lie."""
+    count = len(inputs[0])
+    picked = None if num_logits >= count else slice(count - num_logits, count)
+    if parents is None:
+        return forward(lambda x, taps=None: stack.chain(x, cache, taps), picked, *inputs)
+    return forward(lambda x, taps=None: stack.tree(x, parents[row], cache, taps), picked, *inputs)
+
+
+class ManyRows:
+    """Several rows, each of its own length, padded to the widest; or one where shapes are to recur.
+
+    On CUDA static rows are read by graphs. Inputs past the capacity are harmless, and their outputs void.
+    """
+
+    def __init__(self, stack: LeanStack, forward: Forward, rows: int, capacity: int, static: bool):
+        self._stack, self._forward, self.static, self._capacity = stack, forward, static, capacity
         config = stack.config
         # One slot more at least, for the inputs past the capacity: rows padded to a common width have them.
         slots = -(-(capacity + 1) // ALIGNMENT) * ALIGNMENT
         self._cache = RowsCache(
-            len(stack.layers), batch, config.num_kv_heads, slots, config.head_dim, stack.dtype, stack.device
+            len(stack.layers), rows, config.num_kv_heads, slots, config.head_dim, stack.dtype, stack.device
         )
         self._slots = torch.arange(slots, device=stack.device)
+        self.lengths = [0] * rows
+        self._chains, self._trees = Graphed(self._read_chains), Graphed(self._read_trees)
 
-    def forward(self, x: Tensor, starts: Tensor, span: int) -> Tensor:
-        """x [B, n, H], row b fed after its first starts[b] tokens, int64 [B] -> [B, n, H] before any final norm.
+    def reset(self, rows: int) -> None:
+        self.lengths = [0] * rows
+        self._cache.wipe(rows)
 
-        span: cached slots that are looked at; no less than any row's start + n, unless that is past the capacity.
-        """
+    def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
+        counts, lengths = [len(row) for row in inputs[0]], self.lengths
+        self.lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        wide = max(counts)
+        if wide > MAX_WIDTH or any(count and not length for length, count in zip(lengths, counts, strict=True)):
+            return self._one_by_one(inputs, lengths, parents, num_logits)
+        width = bucket(wide) if self.static else wide
+        whole = num_logits >= wide
+        # Of every row the last outputs, and whatever follows where it has fewer.
+        first = [max(count - num_logits, 0) for count in counts]
+        places = [] if whole else [[min(i + own, width - 1) for i in range(num_logits)] for own in first]
+        starts, picked = self._upload(lengths), self._upload(places)
+        fed = [self._batched(own, width) for own in inputs]
+        span = self._span(max(lengths) + width)
+        if parents is None:
+            return self._chains(starts, picked, *fed, static=(span, whole))
+        depths, seen = self._tree_inputs(parents, width)
+        return self._trees(starts, starts, depths, seen, picked, *fed, static=(span, whole))
+
+    def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
+        count, width = seen.shape[1:]
+        starts = [length + count - width for length in self.lengths]
+        fresh, self.lengths = self.lengths, [length + count for length in self.lengths]
+        span = self._span(max(self.lengths))
+        if self.static:
+            seen = F.pad(seen, (0, -width % SEEN_BUCKET), value=-torch.inf)
+        depths = torch.full((1, 1), depth - 1, device=self._slots.device)
+        first = self._upload(starts)
+        # Everything is picked: any tensor will do in the place of what is.
+        return self._trees(first, self._upload(fresh), depths, seen, first, *inputs, static=(span, True))
+
+    def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
+        moved = []
+        self.lengths = list(lengths)
+        for row, path in enumerate(slots or ()):
+            first = lengths[row]
+            # A contiguous path lies in its place already.
+            moved += [(row, old, first + i) for i, old in enumerate(path) if old != first + i]
+            self.lengths[row] += len(path)
+        if moved:
+            self._cache.move(*self._upload(moved).unbind(1))
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._cache.select_rows(torch.tensor(rows))
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def _one_by_one(
+        self, inputs: Sequence[Any], lengths: Sequence[int], parents: Parents | None, num_logits: int
+    ) -> tuple[Tensor, ...]:
+        """Each row without padding: prompts. Rows that are fed nothing get zeros."""
+        found: list[tuple[Tensor, Tensor] | None] = []
+        for row, length in enumerate(lengths):
+            own = [given[row] for given in inputs]
+            cache = self._cache.row(row)
+            cache.length = length
+            more = len(own[0]) > 0
+            found.append(_read_on(self._stack, cache, self._forward, own, parents, row, num_logits) if more else None)
+        some = next(scores for scores in found if scores is not None)
+        parts = zip(*(scores or [part[:0] for part in some] for scores in found), strict=True)
+        return tuple(pad_sequence(list(part), batch_first=True) for part in parts)
+
+    def _read_chains(self, starts: Tensor, picked: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """Inputs at the positions from starts [B] on, seeing what precedes them."""
+        *inputs, span, whole = rest
+
+        def run(x: Tensor, taps: Taps | None = None) -> Tensor:
+            positions = starts[:, None] + torch.arange(x.shape[1], device=x.device)
+            positions = positions.clamp_max(self._capacity)
+            visible = self._slots[:span] <= positions[..., None]
+            return self._run(x, positions, positions, self._near(visible, positions), span, taps)
+
+        return self._forward(run, None if whole else picked, *inputs)
+
+    def _read_trees(
+        self, starts: Tensor, fresh: Tensor, depths: Tensor, seen: Tensor, picked: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs in slots from fresh [B] on, which see all slots before starts [B], and of those from there on what
+        seen [B, n, m] says, which is added to scores. depths: [B or 1, n or 1] of their positions behind starts."""
+        *inputs, span, whole = rest
+
+        def run(x: Tensor, taps: Taps | None = None) -> Tensor:
+            count, width = x.shape[1], seen.shape[2]
+            positions = (starts[:, None] + depths).expand(-1, count)
+            slots = fresh[:, None] + torch.arange(count, device=x.device)
+            place = (self._slots[:span] - starts[:, None])[:, None]  # [B, 1, span] of the slots in the tree
+            own = seen.gather(2, place.clamp(0, width - 1).expand(-1, count, -1))
+            own = own.masked_fill(place >= width, -torch.inf)
+            kept = as_bias(self._near(place.expand(-1, count, -1) < 0, positions), seen.dtype)
+            return self._run(
+                x, positions, slots.clamp_max(self._capacity), torch.where(place < 0, kept, own), span, taps
+            )
+
+        return self._forward(run, None if whole else picked, *inputs)
+
+    def _run(self, x: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, span: int, taps: Taps | None) -> Tensor:
+        """x [B, n, H] at positions [B, n], written to slots [B, n]; mask [B, n, span]."""
         stack = self._stack
-        positions = (starts[:, None] + torch.arange(x.shape[1], device=x.device)).clamp_max(self._capacity)
-        slots = self._slots[:span]
-        visible = slots <= positions[..., None]
-        if stack.config.sliding_window is not None:
-            visible &= slots > positions[..., None] - stack.config.sliding_window
+        self._cache.place(slots, span)
         rotated = positions.clamp_max(len(stack.cos) - 1)
-        self._cache.place(positions, span)
-        return stack.run(
-            x, stack.cos[rotated], stack.sin[rotated], self._cache, as_bias(visible, stack.dtype)[:, None], False
-        )
+        bias = as_bias(mask, stack.dtype) if mask.dtype == torch.bool else mask
+        return stack.run(x, stack.cos[rotated], stack.sin[rotated], self._cache, bias[:, None], False, taps)
 
-    def nodes(self, x: Tensor, positions: Tensor, slots: Tensor, bias: Tensor) -> Tensor:
-        """Any T inputs x [T, H] of a single row, written to slots [T]: what follows from `fixed_inputs`."""
-        stack = self._stack
-        self._cache.place(slots[None], bias.shape[-1])
-        return stack.run(x, stack.cos[positions], stack.sin[positions], self._cache, bias, False)
+    def _near(self, visible: Tensor, positions: Tensor) -> Tensor:
+        """visible [B, n, span], within the sliding window where there is one."""
+        window = self._stack.config.sliding_window
+        if window is None:
+            return visible
+        return visible & (self._slots[: visible.shape[-1]] > positions[..., None] - window)
 
-    def span(self, end: int, static: bool) -> int:
-        """Slots to look at where the longest row ends at `end`. static: one of few widths, so that shapes recur."""
-        return min(fixed_span(end) if static else end, len(self._slots))
+    def _tree_inputs(self, parents: Parents, width: int) -> tuple[Tensor, Tensor]:
+        """Depths [B, width] and what trees see of themselves [B, width, width]; padding sees itself alone."""
+        made = [tree_mask([*own, *[-1] * (width - len(own))], 0, torch.device("cpu")) for own in parents]
+        depths, visible = (torch.stack(parts) for parts in zip(*made, strict=True))
+        window = self._stack.config.sliding_window
+        if window is not None:
+            visible &= depths[:, :, None] - depths[:, None] < window
+        return self._upload(depths), as_bias(visible, self._stack.dtype).to(self._stack.device, non_blocking=True)
 
-    def row(self, index: int) -> KVCache:
-        """This row's slots as a cache with no kept tokens, for inputs that are read without padding."""
-        return self._cache.row(index)
+    def _batched(self, own: Any, width: int) -> Tensor:
+        """What the rows are fed, [B, width, ..]."""
+        if not isinstance(own, Tensor):
+            if not isinstance(own[0], Tensor):
+                return self._upload([[*ids, *[0] * (width - len(ids))] for ids in own])
+            own = pad_sequence(list(own), batch_first=True)
+        missing = width - own.shape[1]
+        return F.pad(own, [0, 0] * (own.dim() - 2) + [0, missing]) if missing else own
 
-    def fresh(self, index: int) -> KVCache:
-        """The same, wiped: for a new sequence."""
-        cache = self.row(index)
-        cache.keep(0)
-        return cache
+    def _span(self, end: int) -> int:
+        """Slots to look at where the longest row ends at `end`: one of few numbers, where shapes are to recur."""
+        return min(-(-end // SPAN_BUCKET) * SPAN_BUCKET if self.static else end, len(self._slots))
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows only (ascending indices [B'])."""
-        self._cache.select_rows(rows)
+    def _upload(self, values: Any) -> Tensor:
+        return to_device(values, self._stack.device)
 
 
 def bucket(count: int) -> int:
@@ -77,23 +309,7 @@ def bucket(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def fixed_span(end: int) -> int:
-    return -(-end // SPAN_BUCKET) * SPAN_BUCKET
-
-
-def fixed_inputs(stack: LeanStack, parents: Sequence[int], length: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions [W], slots [W] and attention bias [W, S] of a tree fed after `length` kept tokens and padded to `width`
-    inputs, as `RowsStack.nodes` takes them; S is a multiple of SPAN_BUCKET.
-
-    parents: as `LeanStack.tree` takes them. Padding sees itself and the kept tokens, and nothing sees it.
-    """
-    padded = [*parents, *[-1] * (width - len(parents))]
-    cpu = torch.device("cpu")  # made on the host: on a GPU every small step would be a launch
-    depths, visible = tree_mask(padded, length, cpu)
-    positions = (length + depths).clamp_max(len(stack.cos) - 1)
-    if stack.config.sliding_window is not None:
-        visible &= positions[:, None] - torch.cat([torch.arange(length), positions]) < stack.config.sliding_window
-    bias = F.pad(as_bias(visible, stack.dtype), (0, fixed_span(length + width) - length - width), value=-torch.inf)
-    slots = torch.arange(length, length + width)
-    to = stack.device
-    return positions.to(to), slots.to(to), bias.to(to)
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """Integers of the host as int64, without waiting for what the device is doing."""
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

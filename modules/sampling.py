@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -162,6 +162,20 @@ def _last(probs: Any, total: float) -> int:
     return int(probs.nonzero()[0][-1])
 
 
+class Source(Protocol):
+    """All the randomness that a row of the decoder may use.
+
+    Decoding runs with one that wraps a `torch.Generator`. Tests run the same code with one that follows every branch
+    and keeps its exact weight, so that a whole round's distribution is enumerated rather than sampled.
+    """
+
+    def accept(self, prob: float) -> bool:
+        """True with probability `prob`."""
+
+    def draw(self, probs: Tensor) -> int:
+        """An index of `probs` [V], which sums to one; an index of probability zero is never drawn."""
+
+
 class TorchSource:
     """The decoder's randomness in production: uniforms of a seeded generator, drawn in blocks."""
 
@@ -173,8 +187,19 @@ class TorchSource:
 
     def uniform(self) -> float:
         if not self._uniforms:
-            self._uniforms = torch.rand(self.BLOCK, generator=self._generator, dtype=torch.float64).tolist()
+            self._fill()
         return self._uniforms.pop()
+
+    def peek(self, count: int) -> list[float]:
+        """The next `count` uniforms, which are still to come."""
+        while len(self._uniforms) < count:
+            self._fill()
+        return self._uniforms[: -count - 1 : -1]
+
+    def _fill(self) -> None:
+        # Taken from the end: what was drawn before comes first.
+        block = torch.rand(self.BLOCK, generator=self._generator, dtype=torch.float64).tolist()
+        self._uniforms = block + self._uniforms
 
     def accept(self, prob: float) -> bool:
         return self.uniform() < prob
@@ -191,3 +216,40 @@ def draw_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
     index = torch.searchsorted(cumulative, (total * uniforms.double())[:, None], right=True)[:, 0]
     last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).to(torch.int8).argmax(-1)
     return torch.where((total > 0) & total.isfinite(), torch.minimum(index, last), NO_TOKEN)
+
+
+def draw_each(probs: Sequence[Tensor] | Tensor, sources: Sequence[Source]) -> list[int]:
+    """A draw of each row's own source from its law; probs [B, V], or so many of [V]. On a GPU all rows' come in one
+    transfer.
+
+    Raises:
+        NonFinite: of the first row that has no law.
+    """
+    if len(probs) and probs[0].is_cuda and all(isinstance(source, TorchSource) for source in sources):
+        stacked = probs if isinstance(probs, Tensor) else torch.stack(list(probs))
+        uniforms = own_uniforms(sources, [1] * len(sources), stacked.device)
+        return chosen(draw_rows(stacked, uniforms[:, 0]), "probabilities")
+    tokens = []
+    for row, (law, source) in enumerate(zip(probs, sources, strict=True)):
+        try:
+            tokens.append(source.draw(law))
+        except NonFinite as error:
+            error.row = row
+            raise
+    return tokens
+
+
+def own_uniforms(sources: Sequence[Any], counts: Sequence[int], device: torch.device) -> Tensor:
+    """The next counts[b] uniforms of each `TorchSource`, taken from it: float64 [B, K], with zeros behind them."""
+    taken = [[source.uniform() for _ in range(count)] for source, count in zip(sources, counts, strict=True)]
+    widest = max(counts)
+    rows = [[*own, *[0.0] * (widest - len(own))] for own in taken]
+    return torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def chosen(tokens: Tensor, what: str = "logits") -> list[int]:
+    """Tokens [B] on the host; raises NonFinite of the first row that has none."""
+    found = tokens.tolist()
+    if NO_TOKEN in found:
+        raise NonFinite(what, row=found.index(NO_TOKEN))
+    return found

@@ -17,8 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-CASES = ["spec:k=5, greedy", "spec:k=5, T=1", "eagle:k=5, greedy", "eagle:k=5, T=1", "spec:k=5, greedy, 4 rows",
-         "spec:k=5, T=1, 4 rows"]  # fmt: skip
+CASES = ["spec:k=5, greedy", "spec:k=5, T=1", "eagle:k=5, greedy", "eagle:k=5, T=1", "eagle2, greedy", "eagle2, T=1",
+         "spec:k=5, greedy, 4 rows", "spec:k=5, T=1, 4 rows", "eagle2, greedy, 4 rows"]  # fmt: skip
 PROMPTS, NEW_TOKENS = 4, 32
 
 
@@ -28,7 +28,7 @@ def serve() -> None:
 
     from draftsmith.data.models.loading import load_lm
     from draftsmith.eval.bench.prompts import read_prompts
-    from draftsmith.eval.bench.runner import BatchRunner, EngineRunner
+    from draftsmith.eval.bench.runner import EngineRunner
     from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
     from draftsmith.modules.drafters.methods import Models, parse_method
     from draftsmith.modules.types import SamplingParams
@@ -39,14 +39,16 @@ def serve() -> None:
     eagle = EagleHead(EagleConfig.for_target(target.config)).requires_grad_(False)
     models = Models(target, draft, heads={"eagle": eagle}, capacity=1024)
     prompts = [row.prompt_ids for row in read_prompts("embedded:prompts", "embedded:target", "dev", None, PROMPTS)]
-    session = target.rows_session(PROMPTS, 1024)
+    session = target.session(PROMPTS, 1024)
 
     def work(case: str) -> None:
         method, mode, *rows = case.split(", ")
         params = SamplingParams(0.0 if mode == "greedy" else 1.0)
         if rows:
-            drafter = parse_method(method).build_batch(models, PROMPTS)
-            BatchRunner(target, drafter, params, (), session)(prompts, NEW_TOKENS, range(PROMPTS))
+            drafter = parse_method(method).build(models, PROMPTS)
+            EngineRunner(target, drafter, params, (), session=session, rows=PROMPTS)(
+                prompts, NEW_TOKENS, range(PROMPTS)
+            )
             return
         EngineRunner(target, parse_method(method).build(models), params, ())([prompts[0]], NEW_TOKENS, [0])
 

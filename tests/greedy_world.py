@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleHead
@@ -59,7 +59,7 @@ class World:
         if method == "ar":
             return None
         if method.startswith("hf"):
-            return DraftModelDrafter(self.hf_draft if method == "hf-draft" else self.draft, FixedLength(3), capacity)
+            return DraftModelDrafter(self.hf_draft if method == "hf-draft" else self.draft, [FixedLength(3)], capacity)
         models = run_models(
             self.target, self.draft, self.mid, eagle=self.eagle, acceptance=self.acceptance, capacity=capacity
         )
@@ -70,7 +70,7 @@ class World:
     ) -> Any:
         target = self.hf_target if method == "hf-target" else self.target
         drafter = drafter or self.drafter(method)
-        return generate(target, drafter, prompt, GREEDY, count, TorchSource(0), eos_ids)
+        return generate_one(target, drafter, prompt, GREEDY, count, TorchSource(0), eos_ids)
 
 
 def transformers_answer(oracle: Any, prompt: list[int], count: int, eos: int | None = None) -> list[int]:

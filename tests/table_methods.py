@@ -9,12 +9,13 @@ from table_models import H, TableLM, V
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
-from draftsmith.modules.decoding.protocols import DraftTree
+from draftsmith.modules.decoding.growth import DynamicTree
+from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleDrafter, EagleHead
-from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.drafting import EagleDrafter, EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.drafters.lookahead import LookaheadDrafter
 from draftsmith.modules.drafters.pearl import PearlDrafter
@@ -49,8 +50,6 @@ class TableTrees:
 
     PARENTS = (-1, -1, 0, 0, 1, -1, 2)
 
-    draft_calls = 1
-
     def start(self, prompt, features, first_token):
         self._seen = [*prompt, first_token]
 
@@ -59,7 +58,7 @@ class TableTrees:
         tokens = tuple((sum(self._seen) + 3 * len(self._seen) + shift) % V for shift in (0, 1, 2, 3, 1, 0, 2))
         depths = [1, 1, 2, 2, 2, 1, 3]
         nodes = [i for i, depth in enumerate(depths) if depth <= max_drafted]
-        return DraftTree(tuple(tokens[i] for i in nodes), tuple(self.PARENTS[i] for i in nodes))
+        return DraftTree(tuple(tokens[i] for i in nodes), tuple(self.PARENTS[i] for i in nodes), draft_calls=1)
 
     def advance(self, outcome):
         self._seen += outcome.emitted
@@ -85,46 +84,50 @@ def stop_policy(name: str, seed: int, reader: TableLM):
     return SelfVerify(3) if name.startswith("self-verify") else FixedLength(int(name[-1]))
 
 
-def method(name: str, target: TableLM, seed: int = 7):
+def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
     """A function that makes a fresh drafter, as every branch starts from nothing."""
     draft = TableLM(seed + 100)
     if name == "ar":
         return lambda: None
-    if name.startswith("spec:k="):
-        return lambda: DraftModelDrafter(draft, FixedLength(int(name[-1])), CAPACITY)
-    if name.startswith(("specdec++", "cost", "online", "confidence", "self-verify", "eagle:k=")):
+    if name.startswith(("spec:k=", "specdec++", "cost", "online", "confidence", "self-verify", "eagle:k=")):
         if name.endswith("eagle") or name.startswith("eagle"):
             head = random_eagle_head(seed)
-            return lambda: EagleDrafter(head, target, stop_policy(name, seed, target), CAPACITY)
-        return lambda: DraftModelDrafter(draft, stop_policy(name, seed, draft), CAPACITY)
+            return lambda: EagleDrafter(head, target, policies(name, seed, target, rows), CAPACITY)
+        return lambda: DraftModelDrafter(draft, policies(name, seed, draft, rows), CAPACITY)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
         judge = random_acceptance_head(seed, **TREE_JUDGE) if "value=head" in name else None
 
         def tree_drafter():
-            rule = TreeRule(TREE_TIMES, "depth=auto" in name) if "nodes=auto" in name else None
-            return EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY, judge=judge, rule=rule)
+            rules = [TreeRule(TREE_TIMES, "depth=auto" in name) for _ in range(rows)] if "nodes=auto" in name else None
+            return EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY, rows, judge=judge, rules=rules)
 
         return tree_drafter
+    return lambda: EachRow([sequence_drafter(name, target, draft, seed) for _ in range(rows)])
+
+
+def policies(name: str, seed: int, reader: TableLM, rows: int):
+    """A policy for each row."""
+    return [stop_policy(name, seed, reader) for _ in range(rows)]
+
+
+def sequence_drafter(name: str, target: TableLM, draft: TableLM, seed: int):
+    """A drafter of one sequence."""
     if name.startswith(("pre-verify", "pre+self-verify", "hsddw")):
         middle, dynamic = TableLM(seed + 200), name.startswith("hsddw")
         k = 1 if name.startswith("pre-verify") or name.endswith("eagle") else 2
         head = random_eagle_head(seed) if name.endswith("eagle") else None
-        most = 2 if head else 3
-
-        def inner():
-            stop = FixedLength(k) if name.startswith("pre-verify") else SelfVerify(k)
-            return EagleDrafter(head, middle, stop, CAPACITY) if head else DraftModelDrafter(draft, stop, CAPACITY)
-
-        return lambda: HierarchicalDrafter(middle, inner(), most, dynamic, CAPACITY)
+        stops = [FixedLength(k) if name.startswith("pre-verify") else SelfVerify(k)]
+        inner = EagleDrafter(head, middle, stops, CAPACITY) if head else DraftModelDrafter(draft, stops, CAPACITY)
+        return HierarchicalDrafter(middle, inner, 2 if head else 3, dynamic, CAPACITY)
     if name.startswith("pld"):
-        return lambda: PromptLookupDrafter(3, 2)
+        return PromptLookupDrafter(3, 2)
     if name.startswith("lookahead"):
-        return lambda: LookaheadDrafter(3, 3, 4)
+        return LookaheadDrafter(3, 3, 4)
     if name.startswith("pearl"):
-        return lambda: PearlDrafter(draft, int(name[-1]), CAPACITY)
+        return PearlDrafter(draft, int(name[-1]), CAPACITY)
     assert name == "tree"
-    return TableTrees
+    return TableTrees()
 
 
 EAGLE_TREES = {

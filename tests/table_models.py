@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.targets.base import ModelInfo, Scores
 from draftsmith.modules.types import SamplingParams
 
@@ -82,8 +83,10 @@ class TableLM:
             self._rows[prefix] = (logits, torch.randn(H, generator=rng, dtype=torch.float64))
         return self._rows[prefix]
 
-    def session(self, capacity: int) -> TableSession:
-        return TableSession(self, capacity)
+    def session(
+        self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None
+    ) -> TableSession:
+        return TableSession(self, rows, capacity)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self._embedding[input_ids]
@@ -91,7 +94,7 @@ class TableLM:
     def lm_head(self, hidden: Tensor) -> Tensor:
         return hidden @ self._lm_head.T
 
-    def features(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
         rows = [[self.row(tuple(ids[: t + 1]))[1] for t in range(len(ids))] for ids in input_ids.tolist()]
         return torch.stack([torch.stack(row) for row in rows])
 
@@ -102,39 +105,61 @@ class TableLM:
 class TableSession:
     """Remembers which tokens are cached and nothing else; the prefix of a token is what it can see."""
 
-    def __init__(self, lm: TableLM, capacity: int):
-        self._lm, self._capacity = lm, capacity
-        self._cached: list[int] = []
+    capture: tuple[int, ...] = ()
+    static = False
+
+    def __init__(self, lm: TableLM, rows: int, capacity: int):
+        self._lm, self._most, self._capacity = lm, rows, capacity
+        self._cached: list[list[int]] = [[] for _ in range(rows)]
 
     @property
-    def length(self) -> int:
-        return len(self._cached)
+    def lengths(self) -> list[int]:
+        return [len(cached) for cached in self._cached]
 
-    def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
-        parents = range(-1, len(tokens) - 1) if parents is None else parents
-        kept = tuple(self._cached)
+    def reset(self, rows: int) -> None:
+        assert rows <= self._most
+        self._cached = [[] for _ in range(rows)]
+
+    def extend(self, tokens: Any, parents: Any = None, num_logits: int = 1) -> Scores:
+        read = [
+            self._read(row, own, range(-1, len(own) - 1) if parents is None else parents[row])
+            for row, own in enumerate(tokens)
+        ]
+        # What is padding is to be looked at by nobody.
+        logits = [torch.stack([row[0] for row in own[-num_logits:]]) if own else torch.empty(0, V) for own in read]
+        features = [torch.stack([row[1] for row in own]) if own else torch.empty(0, H) for own in read]
+        return Scores(*(pad_sequence(part, True, torch.nan).double() for part in (logits, features)))
+
+    def _read(self, row: int, tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        kept = tuple(self._cached[row])
         prefixes: list[tuple[int, ...]] = []
         for token, parent in zip(tokens, parents, strict=True):
             prefixes.append((*(kept if parent < 0 else prefixes[parent]), token))
-        assert max(len(prefix) for prefix in prefixes) <= self._lm.info.max_position, "past the context"
-        self._cached += tokens
-        assert len(self._cached) <= self._capacity, "past the session's capacity"
-        rows = [self._lm.row(prefix) for prefix in prefixes]
-        logits = torch.stack([row[0] for row in rows[len(rows) - num_logits :]])
-        return Scores(logits, torch.stack([row[1] for row in rows]))
+        assert max(map(len, prefixes), default=0) <= self._lm.info.max_position, "past the context"
+        self._cached[row] += tokens
+        assert len(self._cached[row]) <= self._capacity, "past the session's capacity"
+        return [self._lm.row(prefix) for prefix in prefixes]
 
     def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        self._cached += tokens.tolist()
-        assert len(self._cached) <= self._capacity, "past the session's capacity"
-        prefixes = [tuple(self._cached[slot] for slot in row.nonzero()[:, 0].tolist()) for row in visible]
+        (cached,) = self._cached
+        cached += tokens.tolist()
+        assert len(cached) <= self._capacity, "past the session's capacity"
+        prefixes = [tuple(cached[slot] for slot in row.nonzero()[:, 0].tolist()) for row in visible]
         own = positions[-len(tokens) :].tolist()
         assert own == [len(prefix) - 1 for prefix in prefixes], "a token's position is the number of those before it"
-        assert len(positions) == visible.shape[1] == len(self._cached)
+        assert len(positions) == visible.shape[1] == len(cached)
         return torch.stack([self._lm.row(prefix)[1] for prefix in prefixes])
 
-    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
-        assert all(slot >= length for slot in slots) and list(slots) == sorted(set(slots))
-        self._cached = self._cached[:length] + [self._cached[slot] for slot in slots]
+    def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
+        paths = [()] * len(lengths) if slots is None else slots
+        for row, (length, path) in enumerate(zip(lengths, paths, strict=True)):
+            assert all(slot >= length for slot in path) and list(path) == sorted(set(path))
+            cached = self._cached[row]
+            assert length <= len(cached)
+            self._cached[row] = cached[:length] + [cached[slot] for slot in path]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._cached = [self._cached[row] for row in rows]
 
 
 def warped(logits: Tensor, params: SamplingParams) -> list[float]:
@@ -200,7 +225,7 @@ def decoded_law(
                 raise _Enough
 
         try:
-            generate(target, make_drafter(), PROMPT, params, max_new_tokens, source, eos_ids, watch)
+            generate_one(target, make_drafter(), PROMPT, params, max_new_tokens, source, eos_ids, watch)
         except _Enough:
             pass
         return tuple(emitted[:length])

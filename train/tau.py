@@ -13,7 +13,7 @@ from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.answers import spans
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.base import DraftHead
 from draftsmith.modules.sampling import TorchSource
@@ -65,7 +65,7 @@ class TauProbe:
                 drafter = head.drafter(target, [FixedLength(self.k)], capacity)
                 params, source = SamplingParams(), TorchSource(0)
                 ends = () if self.ignore_eos else None
-                made = generate(target, drafter, prompt, params, self.max_new_tokens, source, ends)
+                made = generate_one(target, drafter, prompt, params, self.max_new_tokens, source, ends)
                 behind = _behind_end(made.tokens, target.info.eos_ids)
                 counts += torch.tensor(
                     [made.trace.num_tokens, made.trace.num_target_calls, behind], dtype=torch.float64

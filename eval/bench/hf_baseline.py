@@ -24,6 +24,8 @@ from draftsmith.modules.types import InputError, SamplingParams, at_least
 class HFGenerate(Method):
     """transformers' own `generate`: a baseline that shares no code with this engine."""
 
+    batchable = False
+
 
 @dataclass(frozen=True)
 class HFAssisted(Method):
@@ -36,6 +38,7 @@ class HFAssisted(Method):
     k: int = 5
     t: float = 0.0
     uses = ("draft",)
+    batchable = False
 
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)

@@ -11,17 +11,14 @@ from torch import nn
 
 from draftsmith.data.models.naming import naming
 from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, load_hf_model
-from draftsmith.modules.decoding.batch import generate_batch
-from draftsmith.modules.decoding.chains import BatchDrafter
 from draftsmith.modules.decoding.learner import Learner
 from draftsmith.modules.decoding.loop import Generation, Round, generate
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.drafters.chains import rows_lm
 from draftsmith.modules.drafters.methods import Method, Models, Named
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.targets.base import CausalLM, RowsLM, RowsSession, Session
+from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams
 
 Built = TypeVar("Built")
 
@@ -35,11 +32,13 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class EngineRunner:
-    """This project's loop with one drafter, or none: a group's prompts one after the other.
+    """This project's loop with one drafter, or none.
 
     on_round: is called after every round.
-    session: the target's, used again for every prompt; None makes one for each.
+    session: the target's, used again for every group, with the features that the drafter reads; None makes one for
+        each.
     paths: flag -> what the user passed, for errors.
+    rows: prompts that are decoded together, which the drafter was built for; the others of a group follow.
     """
 
     target: CausalLM
@@ -49,43 +48,25 @@ class EngineRunner:
     on_round: Callable[[Round], None] | None = None
     session: Session | None = None
     paths: Mapping[str, str | None] = field(default_factory=dict)
+    rows: int = 1
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
+        made: list[Generation] = []
         with naming(paths=self.paths):
-            return [
-                generate(
+            for start in range(0, len(prompts), self.rows):
+                some = slice(start, start + self.rows)
+                made += generate(
                     self.target,
                     self.drafter,
-                    prompt,
+                    prompts[some],
                     self.params,
                     max_new_tokens,
-                    TorchSource(seed),
+                    [TorchSource(seed) for seed in seeds[some]],
                     self.eos_ids,
                     self.on_round,
                     session=self.session,
                 )
-                for prompt, seed in zip(prompts, seeds, strict=True)
-            ]
-
-
-# One loop over rows (issue 16): `BatchRunner` goes where `generate` takes a group, and `in_batches` with it.
-@dataclass(frozen=True)
-class BatchRunner:
-    """This project's batched loop: a group is decoded together. The session may be shared by methods in turn. Other
-    fields as of `EngineRunner`."""
-
-    target: RowsLM
-    drafter: BatchDrafter | None
-    params: SamplingParams
-    eos_ids: tuple[int, ...]
-    session: RowsSession
-    paths: Mapping[str, str | None] = field(default_factory=dict)
-
-    def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
-        with naming(paths=self.paths):
-            return generate_batch(
-                self.target, self.drafter, prompts, self.params, max_new_tokens, seeds, self.eos_ids, self.session
-            )
+        return made
 
 
 @dataclass(frozen=True)
@@ -114,48 +95,50 @@ def make_runners(named: Sequence[Named], models: Models, how: RunnerSettings) ->
             loaded[flag] = load_hf_model(path, how.dtype, device, how.trust_remote_code)
         return loaded[flag]
 
-    rows_session: RowsSession | None = None
-    session: Session | None = None
+    sessions: dict[tuple[int, ...], Session] = {}  # by what is captured; a GPU's graphs are worth keeping
+    if how.batch_size > 1:
+        check_rows("target", models.target)
+        check_rows("draft", models.draft)
     runners: dict[float, dict[str, Runner]] = {params.temperature: {} for params in how.modes}
     for label, method in ((item.label, item.method) for item in named):
         made: Sequence[Runner]
         if isinstance(method, HFAssisted | HFGenerate):
             assistant = (hf_model("draft"), method.k, method.t) if isinstance(method, HFAssisted) else ()
             made = [HFRunner(hf_model("target"), params, how.eos_ids, *assistant) for params in how.modes]
-        elif in_batches(method, models, how.batch_size):
-            target = rows_lm("target", models.target)
-            rows_session = rows_session or target.rows_session(how.batch_size, models.capacity)
-            drafters = built_for_each(partial(method.build_batch, models, how.batch_size), len(how.modes))
-            made = [
-                BatchRunner(target, drafter, params, how.eos_ids, rows_session, models.paths)
-                for drafter, params in zip(drafters, how.modes, strict=True)
-            ]
         else:
-            if session is None and models.target.device.type == "cuda":
-                session = models.target.session(models.capacity)  # its graphs are worth keeping
-            made = engine_runners(method, models, how, session)
+            made = engine_runners(method, models, how, how.batch_size, sessions)
         for params, each in zip(how.modes, made, strict=True):
             runners[params.temperature][label] = each
     return runners
 
 
 def engine_runners(
-    method: Method, models: Models, how: RunnerSettings, session: Session | None = None
+    method: Method,
+    models: Models,
+    how: RunnerSettings,
+    rows: int = 1,
+    sessions: dict[tuple[int, ...], Session] | None = None,
 ) -> list[EngineRunner]:
-    """A method of this engine, one prompt at a time: a runner for every way of sampling."""
-    drafters = built_for_each(partial(method.build, models), len(how.modes))
+    """A method of this engine: a runner for every way of sampling. sessions: those to use, by what they capture, to
+    which those are added that are made; None makes one for each group."""
+    drafters = built_for_each(partial(method.build, models, rows), len(how.modes))
+    capture = () if drafters[0] is None else drafters[0].capture
+    if sessions is not None and capture not in sessions:
+        sessions[capture] = models.target.session(rows, models.capacity, capture)
+    session = None if sessions is None else sessions[capture]
     return [
-        EngineRunner(models.target, drafter, params, how.eos_ids, session=session, paths=models.paths)
+        EngineRunner(models.target, drafter, params, how.eos_ids, session=session, paths=models.paths, rows=rows)
         for drafter, params in zip(drafters, how.modes, strict=True)
     ]
 
 
-def in_batches(method: Method, models: Models, batch_size: int) -> bool:
-    """Whether the batched loop runs it: several prompts at a time, or one on a GPU, which it keeps busier."""
-    if batch_size > 1:
-        return True
-    lean = all(isinstance(lm, LlamaLM) for lm in (models.target, models.draft) if lm is not None)
-    return models.target.device.type == "cuda" and method.batchable and lean
+def check_rows(role: str, lm: CausalLM | None) -> None:
+    """Raises:
+    InputError: the model cannot read rows side by side, as it is run by transformers.
+    """
+    if lm is not None and not isinstance(lm, LlamaLM):
+        found = "a model that only transformers can run"
+        raise InputError(role, found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
 
 
 def learners_of(owner: Any) -> list[Learner]:

@@ -70,7 +70,7 @@ class TracedRunner:
     def _answer(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
         runner, target_watch, draft_watch = self._runner, Stopwatch(wall_time), Stopwatch(wall_time)
         drafter = None if runner.drafter is None else _TimedDrafter(runner.drafter, draft_watch)
-        stop = _WatchedStop(runner.drafter) if hasattr(runner.drafter, "stop") else None
+        stop = _WatchedStop(runner.drafter) if hasattr(runner.drafter, "stops") else None
         rounds = _Rounds(self._place, runner.params, target_watch, draft_watch, stop, self._file)
 
         def on_round(done: Round) -> None:
@@ -190,38 +190,36 @@ class _TimedTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
 
-    def session(self, capacity: int) -> Any:
-        return _TimedSession(self._lm.session(capacity), self._watch)
+    def session(self, *args: Any, **how: Any) -> Any:
+        return _TimedSession(self._lm.session(*args, **how), self._watch)
 
 
 class _TimedSession:
     def __init__(self, session: Session, watch: Stopwatch):
-        self._session, self.extend, self.keep = session, watch.timed(session.extend), session.keep
+        self._session, self.extend = session, watch.timed(session.extend)
+        self.reset, self.keep, self.select = session.reset, session.keep, session.select
+        self.capture, self.static = session.capture, session.static
 
     @property
-    def length(self) -> int:
-        return self._session.length
+    def lengths(self) -> Sequence[int]:
+        return self._session.lengths
 
 
 class _TimedDrafter:
     """A drafter whose proposals are timed."""
 
     def __init__(self, drafter: Drafter, watch: Stopwatch):
-        self._drafter, self.propose = drafter, watch.timed(drafter.propose)
-        self.start, self.advance = drafter.start, drafter.advance
-
-    @property
-    def draft_calls(self) -> int:
-        return self._drafter.draft_calls
+        self.capture, self.propose = drafter.capture, watch.timed(drafter.propose)
+        self.start, self.advance, self.select = drafter.start, drafter.advance, drafter.select
 
 
 class _WatchedStop(Around):
     """A stop policy that remembers what it was shown in this round."""
 
     def __init__(self, drafter: Any):
-        super().__init__(drafter.stop)
+        super().__init__(drafter.stops[0])
         self._drafter = drafter
-        drafter.stop = self
+        drafter.stops[0] = self
         self._views: list[DraftView] = []
 
     def should_stop(self, view: DraftView) -> bool:
@@ -229,7 +227,7 @@ class _WatchedStop(Around):
         return super().should_stop(view)
 
     def restore(self) -> None:
-        self._drafter.stop = self.policy
+        self._drafter.stops[0] = self.policy
 
     def take(self) -> tuple[list[DraftView], list[float]]:
         """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a

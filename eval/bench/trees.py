@@ -7,8 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from draftsmith.modules.decoding.tree import StaticTree
-from draftsmith.modules.drafters.methods import MAX_NODES
+from draftsmith.modules.decoding.tree import MAX_NODES, StaticTree
 from draftsmith.modules.types import InputError, at_most
 
 

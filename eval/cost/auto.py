@@ -20,7 +20,7 @@ import torch
 from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import RESULTS
-from draftsmith.eval.bench.runner import BatchRunner, EngineRunner, Runner
+from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.cost.clock import Clock, clock_of, interleaved
 from draftsmith.eval.cost.forwards import PROPOSALS, STEPS, DraftCost, draft_cost, straight, target_curves
 from draftsmith.eval.replay.record import Recording, TargetAnswers
@@ -28,8 +28,9 @@ from draftsmith.modules.acceptance.tree_rule import TreeTimes
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.chains import build_chain, build_chains, rows_lm
-from draftsmith.modules.drafters.methods import MAX_NODES, MachineTimes, Models
+from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.drafters.chains import build_chains
+from draftsmith.modules.drafters.methods import MachineTimes, Models
 from draftsmith.modules.types import InputError, SamplingParams
 
 SHORT, LONG = 1, 6  # drafted tokens of the rounds that are compared for c
@@ -60,12 +61,12 @@ class MeasuredTimes(MachineTimes):
         self.step_costs |= state.get("step_costs", {})
         self.seconds |= state.get("tree_times", {})
 
-    def step_cost(self, models: Models, drafter: str, rows: int | None = None) -> float:
+    def step_cost(self, models: Models, drafter: str, rows: int = 1) -> float:
         """c: what one more drafted token takes, by a round without a draft.
 
-        drafter: what drafts chains. rows: decoded together by the batched loop; None of the loop for one sequence.
+        drafter: what drafts chains. rows: that are decoded together.
         """
-        key = drafter if rows is None else f"{drafter}, batches of {rows}"
+        key = drafter if rows == 1 else f"{drafter}, batches of {rows}"
         if key not in self.step_costs:
             self.step_costs[key] = measure_step_cost(models, drafter, rows, clock_of(models.target.device))
             about = f"a drafted token's time in rounds without a draft, measured here ({key})"
@@ -111,7 +112,7 @@ def times_of_run(directory: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def measure_step_cost(models: Models, drafter: str, rows: int | None, clock: Clock) -> float:
+def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> float:
     """c from short answers with drafts of two lengths, interleaved, less the time of their prompts. 1 where the context
     has no room for drafts of two lengths.
 
@@ -120,7 +121,7 @@ def measure_step_cost(models: Models, drafter: str, rows: int | None, clock: Clo
     """
     made: dict[str, Generation] = {}
     room = models.target.info.max_position
-    prompts, seeds = [[1] * max(1, min(C_PROMPT, room // 2))] * (rows or 1), [0] * (rows or 1)
+    prompts, seeds = [[1] * max(1, min(C_PROMPT, room // 2))] * rows, [0] * rows
 
     def answer(name: str, runner: Runner, count: int) -> Callable[[], None]:
         def call() -> None:
@@ -147,14 +148,12 @@ def measure_step_cost(models: Models, drafter: str, rows: int | None, clock: Clo
     return statistics.median(found)
 
 
-def fixed_runner(models: Models, drafter: str, rows: int | None, k: int) -> Runner:
+def fixed_runner(models: Models, drafter: str, rows: int, k: int) -> Runner:
     """Greedy answers, never ended, with k drafted tokens a round."""
     models, greedy = replace(models, ends=()), SamplingParams()
-    if rows is None:
-        return EngineRunner(models.target, build_chain(models, drafter, FixedLength(k)), greedy, ())
-    target = rows_lm("target", models.target)
     chains = build_chains(models, drafter, [FixedLength(k) for _ in range(rows)])
-    return BatchRunner(target, chains, greedy, (), target.rows_session(rows, models.capacity))
+    session = models.target.session(rows, models.capacity, chains.capture)
+    return EngineRunner(models.target, chains, greedy, (), session=session, rows=rows)
 
 
 def per_round(made: Generation, seconds: float) -> tuple[float, float]:

@@ -12,7 +12,8 @@ import torch
 from draftsmith.eval.cost.clock import Clock, Stopwatch, medians
 from draftsmith.eval.replay.coupling import ReadAnswer
 from draftsmith.eval.replay.record import Recording, walk
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome
+from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
@@ -58,12 +59,13 @@ def target_curves(
     """
     limit = target.info.max_position
     kept = max(1, min(context, len(ids), limit - min(max(rows_read), limit // 2)))
-    session = target.session(kept + max(rows_read) + 1)
-    session.extend(ids[:kept])
+    session = target.session(1, kept + max(rows_read) + 1)
+    session.extend([ids[:kept]])
 
     def call(rows: int, tree: bool) -> None:
-        session.extend([ids[i % len(ids)] for i in range(rows)], tree_parents(rows) if tree else None, num_logits=rows)
-        session.keep(kept)
+        fed = [ids[i % len(ids)] for i in range(rows)]
+        session.extend([fed], [tree_parents(rows)] if tree else None, num_logits=rows)
+        session.keep([kept])
 
     def levels(rows: int, tree: bool) -> int:
         return num_levels(tree_parents(rows)) if tree else rows
@@ -96,28 +98,30 @@ class ProbedDrafter:
 
     def __init__(self, drafter: Drafter, clock: Clock):
         self._drafter, self._watch, self._number = drafter, Stopwatch(clock), 0
+        self.capture = drafter.capture
         self.prefill: list[float] = []
         self.seconds: dict[int, list[float]] = {}
 
-    @property
-    def draft_calls(self) -> int:
-        return self._drafter.draft_calls
-
-    def start(self, prompt: Sequence[int], features: torch.Tensor, first_token: int) -> None:
+    def start(
+        self, prompts: Sequence[Sequence[int]], features: Sequence[torch.Tensor], first_tokens: Sequence[int]
+    ) -> None:
         self._number = 0
-        self._drafter.start(prompt, features, first_token)
+        self._drafter.start(prompts, features, first_tokens)
 
-    def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
-        count = min(STEPS if self._number % 2 else 1, max_drafted)
-        tree = self._watch.timed(self._drafter.propose)(count, params, source)
-        taken, calls = self._watch.take(), self._drafter.draft_calls
-        if tree.tokens and calls:
+    def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
+        counts = [min(STEPS if self._number % 2 else 1, limit) for limit in limits]
+        trees = self._watch.timed(self._drafter.propose)(counts, params, sources)
+        taken, calls = self._watch.take(), trees[0].draft_calls
+        if trees[0].tokens and calls:
             (self.seconds.setdefault(calls, []) if self._number else self.prefill).append(taken)
         self._number += 1
-        return tree
+        return trees
 
-    def advance(self, outcome: Outcome) -> None:
-        self._drafter.advance(outcome)
+    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
+        self._drafter.advance(outcomes)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._drafter.select(rows)
 
 
 def draft_cost(

@@ -21,7 +21,7 @@ from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
-from draftsmith.modules.drafters.chains import Chain, StopRule, build_chain
+from draftsmith.modules.drafters.chains import Chain, StopRule, build_chains
 from draftsmith.modules.drafters.methods import Autoregressive, DynamicTrees, Method, Models, Named
 from draftsmith.modules.types import SamplingParams
 
@@ -142,7 +142,7 @@ def fixed_drafter(models: Models, method: Method) -> Drafter:
     """What drafts with this method, without a rule that ends its drafts."""
     if isinstance(method, DynamicTrees):
         return method.fixed(models, method.topk, STEPS)
-    return build_chain(models, method.needs[0], FixedLength(STEPS))
+    return build_chains(models, method.needs[0], [FixedLength(STEPS)])
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.batch import generate_batch
-from draftsmith.modules.decoding.chains import BatchDrafter, BatchOutcome, Chains
 from draftsmith.modules.decoding.loop import Round, generate
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.sampling import TorchSource
-from draftsmith.modules.targets.base import CausalLM, RowsLM, RowsSession
+from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
 
 
@@ -60,51 +58,47 @@ class SingleLoop:
     target: CausalLM
     drafter: Drafter | None
     ends: tuple[int, ...]
+    session: Session | None = None
     name = "single"
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
     ) -> list[Answer]:
-        return [self._answer(prompt, params, max_new_tokens, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        return [
+            answer
+            for prompt, seed in zip(prompts, seeds, strict=True)
+            for answer in self.answers([prompt], params, max_new_tokens, [seed])
+        ]
 
-    def _answer(self, prompt: Sequence[int], params: SamplingParams, max_new_tokens: int, seed: int) -> Answer:
-        places: list[Place] = []
+    def answers(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
+    ) -> list[Answer]:
+        """Of prompts that are decoded together."""
+        places: list[list[Place]] = [[] for _ in prompts]
         made = generate(
             self.target,
             self.drafter,
-            prompt,
+            prompts,
             params,
             max_new_tokens,
-            TorchSource(seed),
+            [TorchSource(seed) for seed in seeds],
             self.ends,
-            lambda done: places.extend(places_of(done)),
+            lambda done: places[done.row].extend(places_of(done)),
+            session=self.session,
         )
-        return Answer(made.tokens, places)
+        return [Answer(answer.tokens, own) for answer, own in zip(made, places, strict=True)]
 
 
 @dataclass(frozen=True)
-class BatchedLoop:
-    """`modules.decoding.batch.generate_batch`, which `eval bench --batch-size` and CUDA use."""
+class BatchedLoop(SingleLoop):
+    """The same with all prompts together, as `eval bench --batch-size` and CUDA decode."""
 
-    target: RowsLM
-    drafter: BatchDrafter | None
-    ends: tuple[int, ...]
-    session: RowsSession
     name = "batched"
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
     ) -> list[Answer]:
-        watched = None if self.drafter is None else Watched(self.drafter)
-        made = generate_batch(
-            self.target, watched, prompts, params, max_new_tokens, seeds, self.ends, session=self.session
-        )
-        found = []
-        for row, generation in enumerate(made):
-            count = len(generation.tokens)
-            places = [Place()] * count if watched is None else [Place(), *watched.places[row]][:count]
-            found.append(Answer(generation.tokens, places))
-        return found
+        return self.answers(prompts, params, max_new_tokens, seeds)
 
 
 def places_of(done: Round) -> list[Place]:
@@ -120,43 +114,6 @@ def places_of(done: Round) -> list[Place]:
         else:
             found.append(Place(i == 0, tree.draft_prob[i].clone() if i < len(tree.tokens) else None))
     return found
-
-
-class Watched:
-    """A drafter of the batched loop, and the places of every row's tokens after the first.
-
-    Rows that are done idle along: a row's last places may be of nothing that was emitted.
-    """
-
-    def __init__(self, drafter: BatchDrafter):
-        self._drafter, self.max_drafted, self.model = drafter, drafter.max_drafted, drafter.model
-        self._chains: Chains | None = None
-        self.places: list[list[Place]] = []
-        self._rows: list[list[Place]] = []  # of the rows that are decoded on
-
-    def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
-        self.places = [[] for _ in prompts]
-        self._rows = list(self.places)
-        self._drafter.start(prompts, features, first_tokens)
-
-    def propose(self, limits: Sequence[int], params: SamplingParams, uniforms: Tensor) -> Chains | None:
-        self._chains = self._drafter.propose(limits, params, uniforms)
-        return self._chains
-
-    def advance(self, outcome: BatchOutcome) -> None:
-        chains, self._chains = self._chains, None  # a round in which no row may draft proposes nothing
-        for row, emitted in enumerate(outcome.emitted):
-            drafted = chains.num_drafted[row] if chains is not None else 0
-            for i in range(len(emitted)):
-                distribution = None
-                if chains is not None and chains.draft_prob is not None and i < drafted:
-                    distribution = chains.draft_prob[row, i].clone()
-                self._rows[row].append(Place(i == 0, distribution))
-        self._drafter.advance(outcome)
-
-    def select(self, rows: Tensor) -> None:
-        self._rows = [self._rows[row] for row in rows.tolist()]
-        self._drafter.select(rows)
 
 
 def seed_of(*of: Any) -> int:

@@ -29,13 +29,12 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import check_methods, load_models
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import hardware
-from draftsmith.eval.lossless.answers import BatchedLoop, Loop, SingleLoop
+from draftsmith.eval.lossless.answers import BatchedLoop, SingleLoop
 from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test
 from draftsmith.eval.lossless.sampling import Asked, SamplingTest
 from draftsmith.eval.settings import Answers, PromptChoice, Running
-from draftsmith.modules.drafters.chains import rows_lm
 from draftsmith.modules.drafters.methods import Method, Models, Named, parse_methods
-from draftsmith.modules.targets.base import CausalLM, RowsSession
+from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, at_least, between
 
@@ -133,20 +132,19 @@ def certify(
     expected = greedy_answers(plain, prompts, config.max_new_tokens, 1, config.seed)
     batched = {item.label: in_batches(item.method, models) for item in named}
     asked = asked_of(config, target, sum(1 + both for both in batched.values()), config.seed)
-    session = make_session([name for both in batched.values() for name in LOOPS[: 1 + both]], models, config)
     found = []
     for item in named:
         loops = []
         for name in LOOPS[: 1 + batched[item.label]]:
             together = config.batch_size if name == "batched" else 1
-            loop = loop_of(item.method, name, models, config, session)
+            loop = loop_of(item.method, name, models, config)
             answers = greedy_answers(loop, prompts, config.max_new_tokens, together, config.seed)
             limits = (config.max_new_tokens, reference, target.info, config.max_gap)
             row: dict[str, Any] = {"loop": name, "greedy": greedy_test(answers, expected, prompts, ends, *limits)}
             row["sampling"] = None
             if config.sampled_prompts:
                 some = prompts[: config.sampled_prompts]
-                fresh = loop_of(item.method, name, models, config, session)  # has learned nothing yet
+                fresh = loop_of(item.method, name, models, config)  # has learned nothing yet
                 test = SamplingTest(item.label, fresh, target, some, asked, say)
                 row["sampling"] = test.run()
             row["passed"] = all(test["passed"] for test in (row["greedy"], row["sampling"]) if test is not None)
@@ -174,27 +172,20 @@ def asked_of(config: LosslessConfig, target: CausalLM, tests: int, seed: int) ->
     )
 
 
-def make_session(loops: Sequence[str], models: Models, config: LosslessConfig) -> RowsSession | None:
-    """What the batched loop of every method reads with."""
-    if "batched" not in loops:
-        return None
-    return rows_lm("target", models.target).rows_session(config.batch_size, models.capacity)
-
-
-def loop_of(method: Method, name: str, models: Models, config: LosslessConfig, session: RowsSession | None) -> Loop:
+def loop_of(method: Method, name: str, models: Models, config: LosslessConfig) -> SingleLoop:
     """The method in one of the loops, with a drafter of its own."""
-    ends = ends_of(config, models.target)
+    ends, rows = ends_of(config, models.target), config.batch_size if name == "batched" else 1
+    drafter = method.build(models, rows)
     if name == "single":
-        return SingleLoop(models.target, method.build(models), ends)
-    assert session is not None
-    drafter = method.build_batch(models, config.batch_size)
-    return BatchedLoop(rows_lm("target", models.target), drafter, ends, session)
+        return SingleLoop(models.target, drafter, ends)
+    capture = () if drafter is None else drafter.capture
+    return BatchedLoop(models.target, drafter, ends, models.target.session(rows, models.capacity, capture))
 
 
 def in_batches(method: Method, models: Models) -> bool:
-    """Whether the batched loop can run it: it has a form for several prompts, and its models read rows side by side."""
-    lean = all(isinstance(lm, LlamaLM) for lm in (models.target, models.draft) if lm is not None)
-    return method.batchable and lean
+    """Whether it can be run for several prompts together: its models read rows side by side."""
+    lms = (models.target, models.draft, models.mid)
+    return method.batchable and all(isinstance(lm, LlamaLM) for lm in lms if lm is not None)
 
 
 def write(config: LosslessConfig, named: Sequence[Named], found: Sequence[dict[str, Any]], target: CausalLM) -> None:

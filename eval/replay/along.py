@@ -38,8 +38,8 @@ def accept_along(
     found = recorded.accept_prob.copy()
     text = reading.text.tokens
     limit = target.info.max_position - len(prompt)
-    session = target.session(len(prompt) + len(text) + MAX_NODES + recorded.depth)
-    session.extend(prompt)
+    session = target.session(1, len(prompt) + len(text) + MAX_NODES + recorded.depth, static=False)
+    session.extend([prompt])
     tree = _of_text(text)
     for row, start in enumerate(recorded.start.tolist()):
         drafted = [token for token in recorded.token[row].tolist() if token >= 0][: max(limit - start, 0)]
@@ -78,8 +78,8 @@ def _judge(session: Session, kept: int, tree: _Tree, params: SamplingParams, log
     """
     if not tree.wanted:
         return
-    logits = session.extend(tree.tokens, tree.parents, num_logits=len(tree.tokens)).logits
-    session.keep(kept)
+    logits = session.extend([tree.tokens], [tree.parents], num_logits=len(tree.tokens)).logits[0]
+    session.keep([kept])
     rows, places, nodes, tokens = (list(column) for column in zip(*tree.wanted, strict=True))
     needed, inverse = np.unique(nodes, return_inverse=True)
     laws = probabilities(logits[torch.from_numpy(needed).to(logits.device)], params)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.replay.rollouts import TargetAnswer
-from draftsmith.modules.decoding.protocols import Source
 from draftsmith.modules.finite import checked
-from draftsmith.modules.sampling import best_tokens, draw_rows, probabilities, residual
+from draftsmith.modules.sampling import Source, best_tokens, draw_rows, probabilities, residual
 from draftsmith.modules.types import SamplingParams
 
 

@@ -8,6 +8,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.coupling import verdict_of
 from draftsmith.eval.replay.record import Recording, TargetAnswers, walk
 from draftsmith.eval.replay.rollouts import ChainRollouts
+from draftsmith.modules.decoding.protocols import EachRow
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
 
 
@@ -27,7 +28,7 @@ class LookupRecorder:
         shape = (length - 1, how.depth)
         token, accept = np.full(shape, -1, np.int64), np.full(shape, np.nan)
         accepted, past_end = np.zeros(length - 1, np.int64), np.zeros(length - 1, np.int64)
-        drafter = PromptLookupDrafter(how.depth, self._ngram)
+        drafter = EachRow([PromptLookupDrafter(how.depth, self._ngram)])
         for start, tree in walk(drafter, reading, prompt.prompt_ids, how, how.depth, number):
             row, drafted = start - 1, tree.tokens
             token[row, : len(drafted)] = drafted

@@ -16,10 +16,10 @@ from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, ReadAns
 from draftsmith.eval.replay.rollouts import ChainRollouts, Rollouts, TargetAnswer, joined
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.branches import DraftModelBranches, SideBySide
-from draftsmith.modules.decoding.loop import Generation, generate, room_for
+from draftsmith.modules.decoding.loop import Generation, generate_one, room_for
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Outcome
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.chains import build_chain
+from draftsmith.modules.drafters.chains import build_chains
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import TorchSource, best_token, probabilities
@@ -54,7 +54,7 @@ class TargetAnswers:
     def _generation(self, prompt: BenchPrompt, number: int) -> Generation:
         if number not in self._made:
             how, source = self._how, TorchSource(self._how.seed + number)
-            self._made[number] = generate(
+            self._made[number] = generate_one(
                 self._target, None, prompt.prompt_ids, how.params, how.max_new_tokens, source, how.eos_ids
             )
         return self._made[number]
@@ -67,19 +67,19 @@ class TargetAnswers:
         room = room_for(ids, how.max_new_tokens, target.info)
         answer = TargetAnswer(prompt.id, prompt.task, len(ids), made.tokens, made.ended, room)
         count = min(further, room - len(made.tokens)) if made.ended else 0
-        session = target.session(len(ids) + len(made.tokens) + count)
-        read = session.extend([*ids, *made.tokens], num_logits=len(made.tokens) + 1)
-        tokens, rows = list(made.tokens), [read.logits]
+        session = target.session(1, len(ids) + len(made.tokens) + count, static=False)
+        read = session.extend([[*ids, *made.tokens]], num_logits=len(made.tokens) + 1)
+        tokens, rows = list(made.tokens), [read.logits[0]]
         source = TorchSource(seed_of(how.seed, number))
         for _ in range(count):
             last = rows[-1][-1]
             with blame("target", len(ids) + len(tokens)):
                 tokens.append(best_token(last) if how.params.greedy else source.draw(probabilities(last, how.params)))
-            rows.append(session.extend([tokens[-1]]).logits)
+            rows.append(session.extend([tokens[-1:]]).logits[0])
         logits = torch.cat(rows)[: len(tokens)]
         laws = None if how.params.greedy else probabilities(logits, how.params)
         uniforms = [source.uniform() for _ in tokens]
-        return ReadAnswer(answer, TargetText(tokens, laws, uniforms), read.features, logits)
+        return ReadAnswer(answer, TargetText(tokens, laws, uniforms), read.features[0], logits)
 
 
 def seed_of(*numbers: int) -> int:
@@ -92,15 +92,15 @@ def walk(
 ) -> Iterator[tuple[int, DraftTree]]:
     """(t, draft) of every round that begins before token t = 1, 2, ... of the answer, at most `count` tokens deep."""
     tokens, read = reading.answer.tokens, len(prompt)
-    drafter.start(prompt, reading.features[:read], tokens[0])
+    drafter.start([prompt], [reading.features[:read]], [tokens[0]])
     for start in range(1, len(tokens)):
         free = TorchSource(seed_of(how.seed, number, start))
         with blame(offset=read + start):
-            tree = drafter.propose(count, how.params, CoupledSource(reading.text, start, free))
+            (tree,) = drafter.propose([count], how.params, [CoupledSource(reading.text, start, free)])
         yield start, tree
         # The feature that predicts token t is that of the token before it.
         row = slice(read + start - 1, read + start)
-        drafter.advance(Outcome((tokens[start],), 0, reading.features[row], reading.logits[start : start + 1]))
+        drafter.advance([Outcome((tokens[start],), 0, reading.features[row], reading.logits[start : start + 1])])
 
 
 class _Keep(FixedLength):
@@ -140,7 +140,7 @@ class ChainRecorder:
         self._name = drafter
         # One token more than is kept: a head of state `after` judges a token once the forward behind it has read it.
         self._keep = _Keep(how.depth + 1)
-        self._drafter = build_chain(models, drafter, self._keep)
+        self._drafter = build_chains(models, drafter, [self._keep])
         self._models, self._side_by_side = models, side_by_side
         self._target, self._along = models.target, along and not how.params.greedy
         self._embed = models.embedder(drafter).embed

@@ -14,7 +14,7 @@ from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, Re
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import CostRule, Rule, ThresholdRule
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
-from draftsmith.modules.decoding.tree import num_candidates
+from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
 from draftsmith.modules.drafters.chains import (
     ByHead,
     ByPrediction,
@@ -27,7 +27,7 @@ from draftsmith.modules.drafters.chains import (
     by_drafter,
     chain_methods,
 )
-from draftsmith.modules.drafters.methods import MAX_NODES, DynamicTrees, Named, parse_methods, tree_methods
+from draftsmith.modules.drafters.methods import DynamicTrees, Named, parse_methods, tree_methods
 from draftsmith.modules.drafters.prompt_lookup import PromptLookup
 
 HEAD = "acceptance"  # label of its logits in the rollouts

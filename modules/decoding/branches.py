@@ -89,13 +89,12 @@ class BranchedText:
         """Read a text of T tokens in the place of the last one."""
         needed = len(tokens) + self._room
         if self._session is None or needed > self._capacity:
-            # Wide enough for most of what follows: a session may hold graphs that are worth keeping.
+            # Wide enough for most of what follows.
             self._capacity = 1 << (needed - 1).bit_length()
-            self._session = self._lm.session(self._capacity)
-        self._session.keep(0)
+            self._session = self._lm.session(1, self._capacity, static=False)
+        self._session.reset(1)
         with as_decoding(self._device):
-            # A copy, as the session's next call may write over what this one gave.
-            self._features = self._session.extend(tokens).features.clone()
+            self._features = self._session.extend([tokens]).features[0]
         self._length = len(tokens)
 
     @property
@@ -128,7 +127,7 @@ class BranchedText:
     def drop(self) -> None:
         """Forget the branches that `level` has read."""
         assert self._session is not None, "open a text first"
-        self._session.keep(self._length)
+        self._session.keep([self._length])
 
 
 def target_states(text: BranchedText, starts: Sequence[int], drafted: Tensor) -> Tensor:

@@ -1,55 +1,140 @@
-"""Drawing one chain: the loop that every chain drafter shares, whatever gives its logits."""
+"""Drawing chains: the loop that every chain drafter shares, whatever gives its logits, for any number of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import DraftTree, DraftView, Source, StopPolicy
-from draftsmith.modules.finite import NonFinite
-from draftsmith.modules.sampling import best_token, probabilities
+from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, DraftView, StopPolicy, chain_parents
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.finite import NO_TOKEN, NonFinite, of_row
+from draftsmith.modules.sampling import (
+    Source,
+    TorchSource,
+    best_token,
+    best_tokens,
+    chosen,
+    draw_each,
+    draw_rows,
+    own_uniforms,
+    probabilities,
+)
 from draftsmith.modules.types import SamplingParams
 
+# Read each row's next drafted token, a list of one or none a row or int64 [B, 1]; the logits [B, V] of what follows and
+# the states [B, H] there, which mean nothing of rows that were fed none.
+Step = Callable[[list[list[int]] | Tensor], tuple[Tensor, Tensor]]
 
-def draft_chain(
+
+def draft_chains(
     logits: Tensor,
     states: Tensor,
-    step: Callable[[int], tuple[Tensor, Tensor]],
-    stop: StopPolicy,
-    max_drafted: int,
+    step: Step,
+    stops: Sequence[StopPolicy],
+    limits: Sequence[int],
     params: SamplingParams,
-    source: Source,
-    context: Sequence[int] = (),
-) -> DraftTree:
-    """Draft until `stop` says so, at most `max_drafted` tokens.
+    sources: Sequence[Source],
+    contexts: Sequence[Sequence[int]],
+) -> list[DraftTree]:
+    """Draft in each row until its own policy says so, at most limits[b] tokens.
 
-    logits [V], states [T, H]: of the forward that read the last emitted token, whose hidden state is the last one.
-    step(token): read one drafted token; the logits [V] of what follows, and the hidden state [1, H].
-    context: what the policy may look at, all tokens before the draft.
-    The token that `stop` was shown last stays in the draft: it is paid for, and dropping it would bias the output.
+    logits [B, V], states [B, H]: of the forward that read the last emitted tokens.
+    contexts: what policies may look at, each row's tokens before its draft.
+    The token that a policy was shown last stays in the draft: it is paid for, and dropping it would bias the output.
 
     Raises:
-        NonFinite: the drafter's logits, or what the policy reads; its position is the token's place in the draft.
+        NonFinite: the drafter's logits, or what a policy reads; its position is the token's place in the row's draft.
     """
-    tokens: list[int] = []
-    laws: list[Tensor] = []
-    stop.start_round()
+    ends = [min(limit, stop.max_drafted) for limit, stop in zip(limits, stops, strict=True)]
+    for stop, end in zip(stops, ends, strict=True):
+        if end > 0:
+            stop.start_round()
+    fixed = logits.is_cuda and all(isinstance(stop, FixedLength) for stop in stops)
+    if fixed and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
+        return draft_unseen(logits, step, ends, params, sources)
+    tokens: list[list[int]] = [[] for _ in ends]
+    laws: list[list[Tensor]] = [[] for _ in ends]
+    rows = [row for row, end in enumerate(ends) if end > 0]
+    while rows:
+        drawn, own_laws = _choose(logits, rows, len(tokens[rows[0]]), params, sources)
+        more: list[list[int]] = [[] for _ in ends]
+        going = []
+        for i, row in enumerate(rows):
+            token, drafted = drawn[i], tokens[row]
+            drafted.append(token)
+            law = None
+            if own_laws is not None:
+                law = own_laws[i]
+                laws[row].append(law)
+            count = len(drafted)
+            own_states = states if len(ends) == 1 else states[row : row + 1]
+            view = DraftView(count, token, own_states, logits[row], law, params.temperature, contexts[row])
+            with of_row(row, count):
+                stopped = stops[row].should_stop(view)
+            if not stopped and count < ends[row]:
+                going.append(row)
+                more[row].append(token)
+        rows = going
+        if rows:
+            logits, states = step(more)
+    return [_chain(drafted, torch.stack(own) if own else None) for drafted, own in zip(tokens, laws, strict=True)]
+
+
+def _chain(tokens: Sequence[int], laws: Tensor | None) -> DraftTree:
+    count = len(tokens)
+    return DraftTree(tuple(tokens), chain_parents(count), laws, draft_calls=count) if count else NO_DRAFT
+
+
+def _choose(
+    logits: Tensor, rows: Sequence[int], place: int, params: SamplingParams, sources: Sequence[Source]
+) -> tuple[list[int], Any]:
+    """A token for each of `rows`, and the laws that they were drawn from; place: of the tokens in their drafts."""
     try:
-        while len(tokens) < max_drafted:
-            if params.greedy:
-                law = None
-                token = best_token(logits)
-            else:
-                law = probabilities(logits, params)
-                token = source.draw(law)
-                laws.append(law)
-            tokens.append(token)
-            view = DraftView(len(tokens), token, states, logits, law, params.temperature, context)
-            if stop.should_stop(view) or len(tokens) == max_drafted:
-                break
-            logits, states = step(token)
+        if params.greedy:
+            if logits.is_cuda:
+                return chosen(best_tokens(logits[list(rows)])), None
+            tokens = []
+            for i, row in enumerate(rows):
+                with of_row(i):
+                    tokens.append(best_token(logits[row]))
+            return tokens, None
+        laws = probabilities(logits if len(rows) == len(logits) else logits[list(rows)], params)
+        return draw_each(laws, [sources[row] for row in rows]), laws
     except NonFinite as error:
-        raise error.passed(offset=len(tokens)) from None
-    return DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), torch.stack(laws) if laws else None)
+        error.row = rows[error.row or 0]
+        raise error.passed(offset=place) from None
+
+
+def draft_unseen(
+    logits: Tensor, step: Step, ends: Sequence[int], params: SamplingParams, sources: Sequence[Source]
+) -> list[DraftTree]:
+    """Chains of known lengths on a GPU: the host learns of their tokens when all are drawn. Rows that are to stop are
+    drafted on with the others, and what is drafted is padding."""
+    most = max(ends, default=0)
+    if most < 1:
+        return [NO_DRAFT] * len(ends)
+    uniforms = None if params.greedy else own_uniforms(sources, [max(end, 0) for end in ends], logits.device)
+    drawn: list[Tensor] = []
+    laws: list[Tensor] = []
+    while True:
+        if uniforms is None:
+            drawn.append(best_tokens(logits))
+        else:
+            laws.append(probabilities(logits, params))
+            drawn.append(draw_rows(laws[-1], uniforms[:, len(drawn)]))
+        if len(drawn) == most:
+            break
+        logits, _ = step(drawn[-1].clamp_min(0)[:, None])  # what stands for no token cannot be read
+    tokens = torch.stack(drawn, 1).tolist()
+    stacked = torch.stack(laws, 1) if laws else None
+    for row, end in enumerate(ends):
+        if NO_TOKEN in tokens[row][: max(end, 0)]:
+            what = "logits" if stacked is None else "probabilities"
+            raise NonFinite(what, position=tokens[row].index(NO_TOKEN), row=row)
+    return [
+        _chain(own[: max(end, 0)], None if stacked is None else stacked[row, :end])
+        for row, (own, end) in enumerate(zip(tokens, ends, strict=True))
+    ]

@@ -1,21 +1,26 @@
-"""The decoder's only loop: draft, score, verify, commit. Autoregressive decoding is the loop without a drafter."""
+"""The decoder's only loop: draft, score, verify, commit, for any number of rows, one row a special case.
+
+Each row is decoded as if it were alone: its drafts, its lengths, its random numbers and its counts do not depend on the
+rows beside it. Autoregressive decoding is the loop without a drafter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source, Verdict
+from draftsmith.modules.decoding.protocols import NO_DRAFT, Drafter, DraftTree, Outcome, Verdict
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
+from draftsmith.modules.decoding.tree import MAX_NODES
 from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.finite import blame
+from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM, ModelInfo, Scores, Session, check_ids
 from draftsmith.modules.types import InputError, SamplingParams
-
-EMPTY = DraftTree((), ())
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Round:
     """What `on_round` sees: the tokens a round emitted, of which the first `num_accepted` had been drafted.
 
     tree, verdict and step: what was drafted, what the target decided, and the counts; logits: [N+1, V] of the target,
-    row 0 scores the root's children. None for the prefill, which emits the first token.
+    row 0 scores the root's children. None for the prefill, which emits the first token. row: number of the prompt.
     """
 
     tokens: list[int]
@@ -41,6 +46,7 @@ class Round:
     verdict: Verdict | None = None
     step: DecodeStep | None = None
     logits: Tensor | None = None
+    row: int = 0
 
 
 def session_capacity(prompt_length: int, max_new_tokens: int, max_nodes: int) -> int:
@@ -52,45 +58,63 @@ def session_capacity(prompt_length: int, max_new_tokens: int, max_nodes: int) ->
 def generate(
     target: CausalLM,
     drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    max_new_tokens: int,
+    sources: Sequence[Source],
+    eos_ids: Sequence[int] | None = None,
+    on_round: Callable[[Round], None] | None = None,
+    max_nodes: int = MAX_NODES,
+    session: Session | None = None,
+) -> list[Generation]:
+    """Generate up to `max_new_tokens` for each prompt; the output follows the target's law whatever the drafter does.
+
+    sources: one a prompt: what a row draws is its source's whatever the rows beside it.
+    eos_ids: tokens that end an answer (kept in it); None takes the target's, () never ends.
+    max_nodes: most drafted tokens of a row that the target scores in one call.
+    session: one of the target's to use again, for the graphs that it holds, with room for these rows and the features
+        that the drafter reads; None makes one.
+
+    Raises:
+        InputError: empty prompt, one with tokens that the target does not have, or with no room left in its context.
+        NonFinite: a model gave numbers that choose no token; its row is the prompt's number.
+    """
+    ends = frozenset(target.info.eos_ids if eos_ids is None else eos_ids)
+    rows = [
+        _Row(number, prompt, source, ends, room_for(prompt, max_new_tokens, target.info))
+        for number, (prompt, source) in enumerate(zip(prompts, sources, strict=True))
+    ]
+    capture = () if drafter is None else drafter.capture
+    if session is None:
+        most = max(session_capacity(row.num_prompt, row.room, max_nodes) for row in rows)
+        session = target.session(len(rows), min(most, target.info.max_position + max_nodes + 1), capture)
+    if session.capture != capture:
+        raise ValueError(f"session: captures {session.capture}, and the drafter reads {capture}")
+    session.reset(len(rows))
+    batch = _Batch(rows, session, drafter, params, on_round)
+    batch.limit, batch.max_nodes = target.info.max_position, max_nodes
+    batch.prefill(prompts)
+    while batch.drop_done():
+        batch.round()
+    return [Generation(row.tokens, row.trace, row.ended) for row in rows]
+
+
+def generate_one(
+    target: CausalLM,
+    drafter: Drafter | None,
     prompt: Sequence[int],
     params: SamplingParams,
     max_new_tokens: int,
     source: Source,
     eos_ids: Sequence[int] | None = None,
     on_round: Callable[[Round], None] | None = None,
-    max_nodes: int = 128,
+    max_nodes: int = MAX_NODES,
     session: Session | None = None,
 ) -> Generation:
-    """Generate up to `max_new_tokens`; the output follows the target's law whatever the drafter does.
-
-    eos_ids: tokens that end the answer (kept in it); None takes the target's, () never ends.
-    max_nodes: most drafted tokens that the target scores in one call.
-    session: one of the target's to use again, for the graphs that it holds; None makes one.
-
-    Raises:
-        InputError: empty prompt, one with tokens that the target does not have, or with no room left in its context.
-        NonFinite: a model gave numbers that choose no token.
-    """
-    limit = target.info.max_position
-    ends = frozenset(target.info.eos_ids if eos_ids is None else eos_ids)
-    room = room_for(prompt, max_new_tokens, target.info)
-    if session is None:
-        session = target.session(min(session_capacity(len(prompt), room, max_nodes), limit + max_nodes + 1))
-    session.keep(0)
-    state = _State(session, ends, room, on_round)
-
-    scores = session.extend(prompt)
-    with blame("target", len(prompt)):
-        first = verify(EMPTY, scores.logits, params, source).next_token
-    assert first is not None
-    state.trace.prefill_emitted = 1
-    state.show(Round(state.emit([first]), 0))
-    if drafter is not None and not state.done:
-        drafter.start(prompt, scores.features, first)
-    while not state.done:
-        with blame("target", session.length + 1):  # a drafter's errors bear its name when they come here
-            _round(state, drafter, params, source, limit, max_nodes)
-    return Generation(state.tokens, state.trace, state.ended)
+    """`generate` for a single prompt."""
+    return generate(target, drafter, [prompt], params, max_new_tokens, [source], eos_ids, on_round, max_nodes, session)[
+        0
+    ]
 
 
 def room_for(prompt: Sequence[int], max_new_tokens: int, info: ModelInfo) -> int:
@@ -136,52 +160,152 @@ class Answer:
         return tokens
 
 
-class _State(Answer):
-    """An answer, the session that it is read into, and who watches."""
+class _Row(Answer):
+    """One sequence: its answer so far, and its own random numbers. number: of the prompt, from 0."""
 
-    def __init__(self, session: Session, ends: frozenset[int], room: int, on_round: Callable[[Round], None] | None):
+    def __init__(self, number: int, prompt: Sequence[int], source: Source, ends: frozenset[int], room: int):
         super().__init__(ends, room)
-        self.session, self.on_round = session, on_round
+        self.number, self.num_prompt, self.source = number, len(prompt), source
 
-    def show(self, done: Round) -> None:
-        if self.on_round is not None:
-            self.on_round(done)
+    @property
+    def num_read(self) -> int:
+        """Tokens that the target has read: all but the last."""
+        return self.num_prompt + len(self.tokens) - 1
 
 
-def _round(
-    state: _State, drafter: Drafter | None, params: SamplingParams, source: Source, limit: int, max_nodes: int
-) -> None:
-    session, root = state.session, state.tokens[-1]
-    kept = session.length
-    # A draft may not outrun the context: node positions go up to kept + depth. Nor is there any use in drafting past
-    # the last token wanted, whose value the round's own token gives.
-    max_drafted = min(state.room - len(state.tokens) - 1, limit - kept - 1, max_nodes)
-    tree = EMPTY if drafter is None or max_drafted < 1 else drafter.propose(max_drafted, params, source)
-    count = len(tree.tokens)
-    scores = read(session, root, tree)
-    verdict = verify(tree, scores.logits, params, source)
-    read_path = [node for node in verdict.path if node < tree.num_read]
-    session.keep(kept + 1, [kept + 1 + node for node in read_path])
-    emitted = [tree.tokens[node] for node in verdict.path]
-    emitted += [] if verdict.next_token is None else [verdict.next_token]
-    appended = state.emit(emitted)
-    calls = drafter.draft_calls if drafter is not None and count else 0
-    step = DecodeStep(tree.num_drafted, len(verdict.path), len(appended), calls)
-    state.trace.steps.append(step)
-    state.show(Round(appended, min(len(verdict.path), len(appended)), tree, verdict, step, scores.logits))
-    if drafter is not None and not state.done:
-        count = len(read_path) + 1
-        if read_path == list(range(count - 1)):  # a slice costs nothing
-            features = scores.features[:count]
+class _Batch:
+    """The rows that are decoded together, in the order of the session's.
+
+    limit: positions of the target's context. max_nodes: as of `generate`.
+    """
+
+    limit: int
+    max_nodes: int
+
+    def __init__(
+        self,
+        rows: list[_Row],
+        session: Session,
+        drafter: Drafter | None,
+        params: SamplingParams,
+        on_round: Callable[[Round], None] | None,
+    ):
+        self._rows, self._session, self._drafter = rows, session, drafter
+        self._params, self._on_round = params, on_round
+        self._sources = [row.source for row in rows]
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Read the prompts and emit every row's first token."""
+        scores = self._session.extend(prompts)
+        with self._naming():
+            verdicts = verify([NO_DRAFT] * len(prompts), scores.logits, self._params, self._sources)
+        first_tokens = []
+        for row, verdict in zip(self._rows, verdicts, strict=True):
+            assert verdict is not None and verdict.next_token is not None
+            first_tokens.append(verdict.next_token)
+            row.trace.prefill_emitted = 1
+            self._show(Round(row.emit([verdict.next_token]), 0, row=row.number))
+        if self._drafter is not None and not all(row.done for row in self._rows):
+            features = [own[: len(prompt)] for own, prompt in zip(scores.features, prompts, strict=True)]
+            self._drafter.start(prompts, features, first_tokens)
+
+    def drop_done(self) -> bool:
+        """Let rows leave whose answers are complete; false when none is left. Where shapes are to recur they idle along
+        until half of the batch is done."""
+        kept = [i for i, row in enumerate(self._rows) if not row.done]
+        idle = self._session.static and 2 * len(kept) > len(self._rows)
+        if 0 < len(kept) < len(self._rows) and not idle:
+            self._session.select(kept)
+            if self._drafter is not None:
+                self._drafter.select(kept)
+            self._rows = [self._rows[i] for i in kept]
+            self._sources = [row.source for row in self._rows]
+        return len(kept) > 0
+
+    def round(self) -> None:
+        """Draft, score, verify, commit."""
+        rows, session = self._rows, self._session
+        with self._naming():
+            trees = self._draft()
+            scores = read(session, [row.tokens[-1] for row in rows], trees)
+            verdicts = verify(trees, scores.logits, self._params, self._sources)
+        lengths = list(session.lengths)
+        slots: list[Sequence[int]] = [()] * len(rows)
+        outcomes: list[Outcome | None] = [None] * len(rows)
+        for place, (row, tree, verdict) in enumerate(zip(rows, trees, verdicts, strict=True)):
+            if tree is not None and verdict is not None:  # else it idles
+                first = lengths[place] = lengths[place] - tree.num_read  # the slot of the first node
+                read_path = [node for node in verdict.path if node < tree.num_read]
+                slots[place] = [first + node for node in read_path]
+                outcomes[place] = self._commit(row, tree, verdict, read_path, scores, place)
+        session.keep(lengths, slots)
+        if self._drafter is not None and any(outcome is not None for outcome in outcomes):
+            self._drafter.advance(outcomes)
+
+    def _draft(self) -> list[DraftTree | None]:
+        """What each row drafts; None where its answer is complete."""
+        # A draft may not outrun the context: node positions go up to kept + depth. Nor is there any use in drafting
+        # past the last token wanted, whose value the round's own token gives.
+        limits = [
+            0 if row.done else min(row.room - len(row.tokens) - 1, self.limit - row.num_read - 1, self.max_nodes)
+            for row in self._rows
+        ]
+        trees: Sequence[DraftTree] = [NO_DRAFT] * len(limits)
+        if self._drafter is not None and max(limits) > 0:
+            trees = self._drafter.propose(limits, self._params, self._sources)
+        return [None if row.done else tree for row, tree in zip(self._rows, trees, strict=True)]
+
+    def _commit(
+        self, row: _Row, tree: DraftTree, verdict: Verdict, read_path: Sequence[int], scores: Scores, place: int
+    ) -> Outcome | None:
+        """The end of a round: what a row emits, and what its drafter is to hear; None where the answer is complete.
+        place: of the row in the session. read_path: of the verdict's path what the target has read."""
+        emitted = [tree.tokens[node] for node in verdict.path]
+        if verdict.next_token is not None:
+            emitted.append(verdict.next_token)
+        appended = row.emit(emitted)
+        num_accepted = len(verdict.path)
+        calls = tree.draft_calls if tree.tokens else 0
+        step = DecodeStep(tree.num_drafted, num_accepted, len(appended), calls)
+        row.trace.steps.append(step)
+        logits = scores.logits[place]
+        if len(logits) > tree.num_read + 1:
+            logits = logits[: tree.num_read + 1]
+        self._show(Round(appended, min(num_accepted, len(appended)), tree, verdict, step, logits, row.number))
+        if row.done:
+            return None
+        count, features = len(read_path) + 1, scores.features[place]
+        if read_path and read_path[-1] != count - 2:  # else a slice, which costs nothing
+            features = features[[0, *(node + 1 for node in read_path)]]
         else:
-            features = scores.features[[0, *(node + 1 for node in read_path)]]
-        drafter.advance(Outcome(tuple(emitted), len(verdict.path), features, scores.logits))
+            features = features[:count]
+        return Outcome(tuple(emitted), num_accepted, features, logits)
+
+    def _show(self, done: Round) -> None:
+        if self._on_round is not None:
+            self._on_round(done)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Errors of a row tell where it stands, and which prompt it is of; they are the target's unless another model
+        is named."""
+        try:
+            yield
+        except NonFinite as error:
+            row = self._rows[error.row or 0]
+            error.row = row.number
+            raise error.passed("target", row.num_read + 1) from None
 
 
-def read(session: Session, root: int, tree: DraftTree) -> Scores:
-    """One target call: the root and the tree's nodes, all of them with logits."""
-    fed = [root, *tree.tokens[: tree.num_read]]
-    if tree.is_chain:
-        return session.extend(fed, num_logits=len(fed))
-    parents = [-1, *(parent + 1 for parent in tree.parents)]
-    return session.extend(fed, parents, num_logits=len(fed))
+def read(session: Session, roots: Sequence[int], trees: Sequence[DraftTree | None]) -> Scores:
+    """One target call: each row's root and its tree's nodes, all of them with logits; nothing of a row without one."""
+    fed = [
+        [] if tree is None else [root, *tree.tokens[: tree.num_read]] for root, tree in zip(roots, trees, strict=True)
+    ]
+    widest = max(map(len, fed))
+    if all(tree is None or tree.is_chain for tree in trees):
+        return session.extend(fed, num_logits=widest)
+    parents = [
+        () if tree is None else (-1, *(parent + 1 for parent in tree.parents[: tree.num_read])) for tree in trees
+    ]
+    return session.extend(fed, parents, num_logits=widest)

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from draftsmith.modules.finite import of_row
+from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
-
-
-class Source(Protocol):
-    """All the randomness a decoder may use.
-
-    Decoding runs with one that wraps a `torch.Generator`. Tests run the same code with one that follows every branch
-    and keeps its exact weight, so that a whole round's law is enumerated rather than sampled.
-    """
-
-    def accept(self, prob: float) -> bool:
-        """True with probability `prob`."""
-
-    def draw(self, probs: Tensor) -> int:
-        """An index of `probs` [V], which sums to one; an index of probability zero is never drawn."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +26,7 @@ class DraftTree:
     values: what each node was chosen by, where there is such a thing (EAGLE-2: log-probability of its path).
     num_drafted: tokens drafted for this round, where they are not the nodes: what is drafted ahead (PEARL) counts in
         the round that drafts it.
+    draft_calls: forward passes of the drafter that it took.
     """
 
     tokens: tuple[int, ...]
@@ -45,6 +35,7 @@ class DraftTree:
     last_unread: bool = False
     values: tuple[float, ...] | None = None
     num_drafted: int = -1
+    draft_calls: int = 0
 
     def __post_init__(self) -> None:
         if self.num_drafted < 0:
@@ -57,7 +48,16 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        return self.parents == tuple(range(-1, len(self.tokens) - 1))
+        return self.parents == chain_parents(len(self.tokens))
+
+
+@functools.cache
+def chain_parents(count: int) -> tuple[int, ...]:
+    """Of a chain of so many nodes."""
+    return tuple(range(-1, count - 1))
+
+
+NO_DRAFT = DraftTree((), ())
 
 
 @dataclass(frozen=True)
@@ -126,20 +126,70 @@ class StopPolicy(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes drafts for one sequence at a time."""
+    """Proposes drafts for rows of sequences, each of which is drafted for as if it were alone.
+
+    capture: what features of the target it reads (`targets.base.CausalLM.session`).
+    """
+
+    capture: tuple[int, ...]
+
+    def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
+        """New sequences: prompts of T tokens, the target's features [T, F] of each, and the first tokens emitted."""
+
+    def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
+        """A draft for each row, at most limits[b] tokens deep, following everything emitted so far; none where the
+        limit is below 1."""
+
+    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
+        """After every round, those without a draft included; None for rows whose answer is complete."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only (ascending)."""
+
+
+class SequenceDrafter(Protocol):
+    """A drafter of one sequence at a time; `EachRow` makes a `Drafter` of several."""
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
-        """A new sequence: prompt of T tokens, the target's features [T, H] of it, and the first token emitted."""
+        """A new sequence."""
 
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
-        """At most `max_drafted` tokens deep, following everything emitted so far."""
+        """At most `max_drafted` tokens deep, 1 or more."""
 
     def advance(self, outcome: Outcome) -> None:
-        """After every round but the last, those without a draft included."""
+        """After every round but the last."""
 
-    @property
-    def draft_calls(self) -> int:
-        """Forward passes of the drafter in the last `propose`."""
+
+class EachRow:
+    """A drafter of its own for each row."""
+
+    capture: tuple[int, ...] = ()
+
+    def __init__(self, drafters: Sequence[SequenceDrafter]):
+        self.drafters = list(drafters)
+        self._rows = self.drafters  # those in use
+
+    def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
+        self._rows = self.drafters[: len(prompts)]
+        for row, drafter in enumerate(self._rows):
+            with of_row(row):
+                drafter.start(prompts[row], features[row], first_tokens[row])
+
+    def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
+        trees = []
+        for row, (drafter, limit) in enumerate(zip(self._rows, limits, strict=True)):
+            with of_row(row):
+                trees.append(drafter.propose(limit, params, sources[row]) if limit > 0 else NO_DRAFT)
+        return trees
+
+    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
+        for row, (drafter, outcome) in enumerate(zip(self._rows, outcomes, strict=True)):
+            with of_row(row):
+                if outcome is not None:
+                    drafter.advance(outcome)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
 
 
 class NestedDrafter(Drafter, Protocol):
@@ -150,8 +200,8 @@ class NestedDrafter(Drafter, Protocol):
 
     needs_features: bool
 
-    def commit(self, tokens: Sequence[int], features: Tensor | None) -> None:
-        """T more tokens of the sequence, none of them drafted here; features [T, H] of the tokens before each."""
+    def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
+        """T more tokens of a row, none of them drafted here; features [T, F] of the tokens before each."""
 
-    def rewind(self, length: int) -> None:
-        """Keep the first `length` tokens of the sequence only."""
+    def rewind(self, row: int, length: int) -> None:
+        """Keep the first `length` tokens of a row only."""

@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_NODES = 128  # most drafted tokens of a row that the target scores in one call
+
 
 @dataclass(frozen=True)
 class StaticTree:

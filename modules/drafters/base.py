@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor, nn
 
 from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
+from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, LossOutput
@@ -117,7 +117,7 @@ class DraftHead(nn.Module, ABC):
     @classmethod
     def capture(cls, num_layers: int) -> tuple[int, ...]:
         """What it reads of a target of so many layers: () is the state after the final norm, [.., H]; else the residual
-        states after these layers (from 0), side by side [.., L*H]."""
+        states after the first so many layers, side by side [.., L*H] (`CausalLM.session`)."""
         return ()
 
     @classmethod
@@ -169,7 +169,7 @@ class DraftHead(nn.Module, ABC):
     # -- decoding
 
     @abstractmethod
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> Drafter:
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> NestedDrafter:
         """What drafts chains with it, a stop policy a row. capacity: most tokens of a text, drafts included."""
 
     @abstractmethod

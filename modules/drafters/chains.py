@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
 from draftsmith.modules.acceptance.head import HeadPredictor
 from draftsmith.modules.acceptance.policies import (
@@ -17,56 +17,32 @@ from draftsmith.modules.acceptance.policies import (
     Rule,
     ThresholdRule,
 )
-from draftsmith.modules.decoding.chains import BatchDrafter
 from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify, UntilEnd
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
 from draftsmith.modules.drafters.methods import Method, Models, known_methods
-from draftsmith.modules.targets.base import CausalLM, RowsLM
+from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, at_least, between
 
 
-def rows_lm(role: str, lm: CausalLM | None) -> RowsLM:
-    """The model as one that reads rows side by side.
-
-    Raises:
-        InputError: it is run by transformers.
-    """
-    if not hasattr(lm, "rows_session"):
-        found = "a model that only transformers can run"
-        raise InputError(role, found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
-    return cast(RowsLM, lm)
-
-
-def build_chain(models: Models, drafter: str, stop: StopPolicy) -> NestedDrafter:
-    """What drafts chains (`draft`, or the kind of a trained drafter), until the policy ends them or an end token."""
-    stop = UntilEnd(stop, models.ends) if models.ends else stop
-    return bare_chain(models, drafter, models.target, stop)
-
-
-def bare_chain(models: Models, drafter: str, target: CausalLM, stop: StopPolicy) -> NestedDrafter:
-    """The same for any model as the target, and without a look at end tokens."""
-    if drafter == "draft":
-        assert models.draft is not None
-        return DraftModelDrafter(models.draft, stop, models.capacity)
-    return models.heads[drafter].drafter(target, [stop], models.capacity)
-
-
-def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> BatchDrafter:
-    """`build_chain` for as many rows as there are policies.
+def build_chains(models: Models, drafter: str, stops: Sequence[StopPolicy]) -> NestedDrafter:
+    """What drafts chains (`draft`, or the kind of a trained drafter) for as many rows as there are policies, each of
+    which ends its row's drafts, as does an end token.
 
     On a GPU chains of a fixed length go on behind an end token: there the host would have to wait for each token to see
     it, and rows draft beside each other in any case.
-
-    Raises:
-        InputError: a draft model that only transformers can run.
     """
     if models.ends and (models.target.device.type == "cpu" or not all(isinstance(s, FixedLength) for s in stops)):
         stops = [UntilEnd(stop, models.ends) for stop in stops]
+    return bare_chains(models, drafter, models.target, stops)
+
+
+def bare_chains(models: Models, drafter: str, target: CausalLM, stops: Sequence[StopPolicy]) -> NestedDrafter:
+    """The same for any model as the target, and without a look at end tokens."""
     if drafter == "draft":
-        return BatchDraftModel(rows_lm("draft", models.draft), stops, models.capacity)
-    return models.heads[drafter].rows_drafter(models.target, stops, models.capacity)
+        assert models.draft is not None
+        return DraftModelDrafter(models.draft, stops, models.capacity)
+    return models.heads[drafter].drafter(target, stops, models.capacity)
 
 
 def chain_methods() -> dict[str, str]:
@@ -94,17 +70,12 @@ class Chain(Method, ABC):
     depend on the rows beside it.
     """
 
-    batchable = True
-
     @abstractmethod
-    def policies(self, models: Models, batch: int | None) -> Sequence[StopPolicy]:
-        """A fresh one for each row. batch: rows that are decoded together; None of the loop for one."""
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        """A fresh one for each row."""
 
-    def build(self, models: Models) -> NestedDrafter:
-        return build_chain(models, self.needs[0], self.policies(models, None)[0])
-
-    def build_batch(self, models: Models, batch: int) -> BatchDrafter:
-        return build_chains(models, self.needs[0], self.policies(models, batch))
+    def build(self, models: Models, rows: int = 1) -> NestedDrafter:
+        return build_chains(models, self.needs[0], self.policies(models, rows))
 
 
 @dataclass(frozen=True)
@@ -117,8 +88,8 @@ class FixedK(Chain):
     def __post_init__(self) -> None:
         at_least("k", self.k, 1)
 
-    def policies(self, models: Models, batch: int | None) -> Sequence[StopPolicy]:
-        return [FixedLength(self.k) for _ in range(batch or 1)]
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        return [FixedLength(self.k) for _ in range(rows)]
 
 
 @dataclass(frozen=True)
@@ -157,12 +128,12 @@ class ByPrediction(StopRule, ABC):
         """One for each row."""
 
     @abstractmethod
-    def rule(self, models: Models, batch: int | None) -> Rule:
-        """batch: as of `policies`."""
+    def rule(self, models: Models, rows: int) -> Rule:
+        """rows: as of `policies`."""
 
-    def policies(self, models: Models, batch: int | None) -> Sequence[StopPolicy]:
-        predictors = self.predictors(models, batch or 1)
-        return [PredictorStop(predictor, self.rule(models, batch), *self.limits) for predictor in predictors]
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        predictors = self.predictors(models, rows)
+        return [PredictorStop(predictor, self.rule(models, rows), *self.limits) for predictor in predictors]
 
 
 @dataclass(frozen=True)
@@ -209,7 +180,7 @@ class SpecDecPlusPlus(ByHead):
     def uses_calibrated(self) -> bool:
         return self.calibrated
 
-    def rule(self, models: Models, batch: int | None) -> Rule:
+    def rule(self, models: Models, rows: int) -> Rule:
         return ThresholdRule(self.h)
 
 
@@ -235,10 +206,10 @@ class CostAware(ByPrediction, ABC):
     def limits(self) -> tuple[int, int]:
         return self.min, self.max
 
-    def rule(self, models: Models, batch: int | None) -> Rule:
+    def rule(self, models: Models, rows: int) -> Rule:
         if not isinstance(self.c, str):
             return CostRule(self.c)
-        return CostRule(models.times.step_cost(models, self.drafter, batch))
+        return CostRule(models.times.step_cost(models, self.drafter, rows))
 
 
 @dataclass(frozen=True)
@@ -276,8 +247,8 @@ class ConfidenceStop(StopRule):
         between("t", self.t, 0, 1)
         self.check_lengths(self.min, self.max)
 
-    def policies(self, models: Models, batch: int | None) -> Sequence[StopPolicy]:
-        return [Confidence(self.t, self.min, self.max) for _ in range(batch or 1)]
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        return [Confidence(self.t, self.min, self.max) for _ in range(rows)]
 
 
 @dataclass(frozen=True)
@@ -290,8 +261,8 @@ class SelfVerification(StopRule):
         super().__post_init__()
         at_least("k", self.k, 1)
 
-    def policies(self, models: Models, batch: int | None) -> Sequence[StopPolicy]:
-        return [SelfVerify(self.k) for _ in range(batch or 1)]
+    def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
+        return [SelfVerify(self.k) for _ in range(rows)]
 
 
 METHODS = {

@@ -8,17 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, NestedDrafter, Outcome, Source, StopPolicy
+from draftsmith.modules.decoding.protocols import (
+    NO_DRAFT,
+    Drafter,
+    DraftTree,
+    EachRow,
+    NestedDrafter,
+    Outcome,
+    StopPolicy,
+    chain_parents,
+)
 from draftsmith.modules.decoding.stop import FixedLength, RunningEntropy, SelfVerify, entropy
 from draftsmith.modules.decoding.verify import verify
-from draftsmith.modules.drafters.chains import bare_chain, check_drafter
+from draftsmith.modules.drafters.chains import bare_chains, check_drafter
 from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.finite import NonFinite, blame
-from draftsmith.modules.sampling import best_token, probabilities
+from draftsmith.modules.sampling import Source, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM, Scores
 from draftsmith.modules.types import SamplingParams, at_least, at_most
-
-NOTHING = DraftTree((), ())
 
 
 class HierarchicalDrafter:
@@ -29,40 +36,38 @@ class HierarchicalDrafter:
     inner: M1. rule: the entropies of M2's laws in this round, and what they are compared with.
     """
 
-    needs_features = False
-
     def __init__(self, middle: CausalLM, inner: NestedDrafter, max_drafted: int, dynamic: bool, capacity: int):
-        """inner: M1, whose target is M2. max_drafted: most tokens handed to the target.
+        """inner: M1 for a single row, whose target is M2. max_drafted: most tokens handed to the target.
 
         dynamic: go on drafting while M2 is sure of itself (HSDDW); else hand over after one verification by M2.
         """
         self._lm, self.inner, self.max_drafted, self._dynamic = middle, inner, max_drafted, dynamic
-        self._session = middle.session(min(capacity, middle.info.max_position))
+        # Not static: features are looked at after later calls.
+        self._session = middle.session(1, min(capacity, middle.info.max_position), inner.capture, static=False)
         self.rule = RunningEntropy()
         self._tokens: list[int] = []  # committed, then the draft in the making; M2 has read the first `_read` of them
         self._read = 0
         self._features: dict[int, Tensor] = {}  # position -> M2's feature there [H], where M1 may still ask for it
-        self._num_drafted = 0
-        self.draft_calls = 0
+        self._num_drafted = self._calls = 0
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
-        self._session.keep(0)
+        self._session.reset(1)
         self.rule.reset()
-        scores = self._session.extend(prompt)
+        scores = self._session.extend([prompt])
         with blame("mid", len(prompt)):
-            best_token(scores.logits[-1])  # M1 may read M2's features before M2 is to choose a token
+            best_token(scores.logits[0, -1])  # M1 may read M2's features before M2 is to choose a token
         self._tokens, self._read = [*prompt, first_token], len(prompt)
-        self.inner.start(prompt, scores.features, first_token)
+        self.inner.start([prompt], [scores.features[0]], [first_token])
         self._inner_length = len(self._tokens)
         self._features = {}
 
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
         # M2's context may be shorter than the target's; one of its positions goes to the last token it is to read.
         limit = min(max_drafted, self.max_drafted, self._lm.info.max_position - len(self._tokens))
-        self.draft_calls = self._num_drafted = 0
+        self._calls = self._num_drafted = 0
         self.rule.start_round()
         if limit < 1:
-            return NOTHING
+            return NO_DRAFT
         start = len(self._tokens)  # what is drafted follows the committed tokens, until it is handed over
         laws: list[Tensor] = []
         while (room := limit - (len(self._tokens) - start)) > 0:
@@ -74,36 +79,37 @@ class HierarchicalDrafter:
         drafted = self._tokens[start:]
         del self._tokens[start:]
         self._num_drafted = len(drafted)
-        chain = tuple(range(-1, len(drafted) - 1))
-        return DraftTree(tuple(drafted), chain, None if params.greedy else torch.stack(laws))
+        drawn_from = None if params.greedy else torch.stack(laws)
+        return DraftTree(tuple(drafted), chain_parents(len(drafted)), drawn_from, draft_calls=self._calls)
 
     def _round(self, room: int, params: SamplingParams, source: Source) -> list[Tensor]:
         """M1 drafts, M2 verifies: at most `room` tokens are appended; M2's laws of them."""
         self._catch_up()
-        tree = self._inner_draft(room - 1, params, source) if room > 1 else NOTHING
+        tree = self._inner_draft(room - 1, params, source) if room > 1 else NO_DRAFT
         assert tree.is_chain, "M1 drafts chains"
-        self.draft_calls += self.inner.draft_calls if tree.tokens else 0
+        self._calls += tree.draft_calls
         scores = self._extend([*self._tokens[self._read :], *tree.tokens], len(tree.tokens) + 1)
-        verdict = verify(tree, scores.logits, params, source)
-        assert verdict.next_token is not None
+        (verdict,) = verify([tree], scores.logits, params, [source])
+        assert verdict is not None and verdict.next_token is not None
         emitted = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         self._keep(len(self._tokens) + len(verdict.path))
-        rows = len(scores.features) - len(tree.tokens) - 1
-        features = scores.features[rows : rows + len(emitted)]
+        logits, features = scores.logits[0], scores.features[0]
+        first = len(features) - len(tree.tokens) - 1
+        features = features[first : first + len(emitted)]
         if tree.tokens:
-            self.inner.advance(Outcome(tuple(emitted), len(verdict.path), features, scores.logits))
+            self.inner.advance([Outcome(tuple(emitted), len(verdict.path), features, logits)])
         else:
-            self.inner.commit(emitted, features)
+            self.inner.commit(0, emitted, features)
         self._tokens += emitted
         self._inner_length = len(self._tokens)
         drawn_from = SamplingParams(1.0) if params.greedy else params
-        laws = [probabilities(row, drawn_from) for row in scores.logits[: len(emitted)]]
+        laws = [probabilities(row, drawn_from) for row in logits[: len(emitted)]]
         self.rule.entropies += [entropy(law) for law in laws]
         return laws
 
     def _inner_draft(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
         try:
-            return self.inner.propose(max_drafted, params, source)
+            return self.inner.propose([max_drafted], params, [source])[0]
         except NonFinite as error:
             if not all(bool(row.isfinite().all()) for row in self._features.values()):  # which M1 has read
                 error.model = "mid"
@@ -119,28 +125,28 @@ class HierarchicalDrafter:
             if self._read < end - 1:  # the draft was accepted whole: M2 has not read its own last token
                 self._extend(self._tokens[self._read : -1], num_logits=1)
             features = torch.stack([self._features[i] for i in range(first - 1, end - 1)])
-        self.inner.commit(self._tokens[first:], features)
+        self.inner.commit(0, self._tokens[first:], features)
         self._inner_length = end
 
     def _extend(self, unread: Sequence[int], num_logits: int) -> Scores:
         """M2 reads on: the tokens that follow those it has read."""
-        self.draft_calls += 1
-        scores = self._session.extend(unread, num_logits=num_logits)
+        self._calls += 1
+        scores = self._session.extend([unread], num_logits=num_logits)
         if self.inner.needs_features:
-            self._features |= dict(enumerate(scores.features, start=self._read))
+            self._features |= dict(enumerate(scores.features[0], start=self._read))
         self._read += len(unread)
         return scores
 
     def _keep(self, length: int) -> None:
         """Forget what M2 read after the first `length` tokens."""
         self._read = min(self._read, length)
-        self._session.keep(self._read)
+        self._session.keep([self._read])
 
     def advance(self, outcome: Outcome) -> None:
         length = len(self._tokens) + outcome.num_accepted
         self._tokens += outcome.emitted
         self._keep(length)
-        self.inner.rewind(length)
+        self.inner.rewind(0, length)
         self._inner_length = min(self._inner_length, length)
         # M1 will ask for the features from the token before its next one on.
         self._features = {i: row for i, row in self._features.items() if self._inner_length - 1 <= i < length}
@@ -173,12 +179,13 @@ class PreVerification(Method):
     def policy(self) -> StopPolicy:
         return FixedLength(self.k)
 
-    def build(self, models: Models) -> Drafter:
-        return self.hierarchy(models, self.k + 1, dynamic=False)
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        return EachRow([self.hierarchy(models, self.k + 1, dynamic=False) for _ in range(rows)])
 
-    def hierarchy(self, models: Models, max_drafted: int, dynamic: bool) -> Drafter:
+    def hierarchy(self, models: Models, max_drafted: int, dynamic: bool) -> HierarchicalDrafter:
+        """Of one row."""
         assert models.mid is not None
-        inner = bare_chain(models, self.drafter, models.mid, self.policy())
+        inner = bare_chains(models, self.drafter, models.mid, [self.policy()])
         return HierarchicalDrafter(models.mid, inner, max_drafted, dynamic, models.capacity)
 
 
@@ -207,8 +214,8 @@ class Hsddw(PreAndSelfVerification):
         at_least("max", self.max, 1)
         at_most("max", self.max, MAX_HANDED_OVER)
 
-    def build(self, models: Models) -> Drafter:
-        return self.hierarchy(models, self.max, dynamic=True)
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        return EachRow([self.hierarchy(models, self.max, dynamic=True) for _ in range(rows)])
 
 
 METHODS = {"pre-verify": PreVerification, "pre+self-verify": PreAndSelfVerification, "hsddw": Hsddw}

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source
-from draftsmith.modules.drafters.methods import MAX_NODES, Method, Models
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, EachRow, Outcome
+from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.finite import checked
-from draftsmith.modules.sampling import best_tokens
+from draftsmith.modules.sampling import Source, best_tokens
 from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
@@ -23,8 +24,6 @@ class LookaheadDrafter:
     by the same call and mask as the drafts, its positions are its depths, and a guess that the target happens to choose
     may be accepted like any node. Nodes are chosen, never drawn.
     """
-
-    draft_calls = 0
 
     def __init__(self, window: int, ngram: int, max_ngrams: int):
         """max_ngrams: most n-grams drafted a round, and most remembered for one token (G in the paper)."""
@@ -112,8 +111,8 @@ class Lookahead(Method):
         at_least("g", self.g, 1)
         at_most("(w + g) * (n - 1), nodes a round", (self.w + self.g) * (self.n - 1), MAX_NODES)
 
-    def build(self, models: Models) -> Drafter | None:
-        return LookaheadDrafter(self.w, self.n, self.g)
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        return EachRow([LookaheadDrafter(self.w, self.n, self.g) for _ in range(rows)])
 
 
 METHODS = {"lookahead": Lookahead}

@@ -18,22 +18,20 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.tree_rule import TreeTimes
-from draftsmith.modules.decoding.chains import BatchDrafter
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError
 
-MAX_NODES = 128  # what a session of the target has room for (`modules.decoding.loop.generate`)
 SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
 class MachineTimes:
     """What settings of `auto` go by: times of this machine, taken when they are first asked for. This one has none."""
 
-    def step_cost(self, models: Models, drafter: str, rows: int | None = None) -> float:
+    def step_cost(self, models: Models, drafter: str, rows: int = 1) -> float:
         """c of what drafts chains: the time of one more drafted token, and of verifying it, by that of a round without
-        a draft. rows: decoded together by the batched loop; None of the loop for one sequence."""
+        a draft. rows: that are decoded together."""
         raise NotImplementedError("no times of this machine were handed in")
 
     def tree_times(self, models: Models, trees: str, probe: Callable[[int], Drafter]) -> TreeTimes:
@@ -84,10 +82,10 @@ class Method:
     uses: what it needs whatever its settings: `draft` and `mid`, models; a head's kind; `acceptance`, a predictor.
     drafts_for: the model whose features its head reads, where it uses one.
     predicts: what its acceptance head predicts for, where it uses one.
-    batchable: several prompts can be decoded together (`build_batch`).
+    batchable: several prompts can be decoded together.
     """
 
-    batchable: ClassVar[bool] = False
+    batchable: ClassVar[bool] = True
     uses: ClassVar[tuple[str, ...]] = ()
     drafts_for: ClassVar[Literal["target", "mid"]] = "target"
     predicts: ClassVar[Literal["chain", "tree"]] = "chain"
@@ -102,25 +100,16 @@ class Method:
         """Names of draft trees that it reads (`Models.trees`)."""
         return ()
 
-    def build(self, models: Models) -> Drafter | None:
-        """The drafter for this engine's own loop; None decodes without one."""
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        """The drafter for this engine's own loop, for at most so many rows; None decodes without one."""
         raise TypeError(f"{type(self).__name__} is run by transformers and has no drafter")
-
-    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
-        """The drafter of the batched loop, for at most `batch` rows; None decodes without one."""
-        raise TypeError(f"{type(self).__name__} is decoded one prompt at a time")
 
 
 @dataclass(frozen=True)
 class Autoregressive(Method):
     """One token a target call, by this engine: what every speed-up is measured against."""
 
-    batchable = True
-
-    def build(self, models: Models) -> Drafter | None:
-        return None
-
-    def build_batch(self, models: Models, batch: int) -> BatchDrafter | None:
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
         return None
 
 

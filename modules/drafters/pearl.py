@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source
-from draftsmith.modules.drafters.methods import MAX_NODES, Method, Models
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, EachRow, Outcome, chain_parents
+from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.finite import blame
-from draftsmith.modules.sampling import best_token, probabilities
+from draftsmith.modules.sampling import Source, best_token, probabilities
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams, at_least, at_most
 
@@ -30,20 +31,18 @@ class PearlDrafter:
         """capacity: most tokens a generation may reach, drafts included."""
         self._lm, self.k = lm, k
         # A round may draft k tokens beyond k that wait.
-        self._session = lm.session(min(capacity + 2 * k, lm.info.max_position))
+        self._session = lm.session(1, min(capacity + 2 * k, lm.info.max_position))
         self._tokens: list[int] = []  # committed
         self._waiting: list[int] = []
         self._laws: list[Tensor] = []  # of the waiting tokens
         self._read = 0  # of committed and waiting tokens
         self._offered = 0
-        self.draft_calls = 0
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
-        self._session.keep(0)
+        self._session.reset(1)
         self._tokens, self._waiting, self._laws, self._read = [*prompt, first_token], [], [], 0
 
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
-        self.draft_calls = 0
         waiting = len(self._waiting)
         # Nothing is drafted that the end of the answer or of the draft's context would cut off.
         room = self._lm.info.max_position - len(self._tokens) - waiting + 1
@@ -54,14 +53,13 @@ class PearlDrafter:
         self._offered = min(waiting + min(num_new, 1), max_drafted)
         offered = tuple(self._waiting[: self._offered])
         laws = None if params.greedy or not offered else torch.stack(self._laws[: self._offered])
-        chain = tuple(range(-1, self._offered - 1))
-        return DraftTree(offered, chain, laws, last_unread=self._offered > 0, num_drafted=num_new)
+        chain = chain_parents(self._offered)
+        return DraftTree(offered, chain, laws, last_unread=self._offered > 0, num_drafted=num_new, draft_calls=num_new)
 
     def _draft_one(self, params: SamplingParams, source: Source) -> None:
         # Slices of what is new: copies of the whole sequence would grow with it.
         unread = self._tokens[self._read :] + self._waiting[max(0, self._read - len(self._tokens)) :]
-        logits = self._session.extend(unread).logits[-1]
-        self.draft_calls += 1
+        logits = self._session.extend([unread]).logits[0, -1]
         self._read += len(unread)
         if params.greedy:
             self._waiting.append(best_token(logits))
@@ -77,7 +75,7 @@ class PearlDrafter:
         else:
             self._waiting, self._laws = [], []
             self._read = min(self._read, len(self._tokens) + accepted)
-            self._session.keep(self._read)
+            self._session.keep([self._read])
         self._tokens += outcome.emitted
 
 
@@ -92,9 +90,9 @@ class Pearl(Method):
         at_least("k", self.k, 1)
         at_most("k", self.k, MAX_NODES // 2)
 
-    def build(self, models: Models) -> Drafter | None:
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
         assert models.draft is not None
-        return PearlDrafter(models.draft, self.k, models.capacity)
+        return EachRow([PearlDrafter(models.draft, self.k, models.capacity) for _ in range(rows)])
 
 
 METHODS = {"pearl": Pearl}

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome, Source
-from draftsmith.modules.drafters.methods import MAX_NODES, Method, Models
+from draftsmith.modules.decoding.protocols import NO_DRAFT, Drafter, DraftTree, EachRow, Outcome, chain_parents
+from draftsmith.modules.decoding.tree import MAX_NODES
+from draftsmith.modules.drafters.methods import Method, Models
+from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
 class PromptLookupDrafter:
     """Drafts the `k` tokens that followed the most recent earlier occurrence of the last n tokens, n from `ngram` down
     to 1. Nothing is drawn, so any draft is verified as a path of chosen nodes."""
-
-    draft_calls = 0
 
     def __init__(self, k: int, ngram: int):
         self.k, self.ngram = k, ngram
@@ -41,8 +41,8 @@ class PromptLookupDrafter:
             place = self._places.get(tuple(self._tokens[end - n :]))
             if place is not None:
                 drafted = tuple(self._tokens[place : place + min(self.k, max_drafted)])
-                return DraftTree(drafted, tuple(range(-1, len(drafted) - 1)))
-        return DraftTree((), ())
+                return DraftTree(drafted, chain_parents(len(drafted)))
+        return NO_DRAFT
 
     def advance(self, outcome: Outcome) -> None:
         self._append(outcome.emitted)
@@ -60,8 +60,8 @@ class PromptLookup(Method):
         at_most("k", self.k, MAX_NODES)
         at_least("ngram", self.ngram, 1)
 
-    def build(self, models: Models) -> Drafter | None:
-        return PromptLookupDrafter(self.k, self.ngram)
+    def build(self, models: Models, rows: int = 1) -> Drafter | None:
+        return EachRow([PromptLookupDrafter(self.k, self.ngram) for _ in range(rows)])
 
 
 METHODS = {"pld": PromptLookup}

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from draftsmith.modules.types import InputError
 
+Rows = Sequence[Sequence[int]]
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -42,39 +44,69 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
         raise InputError("tokens", f"id {wrong}", f"ids below {vocab_size}, the model's vocabulary", remedy)
 
 
+def check_capture(capture: Sequence[int], num_layers: int) -> None:
+    """Raises:
+    ValueError: layers that no residual state before the final norm lies behind, or that are not ascending.
+    """
+    if capture and (list(capture) != sorted(set(capture)) or not 0 <= capture[0] <= capture[-1] < num_layers):
+        raise ValueError(f"capture: got {tuple(capture)}, expected ascending numbers from 0 to {num_layers - 1}")
+
+
 @dataclass(frozen=True)
 class Scores:
-    """One call's result. Row i of `features` is the hidden state after the final norm once fed token i was read;
-    `logits` are those of the LAST `num_logits` fed tokens: each row scores what follows its token."""
+    """One call's result, of B rows that were fed up to n tokens each.
 
-    logits: Tensor  # [num_logits, V]
-    features: Tensor  # [T, H]
+    logits: of each row's LAST `num_logits` fed tokens: each scores what follows its token. features: entry i of a row
+    is the state once its fed token i was read: F is H, or L*H where layers are captured. Where a row was fed fewer
+    tokens, what it has comes first, and what follows means nothing.
+    """
+
+    logits: Tensor  # [B, num_logits, V]
+    features: Tensor  # [B, n, F]
 
 
 class Session(Protocol):
-    """One sequence being read: a cache of `length` kept tokens."""
+    """Rows being read side by side, each a sequence of its own: a cache of `lengths[b]` kept tokens.
+
+    capture: as of `CausalLM.session`. static: shapes recur from call to call (CUDA graphs), so that callers had rather
+    feed rows nothing than drop them; scores are then good until the next call on CUDA.
+    """
+
+    capture: tuple[int, ...]
+    static: bool
 
     @property
-    def length(self) -> int:
-        """Kept tokens."""
+    def lengths(self) -> Sequence[int]:
+        """Kept tokens of each row."""
 
-    def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
-        """Read T tokens after the kept ones, as a chain, or as a tree when `parents` is given.
+    def reset(self, rows: int) -> None:
+        """Forget everything; go on with so many empty rows, at most as many as the session was made for."""
 
-        parents: [T]; parents[i] < i is the fed token that token i follows, -1 for the last kept token. A token sees
-        the kept tokens, its ancestors and itself; its position is `length` + its depth.
+    def extend(
+        self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, num_logits: int = 1
+    ) -> Scores:
+        """Read each row's tokens after its kept ones, as chains, or as trees when `parents` is given.
+
+        tokens: of any number a row, none too; or int64 [B, n] on the device, the same number for each.
+        parents: for every token; parents[b][i] < i is the fed token that token i follows, -1 for the last kept token.
+        A token sees the kept tokens, its ancestors and itself; its position is the row's length + its depth.
         """
 
     def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Read T tokens, int64 [T], anywhere in what is cached; their features [T, H].
+        """Read T tokens, int64 [T], anywhere in what is cached; their features [T, F]. Of a session of one row that is
+        not static.
 
         They take the slots behind the `length` ones in use, which they make T more, until `keep` drops them. positions:
         [length + T] of all slots, the new ones last. visible: [T, length + T] bool, which slots each token sees, itself
         among them.
         """
 
-    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
-        """Keep the first `length` tokens, then the cached tokens at `slots` (ascending, >= length); drop the rest."""
+    def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
+        """Of each row keep the first so many tokens, then the cached tokens at `slots` (ascending, >= its length); drop
+        the rest."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only (ascending)."""
 
 
 class BatchSession(Protocol):
@@ -85,31 +117,6 @@ class BatchSession(Protocol):
 
     def select(self, rows: Tensor) -> None:
         """Go on with these rows only (indices [B'])."""
-
-
-class RowsSession(Protocol):
-    """Several sequences read side by side, each of its own length, which the caller keeps account of.
-
-    static: shapes are to recur from call to call (CUDA graphs), so callers pad rather than shrink.
-    """
-
-    batch: int
-    capacity: int
-    static: bool
-
-    def prefill(self, row: int, prompt: Sequence[int]) -> Scores:
-        """Read a prompt of T tokens into this row from its beginning; logits [1, V] after it, features [T, H]."""
-
-    def extend(self, tokens: Tensor, starts: Tensor, end: int, num_logits: int = 1) -> tuple[Tensor, Tensor]:
-        """Read n tokens a row, tokens [B, n], as a chain after each row's first starts[b] tokens, both int64.
-
-        end: the longest row's start + n, known to the host. Rows may be padded at the right. Nothing is kept: the next
-        call's `starts` say how much of this one stands. Logits [B, num_logits, V] of the last tokens, features
-        [B, n, H] after the final norm; on CUDA both are good until the next call.
-        """
-
-    def select(self, rows: Tensor) -> None:
-        """Go on with these rows only (ascending indices [B'])."""
 
 
 class CausalLM(Protocol):
@@ -124,8 +131,13 @@ class CausalLM(Protocol):
     dtype: torch.dtype
     packed: bool
 
-    def session(self, capacity: int) -> Session:
-        """An empty session for at most `capacity` cached tokens, drafts included."""
+    def session(self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None) -> Session:
+        """An empty session for at most `rows` rows of at most `capacity` cached tokens each, drafts included.
+
+        capture: what features are. (): the state after the final norm. Else the residual stream's states after the
+        first so many layers, ascending and fewer than all, side by side: (2, 16, 29) are those that EAGLE-3 reads.
+        static: shapes are to recur; None takes them on CUDA only.
+        """
 
     def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[BatchSession, Tensor]:
         """Read prompts of any lengths; the session, and logits [B, V] of each prompt's next token.
@@ -133,18 +145,11 @@ class CausalLM(Protocol):
         capacity: most tokens a row may reach, prompt included.
         """
 
-    def features(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Teacher forcing: hidden states after the final norm [B, T, H] of right-padded input_ids [B, T], causal."""
+    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
+        """Teacher forcing: features [B, T, F] of right-padded input_ids [B, T], causal; capture as of `session`."""
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token embeddings [..., H]."""
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states after the final norm."""
-
-
-class RowsLM(CausalLM, Protocol):
-    """A language model that can also read rows of different lengths side by side."""
-
-    def rows_session(self, batch: int, capacity: int, static: bool | None = None) -> RowsSession:
-        """At most `batch` rows of at most `capacity` tokens, drafts included. static: None decides by the device."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from draftsmith.modules.lean import tree_mask
-from draftsmith.modules.targets.base import ModelInfo, Scores
+from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture
+from draftsmith.modules.types import InputError
 
 
 class HFLM:
@@ -27,23 +28,34 @@ class HFLM:
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
 
-    def session(self, capacity: int) -> HFSession:
-        return HFSession(self)
+    def session(self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None) -> HFSession:
+        """Raises:
+        InputError: several rows, whose lengths transformers' caches do not tell apart.
+        """
+        if rows > 1:
+            found = "a model that only transformers can run"
+            raise InputError("model", found, "a Llama-family model, to decode in batches", "Pass --batch-size 1.")
+        return HFSession(self, capture)
 
     @torch.inference_mode()
     def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[HFBatchSession, Tensor]:
         session = HFBatchSession(self, prompts)
         return session, session.prefill(prompts)
 
-    def features(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
         # As decoding computes them, whatever a training around this does with its own weights.
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            return self.read(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+            return self.read(capture, input_ids=input_ids, position_ids=position_ids, use_cache=False)[1]
 
-    def read(self, **inputs: Any) -> Tensor:
-        """Hidden states after the final norm. Where the layers are on several devices they come from the last one; the
-        caller's are on the first."""
-        return self.model.base_model(**inputs).last_hidden_state.to(self.device)
+    def read(self, capture: tuple[int, ...] = (), **inputs: Any) -> tuple[Tensor, Tensor]:
+        """Hidden states after the final norm, and features (`base.CausalLM.session`). Where the layers are on several
+        devices they come from the last one; the caller's are on the first."""
+        check_capture(capture, self.info.num_layers)
+        found = self.model.base_model(**inputs, output_hidden_states=bool(capture))
+        hidden = found.last_hidden_state.to(self.device)
+        if not capture:
+            return hidden, hidden
+        return hidden, torch.cat([found.hidden_states[number].to(self.device) for number in capture], -1)
 
     def tree_attention(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """The additive mask [1, 1, T, S] of T nodes, from visible [T, S] (bool) and the positions [S] of all slots, the
@@ -80,50 +92,67 @@ class HFSession:
     """One sequence over an `HFLM`. Only layers with plain key/value caches can drop tokens: others are refused by
     transformers' own cache, loudly."""
 
-    def __init__(self, lm: HFLM):
+    static = False
+
+    def __init__(self, lm: HFLM, capture: tuple[int, ...] = ()):
         # No config: sliding-window layers then keep all keys, and the mask does the windowing; dropping drafted tokens
         # from a rolling buffer would be impossible.
-        self._lm, self._cache, self.length = lm, DynamicCache(), 0
+        self._lm, self._cache, self._length, self.capture = lm, DynamicCache(), 0, capture
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [self._length]
+
+    def reset(self, rows: int) -> None:
+        assert rows <= 1
+        self.keep([0])
 
     @torch.inference_mode()
-    def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
-        lm, count = self._lm, len(tokens)
-        ids, positions = torch.tensor(tokens, device=lm.device), torch.arange(self.length + count, device=lm.device)
+    def extend(
+        self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, num_logits: int = 1
+    ) -> Scores:
+        lm, length = self._lm, self._length
+        ids = torch.as_tensor(tokens[0], device=lm.device)
+        count = len(ids)
+        positions = torch.arange(length + count, device=lm.device)
         if parents is None:
-            hidden = self._read(ids, positions)
+            hidden, features = self._read(ids, positions)
         else:
-            depths, visible = tree_mask(parents, self.length, lm.device)
-            positions[self.length :] = depths + self.length
-            hidden = self._read(ids, positions, attention_mask=lm.tree_attention(visible, positions))
-        return Scores(lm.lm_head(hidden[count - num_logits :]), hidden)
+            depths, visible = tree_mask(parents[0], length, lm.device)
+            positions[length:] = depths + length
+            hidden, features = self._read(ids, positions, attention_mask=lm.tree_attention(visible, positions))
+        return Scores(lm.lm_head(hidden[:, count - num_logits :]), features)
 
     @torch.inference_mode()
     def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        return self._read(tokens, positions, attention_mask=self._lm.tree_attention(visible, positions))
+        return self._read(tokens, positions, attention_mask=self._lm.tree_attention(visible, positions))[1][0]
 
-    def _read(self, ids: Tensor, positions: Tensor, **masked: Any) -> Tensor:
-        """Features [T, H] of ids [T]; positions of all slots, those of `ids` last."""
+    def _read(self, ids: Tensor, positions: Tensor, **masked: Any) -> tuple[Tensor, Tensor]:
+        """Hidden states and features [1, T, ..] of ids [T]; positions of all slots, those of `ids` last."""
         own = positions[None, -len(ids) :]
-        cache = self._cache
-        hidden = self._lm.read(input_ids=ids[None], position_ids=own, past_key_values=cache, use_cache=True, **masked)[
-            0
-        ]
-        self.length += len(ids)
-        return hidden
+        found = self._lm.read(
+            self.capture, input_ids=ids[None], position_ids=own, past_key_values=self._cache, use_cache=True, **masked
+        )
+        self._length += len(ids)
+        return found
 
     @torch.inference_mode()
-    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
+    def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
+        length, path = lengths[0], list(slots[0]) if slots else []
         cached = self._cache.get_seq_length()
-        end = length + len(slots)
-        if list(slots) == list(range(length, end)):
+        end = length + len(path)
+        if path == list(range(length, end)):
             if end < cached:
                 self._cache.crop(end - cached)  # transformers 5: minus the number of tokens to drop
         else:
-            kept = torch.tensor([*range(length), *slots], device=self._lm.device)
+            kept = torch.tensor([*range(length), *path], device=self._lm.device)
             for layer in self._cache.layers:
                 index = kept.to(layer.keys.device)
                 layer.keys, layer.values = layer.keys.index_select(2, index), layer.values.index_select(2, index)
-        self.length = end
+        self._length = end
+
+    def select(self, rows: Sequence[int]) -> None:
+        assert list(rows) == [0]
 
 
 class HFBatchSession:
@@ -147,7 +176,7 @@ class HFBatchSession:
         return self._forward(tokens[:, None], self._mask.sum(-1, keepdim=True) - 1)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        hidden = self._lm.read(
+        hidden, _ = self._lm.read(
             input_ids=ids,
             attention_mask=self._mask,
             position_ids=positions,

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_settings, rope_table
-from draftsmith.modules.lean import LeanNorm, LeanStack
+from draftsmith.modules.lean import LeanNorm, LeanStack, Taps
+from draftsmith.modules.lean_rows import OneRow, Run, at, cached_rows
 from draftsmith.modules.packed import LeanLinear
-from draftsmith.modules.targets.base import ModelInfo, Scores, Session
-from draftsmith.modules.targets.llama_fixed import FixedShapeSession
-from draftsmith.modules.targets.llama_rows import LlamaRows
+from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture
 from draftsmith.modules.types import InputError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -106,27 +105,27 @@ class LlamaLM:
         if self._head.packed:
             model.lm_head.weight.data = weight.new_empty(0)
 
-    def session(self, capacity: int, static: bool | None = None) -> Session:
-        """static: fixed shapes, for CUDA graphs; None takes them on CUDA only."""
-        static = self.device.type == "cuda" if static is None else static
-        return FixedShapeSession(self, capacity) if static else LlamaSession(self, capacity)
+    def session(
+        self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None
+    ) -> LlamaSession:
+        return LlamaSession(self, rows, capacity, capture, static)
 
     @torch.inference_mode()
     def batch_session(self, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[LlamaBatchSession, Tensor]:
         session = LlamaBatchSession(self, prompts, capacity)
         return session, session.prefill(prompts)
 
-    def rows_session(self, batch: int, capacity: int, static: bool | None = None) -> LlamaRows:
-        return LlamaRows(self, batch, capacity, static)
-
-    def features(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def features(self, input_ids: Tensor, position_ids: Tensor | None = None, capture: tuple[int, ...] = ()) -> Tensor:
+        check_capture(capture, self.info.num_layers)
         if position_ids is not None and not torch.equal(
             position_ids, torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         ):
             raise ValueError("position_ids: the lean Llama counts from 0 in every row")
         # As decoding computes them, whatever a training around this does with its own weights.
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            return self.norm(self.stack.chain(self.embed(input_ids), NoCache()))
+            taps: Taps = dict.fromkeys(capture, self.embeddings)
+            hidden = self.stack.chain(self.embed(input_ids), NoCache(), taps)
+            return torch.cat([*taps.values()], -1).view(*input_ids.shape, -1) if capture else self.norm(hidden)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embeddings)
@@ -136,39 +135,58 @@ class LlamaLM:
 
 
 class LlamaSession:
-    """One sequence over a `LlamaLM`."""
+    """A `Session` over a `LlamaLM`, whichever way its rows are cached."""
 
-    def __init__(self, lm: LlamaLM, capacity: int):
-        self._lm, self._cache = lm, lm.stack.new_cache(1, capacity)
+    def __init__(self, lm: LlamaLM, rows: int, capacity: int, capture: tuple[int, ...], static: bool | None):
+        check_capture(capture, lm.info.num_layers)
+        self._lm, self.capture = lm, capture
+        self._rows = cached_rows(lm.stack, self._forward, rows, capacity, static)
+        self.static = self._rows.static
 
     @property
-    def length(self) -> int:
-        return self._cache.length
+    def lengths(self) -> Sequence[int]:
+        return self._rows.lengths
 
-    def extend(self, tokens: Sequence[int], parents: Sequence[int] | None = None, num_logits: int = 1) -> Scores:
+    def reset(self, rows: int) -> None:
+        self._rows.reset(rows)
+
+    def extend(
+        self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, num_logits: int = 1
+    ) -> Scores:
         if torch.is_inference_mode_enabled():  # as in the decoder's loop: entering it again takes time, in every call
-            return self._extend(tokens, parents, num_logits)
+            return Scores(*self._rows.extend((tokens,), parents, num_logits))
         with torch.inference_mode():
-            return self._extend(tokens, parents, num_logits)
+            return Scores(*self._rows.extend((tokens,), parents, num_logits))
 
-    def _extend(self, tokens: Sequence[int], parents: Sequence[int] | None, num_logits: int) -> Scores:
-        lm, cache, count = self._lm, self._cache, len(tokens)
-        # A slice of the table is one call where a tensor of ids and a lookup are two.
-        x = lm.embeddings[tokens[0] : tokens[0] + 1] if count == 1 else lm.embed(torch.tensor(tokens, device=lm.device))
-        hidden = lm.stack.chain(x, cache) if parents is None else lm.stack.tree(x, parents, cache)
-        hidden = lm.norm(hidden)
-        cache.length += count
-        return Scores(lm.lm_head(hidden if num_logits == count else hidden[count - num_logits :]), hidden)
+    def _forward(self, run: Run, picked: Tensor | slice | None, tokens: Any) -> tuple[Tensor, Tensor]:
+        """Logits of what is picked, and all features."""
+        lm = self._lm
+        if isinstance(tokens, Tensor):
+            x = lm.embed(tokens)
+        elif len(tokens) == 1:  # a slice of the table is one call where a tensor of ids and a lookup are two
+            x = lm.embeddings[tokens[0] : tokens[0] + 1]
+        else:
+            x = lm.embed(torch.tensor(tokens, device=lm.device))
+        if not self.capture:
+            hidden = lm.norm(run(x))
+            return lm.lm_head(at(hidden, picked)), hidden
+        taps: Taps = dict.fromkeys(self.capture, x)
+        logits = lm.lm_head(at(lm.norm(run(x, taps)), picked))
+        return logits, torch.cat([*taps.values()], -1).view(*x.shape[:-1], -1)
 
     @torch.inference_mode()
     def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        lm = self._lm
-        hidden = lm.norm(lm.stack.graft(lm.embed(tokens), positions, visible, self._cache))
-        self._cache.length += len(tokens)
+        assert isinstance(self._rows, OneRow) and not self.capture
+        lm, cache = self._lm, self._rows.cache
+        hidden = lm.norm(lm.stack.graft(lm.embed(tokens), positions, visible, cache))
+        cache.length += len(tokens)
         return hidden
 
-    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
-        self._cache.keep(length, slots)
+    def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
+        self._rows.keep(lengths, slots)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows.select(rows)
 
 
 class LlamaBatchSession:

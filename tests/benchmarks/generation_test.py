@@ -11,7 +11,7 @@ from draftsmith.benchmarks.generation import GenerationConfig
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.launch.cli import main_of
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
 
@@ -25,7 +25,7 @@ def test_both_ways_give_the_answers_of_plain_decoding_and_the_ratio_is_theirs(mo
     numbers = json.loads(path.read_text())
     target = load_lm(models["target"])
     answers = [
-        generate(target, None, row.prompt_ids, SamplingParams(), 12, TorchSource(0)).tokens
+        generate_one(target, None, row.prompt_ids, SamplingParams(), 12, TorchSource(0)).tokens
         for row in read_prompts(models["prompts"], models["target"], "test")
     ]
     count = sum(map(len, answers))

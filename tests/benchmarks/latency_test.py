@@ -52,7 +52,7 @@ def test_a_timed_copy_of_a_model_computes_the_same_and_leaves_the_model_alone():
     clock = Wound()
     watch = Stopwatch(clock)
     timed, before = timed_copy(lm, watch), dict(vars(lm))
-    scores = [model.session(8).extend([1, 40, 7], num_logits=3).logits for model in (lm, timed)]
+    scores = [model.session(1, 8).extend([[1, 40, 7]], num_logits=3).logits for model in (lm, timed)]
     assert torch.equal(*scores) and vars(lm) == before
 
 
@@ -89,13 +89,13 @@ def test_a_predictor_is_timed_while_it_drafts_and_changes_nothing():
     made = []
 
     def make(stop):
-        made.append(DraftModelDrafter(pair.packed[1], stop, pair.capacity))
+        made.append(DraftModelDrafter(pair.packed[1], [stop], pair.capacity))
         return made[-1]
 
     share, seconds = share_of_a_step(pair, make, OnlinePredictor(), GREEDY)
     assert 0 < share < math.inf and 0 < seconds < 1
     # Every draft is as long as it may be, and all of its tokens were judged.
-    assert made[0].stop.max_drafted == DRAFTED and len(made[0].stop.probs) >= 1
+    assert made[0].stops[0].max_drafted == DRAFTED and len(made[0].stops[0].probs) >= 1
 
 
 @pytest.mark.slow

@@ -19,8 +19,7 @@ from run_models import run_models
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.modules.decoding.batch import generate_batch
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.drafters.methods import known_methods, parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -93,7 +92,7 @@ def decode(name: str, numbers: Sequence[int]) -> list[tuple[list[int], int, int]
     assert WORLD is not None
     drafter, found = WORLD.drafter(name), []
     for number in numbers:
-        made = generate(WORLD.target, drafter, WORLD.prompts[number], GREEDY, NEW_TOKENS, TorchSource(0), ())
+        made = generate_one(WORLD.target, drafter, WORLD.prompts[number], GREEDY, NEW_TOKENS, TorchSource(0), ())
         found.append((made.tokens, made.trace.num_draft_tokens, made.trace.num_accepted))
     return found
 
@@ -110,7 +109,8 @@ def autoregressive(target: Any, prompts: list[list[int]]) -> list[list[int]]:
     answers: list[list[int]] = []
     for start in range(0, len(prompts), 20):
         part = prompts[start : start + 20]
-        answers += [made.tokens for made in generate_batch(target, None, part, GREEDY, NEW_TOKENS, [0] * len(part), ())]
+        sources = [TorchSource(0) for _ in part]
+        answers += [made.tokens for made in generate(target, None, part, GREEDY, NEW_TOKENS, sources, ())]
     return answers
 
 

@@ -18,7 +18,7 @@ from draftsmith.eval.lossless.defects import OF_NODES
 from draftsmith.eval.lossless.greedy import greedy_test
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding import verify
-from draftsmith.modules.decoding.protocols import DraftTree
+from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.drafters.methods import Method, Models, known_methods, parse_methods
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.types import SamplingParams
@@ -99,10 +99,8 @@ def test_what_is_planted_in_the_real_loops_is_found(name, loaded, tmp_path, monk
 class FirstTokens(Method):
     """Drafts a tree of all that the vocabulary begins with, as siblings."""
 
-    draft_calls = 0
-
-    def build(self, models):
-        return self
+    def build(self, models, rows=1):
+        return EachRow([self] * rows)
 
     def start(self, prompt, features, first_token):
         pass

@@ -9,7 +9,7 @@ from tiny_models import tiny_llama_dir
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules import packed
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.packed import MIN_WEIGHTS, LeanLinear, can_pack
@@ -99,10 +99,10 @@ def test_greedy_answers_and_features_are_those_of_plain_weights(directory, pack_
     linears = [linear for layer in dense.stack.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     assert all(linear.packed for linear in linears)
 
-    answers = [generate(lm, None, PROMPT, GREEDY, 60, TorchSource(0), ()).tokens for lm in (plain, dense)]
+    answers = [generate_one(lm, None, PROMPT, GREEDY, 60, TorchSource(0), ()).tokens for lm in (plain, dense)]
     assert answers[0] == answers[1]
-    drafter = DraftModelDrafter(dense, FixedLength(5), 100)
-    assert generate(dense, drafter, PROMPT, GREEDY, 60, TorchSource(0), ()).tokens == answers[0]
+    drafter = DraftModelDrafter(dense, [FixedLength(5)], 100)
+    assert generate_one(dense, drafter, PROMPT, GREEDY, 60, TorchSource(0), ()).tokens == answers[0]
     ids = torch.tensor([PROMPT + answers[0]])
     torch.testing.assert_close(dense.features(ids), plain.features(ids), rtol=1e-3, atol=1e-3)
 

@@ -21,9 +21,10 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import FeatureDataset, collate_features, pack_features
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle.head import EagleDrafter, EagleHead, eagle_loss, noise_like, shift
+from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
+from draftsmith.modules.drafters.eagle.head import EagleHead, eagle_loss, noise_like, shift
 from draftsmith.modules.flops import eagle_training, layers_forward
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
@@ -113,10 +114,10 @@ def test_best_and_last_are_heads_that_decode(trained, artefacts):
     target = load_lm(str(artefacts.target))
     for name in ("best", "last"):
         head = load_head(trained / name, target, kind="eagle")
-        drafter = EagleDrafter(head, target, FixedLength(4), 64)
+        drafter = EagleDrafter(head, target, [FixedLength(4)], 64)
         prompt, params = [5, 6, 7, 8], SamplingParams()
-        drafted = generate(target, drafter, prompt, params, 12, TorchSource(0)).tokens
-        assert drafted == generate(target, None, prompt, params, 12, TorchSource(0)).tokens
+        drafted = generate_one(target, drafter, prompt, params, 12, TorchSource(0)).tokens
+        assert drafted == generate_one(target, None, prompt, params, 12, TorchSource(0)).tokens
         assert "emitted tokens per target call" in (trained / "last" / "README.md").read_text()
     manifest = json.loads((trained / "best" / "manifest.json").read_text())
     assert manifest["models"]["target"] == target.info.identity == manifest["target"]
@@ -251,11 +252,12 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
     prompts = list(held_out_prompts(Samples(FeatureDataset(artefacts.features), range(3))))
     assert len(prompts) == 3
     target, tokens, calls, behind = module.objective.target, 0, 0, 0
-    ends = generate(target, None, prompts[0], SamplingParams(), 10, TorchSource(0)).tokens[3:4]  # as if it ended there
+    plain = generate_one(target, None, prompts[0], SamplingParams(), 10, TorchSource(0))
+    ends = plain.tokens[3:4]  # as if it ended there
     target.info = dataclasses.replace(target.info, eos_ids=tuple(ends))
     for prompt in prompts:
-        drafter = EagleDrafter(module.head, target, FixedLength(2), 128)
-        generation = generate(target, drafter, prompt, SamplingParams(), 10, TorchSource(0), eos_ids=())
+        drafter = EagleDrafter(module.head, target, [FixedLength(2)], 128)
+        generation = generate_one(target, drafter, prompt, SamplingParams(), 10, TorchSource(0), eos_ids=())
         tokens, calls = tokens + len(generation.tokens), calls + 1 + len(generation.trace.steps)
         first = generation.tokens.index(ends[0]) if ends[0] in generation.tokens else 9
         behind += 9 - first
@@ -265,8 +267,8 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
     assert probe.measured.endswith("tokens, 10 each, end tokens ignored, chains of 2")
     until_end = config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10, tau_ignore_eos=False)
     short = TauProbe(module, target, prompts[:1], until_end, 1)()
-    shorter = generate(target, EagleDrafter(module.head, target, FixedLength(2), 128), prompts[0], SamplingParams(), 10,
-                       TorchSource(0))  # fmt: skip
+    drafter = EagleDrafter(module.head, target, [FixedLength(2)], 128)
+    shorter = generate_one(target, drafter, prompts[0], SamplingParams(), 10, TorchSource(0))
     assert len(shorter.tokens) < 10 and short == {"tau": len(shorter.tokens) / (1 + len(shorter.trace.steps))}
 
 
@@ -400,7 +402,7 @@ def greedy_items(target, number: int) -> list[dict[str, torch.Tensor]]:
     items, generator = [], torch.Generator().manual_seed(3)
     for i in range(number):
         prompt = torch.randint(target.info.vocab_size, (4 + i % 3,), generator=generator).tolist()
-        ids = prompt + generate(target, None, prompt, SamplingParams(), 30, TorchSource(0)).tokens
+        ids = prompt + generate_one(target, None, prompt, SamplingParams(), 30, TorchSource(0)).tokens
         row = torch.tensor(ids)
         items.append(
             {

@@ -17,7 +17,7 @@ from draftsmith.data import features
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import FeatureDataset
 from draftsmith.data.store.manifest import Manifest
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train.run import run
@@ -47,7 +47,7 @@ def test_a_device_map_is_the_same_target(artefacts, tmp_path):
     target, plain = (load_lm(str(artefacts.target), engine="hf", parallel=p) for p in ("device_map", "none"))
     assert target.info == plain.info
     prompt = [5, 6, 7, 8, 9]
-    answers = [generate(lm, None, prompt, SamplingParams(), 12, TorchSource(0)).tokens for lm in (target, plain)]
+    answers = [generate_one(lm, None, prompt, SamplingParams(), 12, TorchSource(0)).tokens for lm in (target, plain)]
     assert answers[0] == answers[1]
     made = features.FeaturesConfig(artefacts.responses, str(artefacts.target), tmp_path / "features")
     features.run(dataclasses.replace(made, target_parallel="device_map", num_threads=1))

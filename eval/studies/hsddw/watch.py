@@ -12,7 +12,7 @@ from typing import Any
 
 from draftsmith.modules.decoding.confidence import draft_law
 from draftsmith.modules.decoding.loop import Round
-from draftsmith.modules.decoding.protocols import Drafter, DraftView, StopPolicy
+from draftsmith.modules.decoding.protocols import Drafter, DraftView, EachRow, StopPolicy
 from draftsmith.modules.decoding.stop import Around, RunningEntropy, entropy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
@@ -87,9 +87,10 @@ class Watcher:
 
     def __init__(self, drafter: Drafter, eos_ids: Sequence[int]):
         self._eos = frozenset(eos_ids)
-        self._hierarchy = drafter if isinstance(drafter, HierarchicalDrafter) else None
+        own = drafter.drafters[0] if isinstance(drafter, EachRow) else drafter
+        self._hierarchy = own if isinstance(own, HierarchicalDrafter) else None
         chain: Any = drafter if self._hierarchy is None else self._hierarchy.inner
-        self._stop = chain.stop = WatchedStop(chain.stop)
+        self._stop = chain.stops[0] = WatchedStop(chain.stops[0])
         self._prompt, self._emitted, self._number = "", 0, 0
         self.seen = Observations()
 

@@ -13,13 +13,10 @@ from torch import Tensor
 
 from draftsmith.modules import flops
 from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.chains import BatchDrafter
-from draftsmith.modules.decoding.protocols import Drafter, StopPolicy
+from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
 from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
-from draftsmith.modules.drafters.eagle.branches import EagleBranches
-from draftsmith.modules.drafters.eagle.chain import EagleDrafter
+from draftsmith.modules.drafters.eagle.drafting import EagleBranches, EagleDrafter
 from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, Rope
-from draftsmith.modules.drafters.eagle.rows import BatchEagle
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import LmHead, soft_cross_entropy
 from draftsmith.modules.packing import Documents
@@ -301,12 +298,8 @@ class EagleHead(EagleNet, DraftHead):
 
     # -- decoding
 
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> Drafter:
-        (stop,) = stops
-        return EagleDrafter(self, target, stop, capacity)
-
-    def rows_drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> BatchDrafter:
-        return BatchEagle(self, target, stops, capacity)
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> NestedDrafter:
+        return EagleDrafter(self, target, stops, capacity)
 
     def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
         return EagleBranches(self, target, depth)

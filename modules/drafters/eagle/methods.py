@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.tree_rule import TreeRule
+from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.protocols import Drafter
-from draftsmith.modules.decoding.tree import num_candidates
+from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
 from draftsmith.modules.drafters.chains import FixedK
-from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
-from draftsmith.modules.drafters.methods import MAX_NODES, DynamicTrees, Method, Models
+from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
+from draftsmith.modules.drafters.methods import DynamicTrees, Method, Models
 from draftsmith.modules.types import InputError, at_least, at_most
 
 MOST_LEVELS = 8  # expansions of a tree of depth=auto
@@ -35,10 +37,10 @@ class EagleStaticTree(Method):
     def trees(self) -> tuple[str, ...]:
         return (self.tree,)
 
-    def build(self, models: Models) -> Drafter:
+    def build(self, models: Models, rows: int = 1) -> Drafter:
         shape = models.trees[self.tree]
         at_most("eagle-tree, ranks", max(shape.ranks) + 1, models.target.info.vocab_size)
-        return EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity)
+        return EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, rows)
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,14 @@ class Eagle2(DynamicTrees):
     def needs(self) -> tuple[str, ...]:
         return ("eagle", "acceptance") if self.value == "head" else self.uses
 
-    def build(self, models: Models) -> Drafter:
+    def build(self, models: Models, rows: int = 1) -> Drafter:
         at_most("topk", self.topk, models.target.info.vocab_size)
         if self.nodes != "auto":
-            return self.fixed(models, self.most_nodes, self.most_depth)
+            return self._drafter(models, self.most_nodes, self.most_depth, rows)
         trees = f"trees of topk {self.topk}, value {self.value}"
         times = models.times.tree_times(models, trees, lambda levels: self.fixed(models, self.topk, levels))
-        return self._drafter(models, self.most_nodes, self.most_depth, TreeRule(times, self.depth == "auto"))
+        rules = [TreeRule(times, self.depth == "auto") for _ in range(rows)]
+        return self._drafter(models, self.most_nodes, self.most_depth, rows, rules)
 
     @property
     def by_values(self) -> bool:
@@ -105,10 +108,13 @@ class Eagle2(DynamicTrees):
     def fixed(self, models: Models, nodes: int, depth: int) -> Drafter:
         return self._drafter(models, nodes, depth)
 
-    def _drafter(self, models: Models, nodes: int, depth: int, rule: TreeRule | None = None) -> Drafter:
+    def _drafter(
+        self, models: Models, nodes: int, depth: int, rows: int = 1, rules: Sequence[TreeRule] | None = None
+    ) -> Drafter:
         head = tree_head(models) if self.value == "head" else None
         shape = DynamicTree(nodes, depth, self.topk, self.value != "off", self.rerank)
-        return EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, judge=head, rule=rule)
+        eagle, target, capacity = models.heads["eagle"], models.target, models.capacity
+        return EagleTreeDrafter(eagle, target, shape, capacity, rows, judge=head, rules=rules)
 
 
 def tree_head(models: Models) -> AcceptanceHead:

@@ -82,12 +82,12 @@ def test_another_architecture_runs_on_the_transformers_engine(make, tmp_path):
     tokens = [5, 1, 9, 2, 7]
     close = {"atol": 1e-4, "rtol": 0}
     torch.testing.assert_close(lm.lm_head(lm.features(torch.tensor([tokens])))[0], logits(tokens), **close)
-    session = lm.session(20)
-    session.extend(tokens)
-    tree = session.extend([4, 6, 8, 8], [-1, -1, 1, 0], num_logits=4).logits
+    session = lm.session(1, 20)
+    session.extend([tokens])
+    tree = session.extend([[4, 6, 8, 8]], [[-1, -1, 1, 0]], num_logits=4).logits[0]
     torch.testing.assert_close(tree[2], logits([*tokens, 6, 8])[-1], **close)
-    session.keep(5, [6, 7])
-    torch.testing.assert_close(session.extend([11]).logits[0], logits([*tokens, 6, 8, 11])[-1], **close)
+    session.keep([5], [[6, 7]])
+    torch.testing.assert_close(session.extend([[11]]).logits[0, 0], logits([*tokens, 6, 8, 11])[-1], **close)
     rows, first = lm.batch_session([[1, 2, 3], [4]], 10)
     torch.testing.assert_close(first, torch.stack([logits([1, 2, 3])[-1], logits([4])[-1]]), **close)
     second = rows.step(torch.tensor([7, 8]))

@@ -273,9 +273,8 @@ def test_sampled_batches_repeat_with_their_seed(config, tmp_path):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"methods": "eagle2"}, "methods: found eagle2 with batch_size 4, expected some of ar, spec, specdec++,"),
+        ({"methods": "hf-assisted"}, "methods: found hf-assisted with batch_size 4, expected some of ar, spec,"),
         ({"methods": "spec,hf"}, "methods: found hf with batch_size 4"),
-        ({"methods": "pld"}, "Measure it with --batch-size 1."),
         ({"engine": "hf"}, "engine: found hf with batch_size 4"),
         ({"batch_size": "0"}, "batch_size: found 0"),
     ],

@@ -16,7 +16,6 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompt_runner import measure
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import (
-    BatchRunner,
     EngineRunner,
     RunnerSettings,
     engine_runners,
@@ -60,8 +59,8 @@ def for_method(lms: Models, label: str) -> Models:
 def runner(lms: Models, label: str, batch: bool = False):
     method, models = parse_method(label), for_method(lms, label)
     if batch:
-        session = models.target.rows_session(1, models.capacity)
-        return BatchRunner(models.target, method.build_batch(models, 1), PARAMS, (), session)
+        session = models.target.session(2, models.capacity)
+        return EngineRunner(models.target, method.build(models, 2), PARAMS, (), session=session, rows=2)
     return EngineRunner(models.target, method.build(models), PARAMS, ())
 
 
@@ -104,7 +103,7 @@ def test_ways_of_sampling_share_a_drafter_only_where_nothing_is_learned(lms, lab
 
 def test_state_that_nobody_marked_is_noticed(lms):
     made = runner(lms, "spec:k=1")
-    stop = made.drafter.stop
+    stop = made.drafter.stops[0]
     stop.observe = lambda drafted, accepted: setattr(stop, "max_drafted", stop.max_drafted + 1)
     with pytest.raises(AssertionError):
         check_nothing_else_lasts(made)

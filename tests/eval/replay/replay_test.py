@@ -22,10 +22,11 @@ from draftsmith.eval.replay.rollouts import ChainRollouts, TreeRollouts, of_answ
 from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.tuning.candidates import HEAD, Recorded
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.growth import DynamicTree
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
+from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
 from draftsmith.modules.drafters.eagle.methods import Eagle2
-from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.drafters.methods import Models, parse_method, parse_methods
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -71,7 +72,7 @@ class World:
         target = self.models.target
         prompts = [prompt.prompt_ids for prompt in self.prompts]
         how = (GREEDY, self.new_tokens, TorchSource(0), self.eos_ids)
-        return [generate(target, drafter, prompt, *how).trace for prompt in prompts]
+        return [generate_one(target, drafter, prompt, *how).trace for prompt in prompts]
 
     def replayed(self, name: str) -> list[DecodeTrace]:
         recorded = Recorded(self.chains, {f"eagle2/{TOPK}": self.trees}, self.models.acceptance, {NGRAM: self.lookups})
@@ -96,7 +97,7 @@ def embedded():
     """The shipped pair, and an EAGLE head that knows a little."""
     target, draft = load_lm("embedded:target"), load_lm("embedded:draft")
     prompts = read_prompts("embedded:prompts", "embedded:target", "dev", "rename,add_docstring", 2)
-    answers = [generate(target, None, p.prompt_ids, GREEDY, 48, TorchSource(0)).tokens for p in prompts]
+    answers = [generate_one(target, None, p.prompt_ids, GREEDY, 48, TorchSource(0)).tokens for p in prompts]
     rows = [[*p.prompt_ids, *answer][-80:] for p, answer in zip(prompts, answers, strict=True)]
     eagle = quick_eagle_head(target, rows, steps=25, batch_size=2)
     acceptance = varied_acceptance_head(target.info.hidden_size)
@@ -113,7 +114,7 @@ def tiny(tmp_path_factory):
     draft = near_copy(directory, Path(root / "draft"), noise=0.1, max_position_embeddings=CONTEXT - 30)
     target = load_lm(str(directory))
     prompts = [BenchPrompt(str(n), [5 + (7 * i + 3 * n) % 200 for i in range(n)]) for n in (CONTEXT - 50, 150, 12)]
-    answers = [generate(target, None, p.prompt_ids, GREEDY, 60, TorchSource(0), ()).tokens for p in prompts]
+    answers = [generate_one(target, None, p.prompt_ids, GREEDY, 60, TorchSource(0), ()).tokens for p in prompts]
     rows = [[*p.prompt_ids, *answer][-70:] for p, answer in zip(prompts, answers, strict=True)]
     eagle = quick_eagle_head(target, rows, steps=80)
     draft_lm = load_lm(str(draft))
@@ -154,7 +155,8 @@ def test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace(tiny, 
     judge = varied_tree_head(models.target.info.hidden_size) if judged else None
     rules = [TreeRule(times, any_depth) for _ in range(2)] if auto else [None, None]
     shape = DynamicTree(nodes, TREE_DEPTH, TOPK)
-    drafter = EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, judge=judge, rule=rules[0])
+    own = rules[:1] if auto else None
+    drafter = EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, judge=judge, rules=own)
     method = Eagle2(nodes=1, topk=TOPK, value="head" if judged else "on")
     recorder = TreeRecorder(
         dataclasses.replace(models, acceptance=judge),

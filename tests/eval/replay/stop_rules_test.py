@@ -29,8 +29,8 @@ from draftsmith.eval.studies.policies.replayed import PolicyReplay, predictors_o
 from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, replayed
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, ThresholdRule
-from draftsmith.modules.decoding.loop import generate
-from draftsmith.modules.drafters.chains import build_chain
+from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.drafters.chains import build_chains
 from draftsmith.modules.drafters.methods import Models, parse_method
 from draftsmith.modules.sampling import TorchSource, pick, probabilities
 from draftsmith.modules.targets.llama import LlamaLM
@@ -77,7 +77,7 @@ def world(tmp_path_factory) -> World:
     draft = load_lm(str(near_copy(directory, root / "draft", noise=0.15)))
     prompts = [BenchPrompt(str(n), [5 + (7 * i + 3 * n) % 200 for i in range(n)]) for n in (30, 12)]
     rows = [
-        [*p.prompt_ids, *generate(target, None, p.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).tokens][-50:]
+        [*p.prompt_ids, *generate_one(target, None, p.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).tokens][-50:]
         for p in prompts
     ]
     eagle = quick_eagle_head(target, rows, steps=60)
@@ -108,9 +108,9 @@ def test_a_replay_is_the_decoders_trace_and_learns_as_it_does(world, drafter, ju
         own = HeadPredictor(head, world.embeds[drafter].embed)
         recorded = KnownPredictor(head_probs(rollouts.heads[judge], head, True), late=judge == "late")
     stop = PredictorStop(own, rule_of(rule), 1, DEPTH)
-    chain = build_chain(world.models, drafter, stop)
+    chain = build_chains(world.models, drafter, [stop])
     decoded = [
-        generate(world.models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
+        generate_one(world.models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
         for prompt in world.prompts
     ]
     assert replay_by_prediction(rollouts, recorded, rule_of(rule), 1, DEPTH) == decoded
@@ -130,7 +130,7 @@ def test_studies_replay_heads_of_either_kind_as_the_decoder_asks_them(world, dra
         method = f"{rule.method(minimum, DEPTH)}:drafter={drafter}"
         chain = parse_method(method).build(models)
         decoded = [
-            generate(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
+            generate_one(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
             for prompt in world.prompts
         ]
         assert replayed(rollouts, rule, SweepGrid((), (), [label], minimum, DEPTH), heads) == decoded
@@ -157,7 +157,7 @@ def test_drafts_end_at_end_tokens_in_replays_too(world, drafter, side_by_side):
     def decoded(method: str, head: str | None = None) -> list:
         chain = parse_method(method).build(dataclasses.replace(models, acceptance=world.heads.get(head)))
         return [
-            generate(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ends).trace
+            generate_one(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ends).trace
             for prompt in world.prompts
         ]
 

@@ -1,4 +1,4 @@
-"""The batched loop's own law, its random numbers included: integrated over the cube of a round's uniforms, exactly.
+"""The loop's own law in rows, its random numbers included: integrated over the cube of their uniforms, exactly.
 
 Every law of these tables has its steps at quarters, and so have the odds of acceptance and what replaces a rejected
 token: the outcome is constant on the cells of a grid of 4 by uniform. One point of each cell, a row of the batch each,
@@ -17,9 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.modules.decoding.batch import generate_batch
+from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
-from draftsmith.modules.drafters.draft_model_batch import BatchDraftModel
+from draftsmith.modules.drafters.draft_model import DraftModelDrafter
+from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import ModelInfo, Scores
 from draftsmith.modules.types import SamplingParams
 
@@ -30,7 +32,7 @@ Law = dict[tuple[int, ...], float]
 
 
 class QuarterLM:
-    """A `RowsLM` whose law is a function of the whole prefix: one of LAWS by a number made of all tokens."""
+    """A `CausalLM` whose law is a function of the whole prefix: one of LAWS by a number made of all tokens."""
 
     packed, device, dtype = False, torch.device("cpu"), torch.float64
 
@@ -38,8 +40,10 @@ class QuarterLM:
         self.seed, self.info = seed, ModelInfo(H, V, 1, context, (), {"config": f"quarters-{seed}"})
         self.log_laws = torch.tensor(LAWS, dtype=torch.float64).log()
 
-    def rows_session(self, batch: int, capacity: int, static: bool | None = None) -> QuarterRows:
-        return QuarterRows(self, batch, capacity)
+    def session(
+        self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None
+    ) -> QuarterSession:
+        return QuarterSession(self, rows)
 
     def law(self, prefix: Sequence[int]) -> tuple[float, ...]:
         number = self.seed
@@ -48,61 +52,74 @@ class QuarterLM:
         return LAWS[number % len(LAWS)]
 
 
-def after(number: Any, token: Any) -> Any:
-    """The number of a prefix with one more token: of integers or tensors of them."""
+def after(number: int, token: int) -> int:
+    """The number of a prefix with one more token."""
     return (number * 1_000_003 + token + 1) % (2**31 - 1)
 
 
-class QuarterRows:
+class QuarterSession:
     """Remembers the number of every prefix that each row has read, and nothing else."""
 
+    capture: tuple[int, ...] = ()
     static = False
 
-    def __init__(self, lm: QuarterLM, batch: int, capacity: int):
-        self._lm, self.batch, self.capacity = lm, batch, capacity
-        # After 0, 1, .. tokens. Drafts of rows that have stopped are read on past the last slot.
-        self._numbers = torch.full((batch, capacity + 8), -1)
-        self._numbers[:, 0] = lm.seed
+    def __init__(self, lm: QuarterLM, rows: int):
+        self._lm = lm
+        self.reset(rows)
 
-    def prefill(self, row: int, prompt: Sequence[int]) -> Scores:
-        number = self._lm.seed
-        for place, token in enumerate(prompt, start=1):
-            number = after(number, token)
-            self._numbers[row, place] = number
-        return Scores(self._lm.log_laws[number % len(LAWS)][None], torch.zeros(len(prompt), H))
+    @property
+    def lengths(self) -> list[int]:
+        return [len(numbers) - 1 for numbers in self._numbers]
 
-    def extend(self, tokens: Tensor, starts: Tensor, end: int, num_logits: int = 1) -> tuple[Tensor, Tensor]:
-        count = tokens.shape[1]
-        assert end == int(starts.max()) + count
-        own = self._numbers.gather(1, starts[:, None])[:, 0]
-        assert (own >= 0).all(), "a token follows others that were never read"
-        logits = []
-        for i in range(count):
-            own = after(own, tokens[:, i])
-            self._numbers.scatter_(1, starts[:, None] + i + 1, own[:, None])
-            logits.append(self._lm.log_laws[own % len(LAWS)])
-        return torch.stack(logits[count - num_logits :], 1), torch.zeros(len(tokens), count, H)
+    def reset(self, rows: int) -> None:
+        self._numbers = [[self._lm.seed] for _ in range(rows)]  # after 0, 1, .. tokens
 
-    def select(self, rows: Tensor) -> None:
-        self._numbers = self._numbers[rows]
+    def extend(self, tokens: Any, parents: Any = None, num_logits: int = 1) -> Scores:
+        widest = max(map(len, tokens))
+        logits = torch.full((len(tokens), num_logits, V), torch.nan, dtype=torch.float64)
+        for row, own in enumerate(tokens):
+            numbers, above = self._numbers[row], range(-1, len(own) - 1) if parents is None else parents[row]
+            first, kept = len(numbers), numbers[-1]
+            for token, parent in zip(own, above, strict=True):
+                numbers.append(after(kept if parent < 0 else numbers[first + parent], token))
+            if own:
+                read = [number % len(LAWS) for number in numbers[first:][-num_logits:]]
+                logits[row, : len(read)] = self._lm.log_laws[read]
+        return Scores(logits, torch.zeros(len(tokens), widest, H))
+
+    def keep(self, lengths: Sequence[int], slots: Any = None) -> None:
+        for row, length in enumerate(lengths):
+            numbers = self._numbers[row]
+            path = slots[row] if slots else ()
+            self._numbers[row] = numbers[: length + 1] + [numbers[slot + 1] for slot in path]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._numbers = [self._numbers[row] for row in rows]
 
 
-class Streams:
-    """In the place of torch.rand: the generator of seed r gives row r of `values`, from left to right, then zeros. The
-    first call of each is the prefill's, which draws one token: any of its numbers is the first column's."""
+class Stream(TorchSource):
+    """Gives these uniforms, from left to right, then zeros."""
 
-    def __init__(self, values: Tensor):
-        self._values, self._width = values, values.shape[1]
-        self._places: dict[int, tuple[Any, int]] = {}
+    def __init__(self, values: list[float]):
+        super().__init__(0)
+        self._uniforms = values[::-1]
 
-    def __call__(self, size: int, *, generator: Any, dtype: Any) -> Tensor:
-        row, place = self._values[generator.initial_seed()], self._places.get(id(generator), (None, 0))[1]
-        used = size if place else 1
-        self._places[id(generator)] = generator, place + used  # held, or another would have its id
-        own = torch.zeros(used, dtype=dtype)
-        known = row[place : place + used]
-        own[: len(known)] = known
-        return own.expand(size)
+    def _fill(self) -> None:
+        self._uniforms = [0.0] * 8 + self._uniforms
+
+
+class Twigs:
+    """A tree of four nodes on two levels, which is a function of what was emitted."""
+
+    def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
+        self._sum = sum(prompt) + first_token
+
+    def propose(self, max_drafted: int, params: SamplingParams, source: Any) -> DraftTree:
+        tokens = tuple((self._sum + shift) % V for shift in (0, 1, 2, 0))
+        return DraftTree(tokens, (-1, -1, 0, 0)) if max_drafted > 1 else DraftTree(tokens[:2], (-1, -1))
+
+    def advance(self, outcome: Any) -> None:
+        self._sum += sum(outcome.emitted)
 
 
 def target_law(target: QuarterLM, law: Law, length: int) -> Law:
@@ -118,21 +135,21 @@ def target_law(target: QuarterLM, law: Law, length: int) -> Law:
     return dict(grown)
 
 
-def batched_law(
-    monkeypatch: Any, target: QuarterLM, stops: Any, per_round: int, rounds: int, count: int, seed: int
-) -> tuple[Law, list]:
+def law_in_rows(target: QuarterLM, stops: Any, per_round: int, rounds: int, count: int, seed: int) -> tuple[Law, list]:
     """Of what `rounds` rounds after the prefill emit, and after that the target's own; and the generations.
 
-    per_round: uniforms of a round. stops: makes a row's policy, or None.
+    per_round: most uniforms of a round. stops: makes a row's policy; "tree" drafts trees, and None nothing.
     """
     middles = (torch.arange(CELLS, dtype=torch.float64) + 0.5) / CELLS
-    values = torch.cartesian_prod(*[middles] * (1 + per_round * rounds))
+    values = torch.cartesian_prod(*[middles] * (1 + per_round * rounds)).tolist()
     rows = len(values)
-    monkeypatch.setattr(torch, "rand", Streams(values))
-    draft = QuarterLM(seed + 1)
-    drafter = None if stops is None else BatchDraftModel(draft, [stops() for _ in range(rows)], 64)
-    made = generate_batch(target, drafter, [PROMPT] * rows, PARAMS, count, list(range(rows)), ())
-    monkeypatch.undo()
+    drafter: Any = None
+    if stops == "tree":
+        drafter = EachRow([Twigs() for _ in range(rows)])
+    elif stops is not None:
+        drafter = DraftModelDrafter(QuarterLM(seed + 1), [stops() for _ in range(rows)], 64)
+    sources = [Stream(own) for own in values]
+    made = generate(target, drafter, [PROMPT] * rows, PARAMS, count, sources, ())
     law: Law = defaultdict(float)
     for one in made:
         law[tuple(one.tokens[: 1 + sum(step.num_emitted for step in one.trace.steps[:rounds])])] += 1 / rows
@@ -140,23 +157,25 @@ def batched_law(
 
 
 @pytest.mark.parametrize(
-    ("name", "stops", "longest", "rounds", "count"),
+    ("name", "stops", "most", "rounds", "count"),
     [
-        ("ar", None, 0, 4, 6),
-        ("one drafted token, two rounds", lambda: FixedLength(1), 1, 2, 6),
-        ("two drafted tokens", lambda: FixedLength(2), 2, 1, 6),
-        ("drafts that differ in length", lambda: Confidence(0.3, 1, 2), 2, 1, 6),
-        ("drafts of learned length", lambda: SelfVerify(2), 2, 1, 6),
-        ("drafts that the limit cuts to one token", lambda: FixedLength(2), 2, 1, 3),
-        ("some rows done in the first round", lambda: FixedLength(1), 1, 2, 3),
+        ("ar", None, 1, 4, 6),
+        ("trees", "tree", 3, 1, 6),
+        ("one drafted token, two rounds", lambda: FixedLength(1), 3, 2, 6),
+        ("two drafted tokens", lambda: FixedLength(2), 5, 1, 6),
+        ("drafts that differ in length", lambda: Confidence(0.3, 1, 2), 5, 1, 6),
+        ("drafts of learned length", lambda: SelfVerify(2), 5, 1, 6),
+        ("drafts that the limit cuts to one token", lambda: FixedLength(2), 5, 1, 3),
+        ("some rows done in the first round", lambda: FixedLength(1), 3, 2, 3),
     ],
 )
 @pytest.mark.parametrize("seed", [7])
-def test_the_cube_of_uniforms_gives_the_targets_law(monkeypatch, name, stops, longest, rounds, count, seed):
+def test_the_cube_of_uniforms_gives_the_targets_law(name, stops, most, rounds, count, seed):
     target = QuarterLM(seed)
-    law, made = batched_law(monkeypatch, target, stops, 2 * longest + 1, rounds, count, seed)
+    law, made = law_in_rows(target, stops, most, rounds, count, seed)
     assert law == target_law(target, {(): 1.0}, count)  # multiples of 4^-9, which float64 holds exactly
     steps = [step for one in made for step in one.trace.steps[:rounds]]
-    assert longest == 0 or {step.num_accepted == step.num_drafted for step in steps} == {True, False}
+    if stops is not None:
+        assert {step.num_accepted > 0 for step in steps} == {True, False}
     if name.startswith("drafts that differ"):
         assert {step.num_drafted for step in steps} == {1, 2}

@@ -20,8 +20,8 @@ from table_models import (
 )
 
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop
-from draftsmith.modules.decoding.loop import generate
-from draftsmith.modules.decoding.protocols import DraftTree
+from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import FixedLength, UntilEnd
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.sampling import TorchSource
@@ -59,7 +59,7 @@ def test_drafts_follow_the_draft_model_at_the_sampling_asked_for(name, params):
     target, draft, seen = TableLM(1), TableLM(107), 0
     for seed in range(10):
         rounds = []
-        generate(target, method(name, target)(), PROMPT, params, 12, TorchSource(seed), (), rounds.append)
+        generate_one(target, method(name, target)(), PROMPT, params, 12, TorchSource(seed), (), rounds.append)
         text = [*PROMPT, *rounds[0].tokens]
         for done in rounds[1:]:
             for node, token in enumerate(done.tree.tokens):
@@ -87,11 +87,11 @@ def test_a_draft_that_ends_with_an_end_token_leaves_the_law(policy, eos_ids):
     target, draft, params = TableLM(4), TableLM(104), SETTINGS["T=1"]
 
     def drafter():
-        return DraftModelDrafter(draft, UntilEnd(policy(), (1, 3)), CAPACITY)
+        return DraftModelDrafter(draft, [UntilEnd(policy(), (1, 3))], CAPACITY)
 
     law = decoded_law(target, drafter, params, length=3, max_new_tokens=8, eos_ids=eos_ids)
     assert total_variation(law, target_law(target, params, 3, eos_ids=eos_ids)) < EXACT
-    trace = generate(target, drafter(), PROMPT, params, 20, TorchSource(0), ()).trace
+    trace = generate_one(target, drafter(), PROMPT, params, 20, TorchSource(0), ()).trace
     assert {step.num_drafted for step in trace.steps[:-3]} >= {1, 3}
 
 
@@ -107,7 +107,7 @@ def test_the_draft_of_full_support_is_exact():
     # Every token can be drafted and nearly every one rejected: other branches than with sparse laws.
     target, draft = TableLM(5, support=(V,)), TableLM(6, support=(V,))
     law = decoded_law(
-        target, lambda: DraftModelDrafter(draft, FixedLength(2), CAPACITY), SETTINGS["T=1"], 2, max_new_tokens=8
+        target, lambda: DraftModelDrafter(draft, [FixedLength(2)], CAPACITY), SETTINGS["T=1"], 2, max_new_tokens=8
     )
     assert total_variation(law, target_law(target, SETTINGS["T=1"], 2)) < EXACT
 
@@ -116,8 +116,8 @@ def test_a_draft_equal_to_the_target_is_never_rejected():
     target, params = TableLM(1), SETTINGS["T=1.5,top_p=0.8"]
 
     def run(source: Branches):
-        drafter = DraftModelDrafter(TableLM(1), FixedLength(2), CAPACITY)
-        return generate(target, drafter, PROMPT, params, 4, source).trace
+        drafter = DraftModelDrafter(TableLM(1), [FixedLength(2)], CAPACITY)
+        return generate_one(target, drafter, PROMPT, params, 4, source).trace
 
     for trace, _ in enumerate_branches(run):
         assert trace.num_accepted == trace.num_draft_tokens == 2 and trace.num_discarded == 0
@@ -139,7 +139,7 @@ def test_a_stop_policy_ends_drafts_at_several_lengths(name, lengths):
     # Else the cases above would be fixed lengths in disguise.
     target, params = TableLM(1), SETTINGS["T=1"]
     make = method(name, target)
-    runs = [generate(target, make(), PROMPT, params, 12, TorchSource(seed)) for seed in range(40)]
+    runs = [generate_one(target, make(), PROMPT, params, 12, TorchSource(seed)) for seed in range(40)]
     # Near the limit drafts are cut whatever the policy says: only rounds that leave room for four tokens count.
     seen = set()
     for run in runs:
@@ -164,18 +164,18 @@ def test_at_temperature_zero_the_law_is_one_answer_the_argmax_of_every_row(name)
 def test_trees_are_walked_to_every_depth():
     target, params = TableLM(1, support=(V,)), SETTINGS["T=1"]
 
-    runs = [generate(target, TableTrees(), PROMPT, params, 20, TorchSource(seed)) for seed in range(40)]
+    runs = [generate_one(target, EachRow([TableTrees()]), PROMPT, params, 20, TorchSource(seed)) for seed in range(40)]
     assert {step.num_accepted for run in runs for step in run.trace.steps} == {0, 1, 2, 3}
 
 
 class DropsByValue(DraftModelDrafter):
     """Wrong: the last sampled token leaves the draft when it is token 0."""
 
-    def propose(self, max_drafted, params, source):
-        tree = super().propose(max_drafted, params, source)
+    def propose(self, limits, params, sources):
+        (tree,) = super().propose(limits, params, sources)
         if tree.tokens and tree.tokens[-1] == 0:
-            return DraftTree(tree.tokens[:-1], tree.parents[:-1], tree.draft_prob[:-1])
-        return tree
+            return [DraftTree(tree.tokens[:-1], tree.parents[:-1], tree.draft_prob[:-1])]
+        return [tree]
 
 
 class CallsTopKSampled(DraftModelDrafter):
@@ -185,8 +185,8 @@ class CallsTopKSampled(DraftModelDrafter):
         def draw(self, probs):
             return int(probs.argmax())
 
-    def propose(self, max_drafted, params, source):
-        return super().propose(max_drafted, params, self._Most())
+    def propose(self, limits, params, sources):
+        return super().propose(limits, params, [self._Most()])
 
 
 class ForgetsToNormalise(DraftModelDrafter):
@@ -201,13 +201,13 @@ class ForgetsToNormalise(DraftModelDrafter):
             kept[int(probs.argmin())] = 0
             return self._source.draw(kept / kept.sum())
 
-    def propose(self, max_drafted, params, source):
-        return super().propose(max_drafted, params, self._Truncated(source))
+    def propose(self, limits, params, sources):
+        return super().propose(limits, params, [self._Truncated(source) for source in sources])
 
 
 @pytest.mark.parametrize("wrong", [DropsByValue, CallsTopKSampled, ForgetsToNormalise])
 def test_a_biased_drafter_is_caught(wrong):
     target, draft, params = TableLM(5, support=(V,)), TableLM(6, support=(V,)), SETTINGS["T=1"]
-    law = decoded_law(target, lambda: wrong(draft, FixedLength(1), CAPACITY), params, length=2, max_new_tokens=8)
+    law = decoded_law(target, lambda: wrong(draft, [FixedLength(1)], CAPACITY), params, length=2, max_new_tokens=8)
     assert sum(law.values()) == pytest.approx(1)  # a law, but another one
     assert total_variation(law, target_law(target, params, 2)) > CAUGHT

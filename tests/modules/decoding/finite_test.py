@@ -13,8 +13,7 @@ from run_models import run_models
 
 from draftsmith.modules.acceptance.head import HeadPredictor
 from draftsmith.modules.acceptance.policies import CostRule, PredictorStop, ThresholdRule
-from draftsmith.modules.decoding.batch import generate_batch
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.verify import verify
@@ -52,12 +51,11 @@ BROKEN = {
     "lookahead:w=3:n=3:g=3": (),
     "pearl:k=2": ("draft",),
 }
-BATCHED = {label: broken for label, broken in BROKEN.items() if parse_method(label).batchable}
 
 
 def run(label: str, params: SamplingParams, found: Models) -> Any:
     drafter = parse_method(label).build(found)
-    return generate(found.target, drafter, PROMPT, params, 12, TorchSource(0), ())
+    return generate_one(found.target, drafter, PROMPT, params, 12, TorchSource(0), ())
 
 
 @pytest.mark.parametrize("params", MODES, ids=str)
@@ -85,20 +83,22 @@ def test_a_trees_acceptance_head_is_looked_at_too():
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("label", BATCHED)
+@pytest.mark.parametrize("label", BROKEN)
 def test_no_batch_does(label, params):
     prompts = [PROMPT, PROMPT[:3], [7, 8]]
 
     def decode(found: Models) -> Any:
-        drafter = parse_method(label).build_batch(found, len(prompts))
-        return generate_batch(found.target, drafter, prompts, params, 12, [0, 1, 2], ())
+        drafter = parse_method(label).build(found, len(prompts))
+        sources = [TorchSource(seed) for seed in range(3)]
+        return generate(found.target, drafter, prompts, params, 12, sources, ())
 
-    assert [len(one.tokens) for one in decode(models())] == [12] * 3
-    for broken in ("target", *BATCHED[label]):
+    tree = "value=head" in label
+    assert [len(one.tokens) for one in decode(models(tree=tree))] == [12] * 3
+    for broken in ("target", *BROKEN[label]):
         with pytest.raises(NonFinite) as caught:
-            decode(models(broken))
+            decode(models(broken, tree))
         assert caught.value.model == broken and caught.value.row == 0
-        assert caught.value.position >= len(PROMPT) + (broken != "target")
+        assert caught.value.position >= len(PROMPT) + (broken not in ("target", "mid"))
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -109,10 +109,11 @@ def test_the_place_is_that_of_the_token_that_could_not_be_chosen(params, batched
     def decode(target: LlamaLM, draft: LlamaLM) -> list[int]:
         prompts = [[7, 8], PROMPT] if batched else [PROMPT]
         if batched:
-            drafter = parse_method("spec:k=3").build_batch(Models(target, draft, capacity=CONTEXT), 2)
-            return generate_batch(target, drafter, prompts, params, 8, [3, 3], ())[1].tokens
-        drafter = DraftModelDrafter(draft, FixedLength(3), CONTEXT)
-        return generate(target, drafter, PROMPT, params, 8, TorchSource(3), ()).tokens
+            drafter = parse_method("spec:k=3").build(Models(target, draft, capacity=CONTEXT), 2)
+            sources = [TorchSource(3), TorchSource(3)]
+            return generate(target, drafter, prompts, params, 8, sources, ())[1].tokens
+        drafter = DraftModelDrafter(draft, [FixedLength(3)], CONTEXT)
+        return generate_one(target, drafter, PROMPT, params, 8, TorchSource(3), ()).tokens
 
     target, draft = small_lm(1), small_lm(2)
     answer = decode(target, draft)
@@ -120,22 +121,22 @@ def test_the_place_is_that_of_the_token_that_could_not_be_chosen(params, batched
     broken = small_lm(1, ("embed_tokens.weight", (answer[new], 0)))
     with pytest.raises(NonFinite) as caught:
         decode(broken, small_lm(1))  # a draft that is the target itself is accepted, so that drafts are read as well
-    assert caught.value.model == "target" and caught.value.row == (1 if batched else None)
+    assert caught.value.model == "target" and caught.value.row == (1 if batched else 0)
     assert caught.value.position >= len(PROMPT) + 1
     if params.greedy:  # else another draft takes other random numbers
         assert caught.value.position == len(PROMPT) + new + 1
 
 
 def test_the_place_of_a_drafts_nan_counts_the_tokens_drafted_before_it():
-    tree = DraftModelDrafter(small_lm(2), FixedLength(4), CONTEXT)
-    tree.start(PROMPT, torch.empty(0), 2)
-    drafted = tree.propose(4, GREEDY, TorchSource(0)).tokens
+    whole = DraftModelDrafter(small_lm(2), [FixedLength(4)], CONTEXT)
+    whole.start([PROMPT], [torch.empty(0)], [2])
+    drafted = whole.propose([4], GREEDY, [TorchSource(0)])[0].tokens
     place = next(i for i, token in enumerate(drafted) if token not in (2, *PROMPT, *drafted[:i]))
     assert place < 3
-    broken = DraftModelDrafter(small_lm(2, ("embed_tokens.weight", (drafted[place], 0))), FixedLength(4), CONTEXT)
-    broken.start(PROMPT, torch.empty(0), 2)
+    broken = DraftModelDrafter(small_lm(2, ("embed_tokens.weight", (drafted[place], 0))), [FixedLength(4)], CONTEXT)
+    broken.start([PROMPT], [torch.empty(0)], [2])
     with pytest.raises(NonFinite) as caught:
-        broken.propose(4, GREEDY, TorchSource(0))
+        broken.propose([4], GREEDY, [TorchSource(0)])
     assert (caught.value.model, caught.value.position) == ("draft", place + 1)
 
 
@@ -149,19 +150,20 @@ def test_a_prompt_that_fails_leaves_nothing_to_the_next_ones(label, static):
     long, short = [1, 2, rare, 4, 5, 6, 7, 8, rare, 2, 3, 4, 5], [[1, 2], [3, 4, 5]]
 
     def batched(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
-        made = generate_batch(target, drafter, prompts, GREEDY, 3, [0, 0], (), session)
+        sources = [TorchSource(0), TorchSource(0)]
+        made = generate(target, drafter, prompts, GREEDY, 3, sources, (), session=session)
         return [one.tokens for one in made]
 
     def one(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
         return [
-            generate(target, drafter, prompt, GREEDY, 3, TorchSource(0), (), session=session).tokens
+            generate_one(target, drafter, prompt, GREEDY, 3, TorchSource(0), (), session=session).tokens
             for prompt in prompts
         ]
 
     method = parse_method(label)
     for decode, session, build in [
-        (batched, lambda: target.rows_session(2, CONTEXT, static), lambda: method.build_batch(found, 2)),
-        (one, lambda: target.session(CONTEXT, static), lambda: method.build(found)),
+        (batched, lambda: target.session(2, CONTEXT, static=static), lambda: method.build(found, 2)),
+        (one, lambda: target.session(1, CONTEXT, static=static), lambda: method.build(found)),
     ]:
         expected = decode(session(), build(), short)
         kept, drafter = session(), build()
@@ -178,17 +180,17 @@ def test_a_row_without_a_law_ends_the_walk_there(logits, params):
     law = torch.tensor([[0.0, 1.0, 0.0]])
     for tree in (DraftTree((1,), (-1,)), DraftTree((1,), (-1,), law)):
         with pytest.raises(NonFinite) as caught:
-            verify(tree, rows, params, TorchSource(0))
+            verify([tree], rows[None], params, [TorchSource(0)])
         assert caught.value.position == 1
         with pytest.raises(NonFinite) as caught:
-            verify(tree, rows.flip(0), params, TorchSource(0))
+            verify([tree], rows.flip(0)[None], params, [TorchSource(0)])
         assert caught.value.position == 0
 
 
 def test_a_draft_whose_law_is_none_is_not_accepted():
     for law in ([math.nan] * 3, [0.0, math.nan, 1.0]):
         with pytest.raises(NonFinite):
-            verify(DraftTree((1,), (-1,), torch.tensor([law])), torch.zeros(2, 3), DRAWN, TorchSource(0))
+            verify([DraftTree((1,), (-1,), torch.tensor([law]))], torch.zeros(1, 2, 3), DRAWN, [TorchSource(0)])
 
 
 def test_a_masked_vocabulary_is_decoded():
@@ -201,7 +203,7 @@ def test_a_masked_vocabulary_is_decoded():
         lm.lm_head = lambda hidden, plain=plain, masked=masked: plain(hidden) + masked
     for label in ("spec:k=3", "online:c=0.1:max=4", "pearl:k=2", "self-verify:k=3"):
         for params in MODES:
-            made = generate(
+            made = generate_one(
                 target, parse_method(label).build(Models(target, draft, capacity=CONTEXT)), PROMPT, params, 12,
                 TorchSource(0), (),
             )  # fmt: skip

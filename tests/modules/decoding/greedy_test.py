@@ -13,7 +13,7 @@ from tiny_models import CONTEXT, tiny_llama_dir
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.methods import parse_method
@@ -100,7 +100,7 @@ def test_a_prompt_without_room_or_without_tokens_is_refused(world):
 
 
 def test_a_draft_of_a_shorter_context_stops_drafting_where_it_ends(world):
-    drafter, went_quiet = DraftModelDrafter(world.short_draft, FixedLength(5), CONTEXT), 0
+    drafter, went_quiet = DraftModelDrafter(world.short_draft, [FixedLength(5)], CONTEXT), 0
     assert world.short_draft.info.max_position == 40
     for prompt, answer in list(zip(world.prompts, world.answers, strict=True))[:16]:
         done = world.run("spec", prompt, NEW_TOKENS, drafter=drafter)
@@ -116,7 +116,7 @@ def test_a_draft_of_a_shorter_context_stops_drafting_where_it_ends(world):
 
 def test_the_rounds_shown_add_up_to_the_answer(world):
     rounds = []
-    done = generate(
+    done = generate_one(
         world.target, world.drafter("spec:k=5"), world.prompts[9], GREEDY, NEW_TOKENS, TorchSource(0), (), rounds.append
     )
     assert [token for r in rounds for token in r.tokens] == done.tokens
@@ -132,7 +132,7 @@ def test_a_context_of_thousands_of_tokens(tmp_path):
     draft = load_lm(str(near_copy(directory, tmp_path / "draft", noise=0.1)))
     target, rng = load_lm(str(directory)), random.Random(1)
     prompt = [rng.randrange(5, target.info.vocab_size) for _ in range(4000)]
-    answer = generate(target, None, prompt, GREEDY, count, TorchSource(0), ()).tokens
+    answer = generate_one(target, None, prompt, GREEDY, count, TorchSource(0), ()).tokens
     oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = oracle(torch.tensor([[*prompt, *answer]]), logits_to_keep=count + 1).logits[0, :-1]
@@ -140,7 +140,7 @@ def test_a_context_of_thousands_of_tokens(tmp_path):
     eagle = quick_eagle_head(target, [[*prompt, *answer][-64 - shift : -shift] for shift in (1, 2, 3)], steps=60)
     models = run_models(target, draft, draft, eagle=eagle, capacity=context)
     for method in ("spec:k=4", "eagle:k=4", "eagle2:nodes=12:depth=3:topk=4", "hsddw:k=3:max=8", "pld", "pearl:k=3"):
-        done = generate(target, parse_method(method).build(models), prompt, GREEDY, count, TorchSource(0), ())
+        done = generate_one(target, parse_method(method).build(models), prompt, GREEDY, count, TorchSource(0), ())
         assert done.tokens == answer, method
         assert done.trace.num_draft_tokens > 0
         assert done.trace.num_accepted > 0 or method.startswith(("eagle", "pld"))

@@ -11,13 +11,13 @@ import torch
 from table_methods import CAPACITY, method, random_eagle_head
 from table_models import PROMPT, TableLM, V
 
-from draftsmith.modules.decoding.loop import Answer, Generation, Round, generate
-from draftsmith.modules.decoding.protocols import DraftTree
+from draftsmith.modules.decoding.growth import DynamicTree
+from draftsmith.modules.decoding.loop import Answer, Generation, Round, generate_one
+from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.verify import verify
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.head import EagleDrafter
-from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
+from draftsmith.modules.drafters.eagle.drafting import EagleDrafter, EagleTreeDrafter
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -60,7 +60,7 @@ def test_no_draft_outruns_what_is_wanted(name, params):
         for seed in SEEDS:
             target = TableLM(1, max_position=context)
             made, rounds = rounds_of(
-                generate, target=target, drafter=make(), prompt=PROMPT, params=params, max_new_tokens=wanted,
+                generate_one, target=target, drafter=make(), prompt=PROMPT, params=params, max_new_tokens=wanted,
                 source=TorchSource(seed), eos_ids=(), max_nodes=nodes,
             )  # fmt: skip
             room = min(wanted, context - len(PROMPT))
@@ -93,7 +93,7 @@ def test_watchers_hear_of_what_was_emitted(name, params):
     for seed in range(40):
         target = TableLM(seed)
         made, rounds = rounds_of(
-            generate, target=target, drafter=method(name, target, seed)(), prompt=PROMPT, params=params,
+            generate_one, target=target, drafter=method(name, target, seed)(), prompt=PROMPT, params=params,
             max_new_tokens=9, source=TorchSource(seed), eos_ids=(3,),
         )  # fmt: skip
         assert [token for done in rounds for token in done.tokens] == made.tokens
@@ -114,9 +114,9 @@ def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
     for seed in range(10):
         drafter, heard = method(name, target)(), []
         advance = drafter.advance
-        drafter.advance = lambda outcome, advance=advance, heard=heard: (heard.append(outcome), advance(outcome))
+        drafter.advance = lambda outcomes, advance=advance, heard=heard: (heard.extend(outcomes), advance(outcomes))
         _, rounds = rounds_of(
-            generate, target=target, drafter=drafter, prompt=PROMPT, params=SAMPLING, max_new_tokens=14,
+            generate_one, target=target, drafter=drafter, prompt=PROMPT, params=SAMPLING, max_new_tokens=14,
             source=TorchSource(seed), eos_ids=(),
         )  # fmt: skip
         text = [*PROMPT, *rounds[0].tokens]
@@ -133,20 +133,20 @@ def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
 
 def test_a_session_may_be_used_again():
     target = TableLM(1)
-    session = target.session(64)
+    session = target.session(1, 64)
     makes = method("spec:k=2", target)
-    alone = [generate(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed)).tokens for seed in SEEDS]
+    alone = [generate_one(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed)).tokens for seed in SEEDS]
     again = [
-        generate(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed), session=session).tokens for seed in SEEDS
+        generate_one(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed), session=session).tokens for seed in SEEDS
     ]
     assert alone == again
 
 
-@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLING], ids=["greedy", "T=1"])
 def test_a_verdict_needs_a_row_for_every_node_and_the_root(rows, params):
     with pytest.raises(ValueError, match=f"logits: got {rows} rows, expected 3"):
-        verify(DraftTree((1, 2), (-1, 0)), torch.zeros(rows, V), params, TorchSource(0))
+        verify([DraftTree((1, 2), (-1, 0))], torch.zeros(1, rows, V), params, [TorchSource(0)])
 
 
 class Even(TableLM):
@@ -179,9 +179,9 @@ def test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mea
     """HSDDW, algorithm 2: handed over after the round of M2 in which some token's entropy is above the threshold."""
     drafts, mixed = [], 0
     for seed in range(30):
-        drafter = Watched(middle, DraftModelDrafter(TableLM(101), FixedLength(1), CAPACITY), 4, True, CAPACITY)
+        drafter = Watched(middle, DraftModelDrafter(TableLM(101), [FixedLength(1)], CAPACITY), 4, True, CAPACITY)
         drafter.drafts = drafts
-        generate(TableLM(1), drafter, PROMPT, SAMPLING, 14, TorchSource(seed))
+        generate_one(TableLM(1), EachRow([drafter]), PROMPT, SAMPLING, 14, TorchSource(seed))
     ends = set()
     for rounds, threshold, full in drafts:
         *before, last = rounds
@@ -200,9 +200,9 @@ def test_a_hierarchy_goes_on_while_no_entropy_of_the_last_round_is_above_the_mea
 def test_a_tree_is_drafted_to_the_end_of_the_heads_context_as_a_chain_is(capacity):
     """A tree of one child a level is the chain of the same tokens."""
     target, head = TableLM(1), random_eagle_head(7)
-    chain = EagleDrafter(head, target, FixedLength(3), capacity)
+    chain = EagleDrafter(head, target, [FixedLength(3)], capacity)
     tree = EagleTreeDrafter(head, target, DynamicTree(nodes=3, depth=2, topk=1), capacity)
-    steps = [generate(target, drafter, PROMPT, GREEDY, 14, TorchSource(0)).trace.steps for drafter in (chain, tree)]
+    steps = [generate_one(target, drafter, PROMPT, GREEDY, 14, TorchSource(0)).trace.steps for drafter in (chain, tree)]
     drafted = [[step.num_drafted for step in own] for own in steps]
     assert drafted[0] == drafted[1]
     # What is read ends with the context; a drafted token needs no room until it is read.

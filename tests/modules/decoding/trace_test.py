@@ -6,7 +6,8 @@ import pytest
 from table_methods import CAPACITY, METHODS, method
 from table_models import PROMPT, TableLM, TableSession
 
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.protocols import EachRow
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
@@ -49,9 +50,9 @@ def test_the_identity_of_the_counts_holds_and_discards_are_what_was_not_emitted(
     seen_cut = False
     for seed in range(30):
         target, draft = TableLM(seed // 3), TableLM(seed // 3 + seed % 3)  # a third of the drafts are the target
-        drafter = DraftModelDrafter(draft, FixedLength(3), 64)
+        drafter = DraftModelDrafter(draft, [FixedLength(3)], 64)
         rounds = []
-        done = generate(
+        done = generate_one(
             target, drafter, PROMPT, SamplingParams(temperature), 9, TorchSource(seed), eos_ids, rounds.append
         )
         trace = done.trace
@@ -74,15 +75,15 @@ class CountingLM(TableLM):
         super().__init__(seed)
         self.calls: list[int] = []  # tokens fed in each
 
-    def session(self, capacity: int):
+    def session(self, rows, capacity, capture=(), static=None):
         calls = self.calls
 
         class Counting(TableSession):
             def extend(self, tokens, parents=None, num_logits=1):
-                calls.append(len(tokens))
+                calls.append(len(tokens[0]))
                 return super().extend(tokens, parents, num_logits)
 
-        return Counting(self, capacity)
+        return Counting(self, rows, capacity)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -94,7 +95,7 @@ def test_the_trace_of_every_method_is_a_true_account(name, temperature):
         drafter = method(name, target, seed - 100 if seed % 3 == 0 else seed)()  # a third of the drafts: the target
         eos_ids = (1,) if seed % 4 == 3 else ()
         params, source = SamplingParams(temperature), TorchSource(seed)
-        done = generate(target, drafter, PROMPT, params, 12, source, eos_ids, rounds.append)
+        done = generate_one(target, drafter, PROMPT, params, 12, source, eos_ids, rounds.append)
         trace, (prefill, *drafts) = done.trace, rounds
         assert prefill.tokens == done.tokens[:1] and prefill.tree is None
         # Target calls as the target counts them, and in each the root and the nodes that it read.
@@ -132,8 +133,8 @@ def test_the_trace_of_every_method_is_a_true_account(name, temperature):
 
 def hierarchy():
     """M1 is M2, which therefore rejects nothing."""
-    inner = DraftModelDrafter(TableLM(201), FixedLength(2), CAPACITY)
-    return HierarchicalDrafter(TableLM(201), inner, 4, True, CAPACITY)
+    inner = DraftModelDrafter(TableLM(201), [FixedLength(2)], CAPACITY)
+    return EachRow([HierarchicalDrafter(TableLM(201), inner, 4, True, CAPACITY)])
 
 
 @pytest.mark.parametrize("name", ["spec:k=3", "self-verify", "pearl:k=2", "eagle2", "hierarchy"])
@@ -152,7 +153,7 @@ def test_no_model_reads_the_same_text_twice(monkeypatch, name, temperature):
         target = TableLM(seed)
         drafter = hierarchy() if name == "hierarchy" else method(name, target, seed)()
         read.clear()
-        generate(target, drafter, PROMPT, SamplingParams(temperature), 12, TorchSource(seed), ())
+        generate_one(target, drafter, PROMPT, SamplingParams(temperature), 12, TorchSource(seed), ())
         assert len(set(read)) == len(read)
 
 
@@ -164,7 +165,7 @@ def test_pearl_offers_what_waits_and_begins_anew_after_a_rejection(k):
     for seed in range(20):
         rounds = []
         drafter = method(f"pearl:k={k}", target, 7 if seed % 2 else -99)()  # every other draft model is the target
-        generate(target, drafter, PROMPT, SamplingParams(1.0), 24, TorchSource(seed), (), rounds.append)
+        generate_one(target, drafter, PROMPT, SamplingParams(1.0), 24, TorchSource(seed), (), rounds.append)
         waiting, left = 0, 23
         for done in rounds[1:]:
             if left > 3 * k + 1:  # else the end of the answer cuts drafts
@@ -177,5 +178,5 @@ def test_pearl_offers_what_waits_and_begins_anew_after_a_rejection(k):
 
 
 def test_autoregressive_decoding_calls_the_target_once_a_token():
-    trace = generate(TableLM(0), None, PROMPT, SamplingParams(1.0), 9, TorchSource(0)).trace
+    trace = generate_one(TableLM(0), None, PROMPT, SamplingParams(1.0), 9, TorchSource(0)).trace
     assert (trace.num_tokens, trace.num_target_calls, trace.num_discarded, trace.draft_calls) == (9, 9, 0, 0)

@@ -119,7 +119,7 @@ def test_the_walk_follows_the_targets_choices_to_where_no_node_has_them(case, te
     # Certain laws, so that sampling walks as greedy does; row 0 is what follows the root.
     logits = torch.full((len(choices), 2), -torch.inf)
     logits[range(len(choices)), choices] = 0.0
-    verdict = verify(tree, logits, SamplingParams(temperature), Chooses())
+    (verdict,) = verify([tree], logits[None], SamplingParams(temperature), [Chooses()])
     # Oracle: from each node look for a child by going over all nodes.
     path, node = [], -1
     while True:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from table_models import TableLM, V
@@ -14,8 +12,8 @@ from draftsmith.modules.decoding import branches
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_logits, target_states
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.branches import EagleBranches
-from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleDrafter, EagleHead
+from draftsmith.modules.drafters.eagle.drafting import EagleBranches, EagleDrafter
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import pick
 from draftsmith.modules.types import SamplingParams
@@ -53,8 +51,9 @@ def one_by_one(make_drafter, text, features, starts, params, uniforms):
         spy = Spy(DEPTH + 1)
         drafter = make_drafter(spy)
         own = [*([] if uniforms is None else uniforms[number].tolist()), 0.5]
-        drafter.start(text[: start - 1], None if features is None else features[: start - 1], text[start - 1])
-        tree = drafter.propose(DEPTH + 1, params[number], Given(own))
+        read = torch.empty(0) if features is None else features[: start - 1]
+        drafter.start([text[: start - 1]], [read], [text[start - 1]])
+        (tree,) = drafter.propose([DEPTH + 1], params[number], [Given(own)])
         tokens.append(tree.tokens[:DEPTH])
         states.append(torch.stack(spy.hidden))
     return torch.tensor(tokens), torch.stack(states)
@@ -87,7 +86,8 @@ def lm(request, tmp_path_factory):
     path = tiny_llama_dir(tmp_path_factory.mktemp("model") / "lm", family=family, **extra)
     lm = load_lm(str(path), dtype="float64", engine="hf" if engine == "hf" else "lean")
     if engine == "fixed":
-        lm.session = functools.partial(lm.session, static=True)
+        plain = lm.session
+        lm.session = lambda *how, static=None, **more: plain(*how, static=static is None or static, **more)
     return lm
 
 
@@ -105,7 +105,7 @@ def group(request, monkeypatch):
 
 def test_a_draft_models_drafts_and_states_are_the_decoders(lm, text, group):
     def drafter(stop):
-        return DraftModelDrafter(lm, stop, 64)
+        return DraftModelDrafter(lm, [stop], 64)
 
     check(DraftModelBranches(lm, DEPTH), drafter, text, None, lm.info.vocab_size)
 
@@ -121,7 +121,7 @@ def test_an_eagle_heads_drafts_and_states_are_the_decoders(lm, text, group):
         weight.data.normal_(std=0.4)
     features = lm.features(torch.tensor([text]))[0]
     drafter = EagleBranches(head, lm, DEPTH)
-    check(drafter, lambda stop: EagleDrafter(head, lm, stop, 64), text, features, lm.info.vocab_size)
+    check(drafter, lambda stop: EagleDrafter(head, lm, [stop], 64), text, features, lm.info.vocab_size)
 
 
 def test_the_target_reads_all_drafts_of_a_text_at_once(lm, text, group):

@@ -97,7 +97,7 @@ def loss_of(head: Any, seed: int = 0) -> LossOutput:
 def drafter_of(head: Any, target: TableLM) -> Any:
     if isinstance(head, DraftHead):
         return head.double().drafter(target, [FixedLength(2)], CAPACITY)
-    return DraftModelDrafter(TableLM(9), specdecpp(head.float(), h=0.6, min_drafted=1, max_drafted=3), CAPACITY)
+    return DraftModelDrafter(TableLM(9), [specdecpp(head.float(), h=0.6, min_drafted=1, max_drafted=3)], CAPACITY)
 
 
 @pytest.fixture(params=head_kinds())

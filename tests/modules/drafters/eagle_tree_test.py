@@ -15,10 +15,11 @@ from draftsmith.modules.acceptance import tree as acceptance_tree
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import RecentRatio
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
+from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.protocols import Outcome
 from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.drafters.eagle.trees import DynamicTree, EagleTreeDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import TorchSource, probabilities
 from draftsmith.modules.types import SamplingParams
@@ -108,10 +109,10 @@ def propose(
     params: SamplingParams = GREEDY,
     **how,
 ):
-    drafter = EagleTreeDrafter(head, lm, shape, 32, static, **how)
+    drafter = EagleTreeDrafter(head, lm, shape, 32, static=static, **how)
     features = lm.features(torch.tensor([tokens[:-1]]))[0]
-    drafter.start(tokens[:-1], features, tokens[-1])
-    return drafter.propose(max_drafted, params, TorchSource(0)), drafter
+    drafter.start([tokens[:-1]], [features], [tokens[-1]])
+    return drafter.propose([max_drafted], params, [TorchSource(0)])[0], drafter
 
 
 @pytest.mark.parametrize("value", [True, False])
@@ -122,13 +123,13 @@ def propose(
 def test_the_dynamic_tree_is_the_papers(value, rerank, static, seed, topk, depth, nodes, max_drafted):
     shape = DynamicTree(nodes, depth, topk, value, rerank)
     head, lm, tokens = random_head(seed), TableLM(seed, support=(V,)), [*PROMPT, 1, 3]
-    tree, drafter = propose(head, lm, shape, max_drafted, tokens, static)
+    tree, _ = propose(head, lm, shape, max_drafted, tokens, static)
     wanted = slow_dynamic(SlowHead(head, lm, tokens), shape, max_drafted)
     found = paths_of(tree)
     assert len(found) == len(set(found)) and max(map(len, found)) <= max_drafted
     assert set(found) == wanted
     assert all(parent < i for i, parent in enumerate(tree.parents))
-    assert drafter.draft_calls == 1 + min(depth, max_drafted - 1)
+    assert tree.draft_calls == 1 + min(depth, max_drafted - 1)
 
 
 def log_odds(prob: float) -> float:
@@ -182,17 +183,17 @@ def test_a_rule_takes_the_best_of_the_nodes_and_hears_of_every_round():
             return 3
 
     rule = Three(TreeTimes(2.0, 1.0, (10.0, 11.0, 12.0, 13.0)))
-    tree, drafter = propose(head, lm, DynamicTree(12, 2, 2), 6, tokens, rule=rule)
+    tree, drafter = propose(head, lm, DynamicTree(12, 2, 2), 6, tokens, rules=[rule])
     assert rule.shown == sorted(everything.values, reverse=True)
     best = sorted(zip(everything.values, paths_of(everything), strict=True), reverse=True)[:3]
     assert set(paths_of(tree)) == {path for _, path in best}
     before = rule.pace
     outcome = Outcome((tree.tokens[0], 1), 1, torch.zeros(2, H, dtype=torch.float64), torch.zeros(4, V))
-    drafter.advance(outcome)
+    drafter.advance([outcome])
     kept = 1 - 1 / RecentRatio.MEMORY
     time = 1.5 / before
     assert rule.pace == pytest.approx((1.5 * kept + 2) / (time * kept + (2.0 + 2 * 1.0) + 13.0))
-    drafter.advance(outcome)  # a round without a draft
+    drafter.advance([outcome])  # a round without a draft
     assert rule.pace == pytest.approx((1.5 * kept + 2) / (time * kept + (2.0 + 2 * 1.0) + 13.0))
 
 
@@ -220,4 +221,4 @@ def tree_paths(slow: SlowHead, shape: StaticTree) -> list[tuple[int, ...]]:
 def test_the_trees_rows_leave_the_cache_when_the_round_ends():
     head, lm = random_head(0), TableLM(0, support=(V,))
     _, drafter = propose(head, lm, DynamicTree(8, 3, 3), 6, [*PROMPT, 1])
-    assert drafter._cache.length == len(PROMPT)
+    assert drafter._rows.lengths == [len(PROMPT)]

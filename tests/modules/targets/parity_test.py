@@ -107,6 +107,13 @@ def engine(request) -> str:
     return request.param
 
 
+@pytest.fixture(params=["lean", "lean, fixed shapes", "hf"])
+def session(request, case):
+    """Of one row with room for 60 tokens."""
+    engine, _, static = request.param.partition(", ")
+    return case.engines[engine].session(1, 60, static=bool(static))
+
+
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
 
@@ -154,7 +161,7 @@ def test_embedding_and_features_are_the_models(case, engine):
         assert torch.equal(lm.embed(ids), case.oracle.get_input_embeddings()(ids))
         hidden = case.oracle.model(ids, use_cache=False).last_hidden_state
     assert_close(lm.features(ids), hidden)
-    assert_close(lm.session(16).extend(ids[0].tolist()).features, hidden[0])
+    assert_close(lm.session(1, 16).extend(ids.tolist()).features, hidden)
 
 
 def test_features_are_those_of_decoding_under_a_trainings_autocast(case):
@@ -165,65 +172,84 @@ def test_features_are_those_of_decoding_under_a_trainings_autocast(case):
     assert features.dtype == lm.dtype and torch.equal(features, lm.features(ids))
 
 
-def test_cached_chains(case, engine):
+def test_cached_chains(case, session):
     tokens = case.tokens(26)
     expected = case.logits(tokens)
-    session, at = case.engines[engine].session(40), 0
+    at = 0
     for size in (1, 9, 1, 1, 4, 10):
-        scores = session.extend(tokens[at : at + size], num_logits=size)
+        scores = session.extend([tokens[at : at + size]], num_logits=size)
         at += size
-        assert_close(scores.logits, expected[at - size : at])
-        assert session.length == at
+        assert_close(scores.logits[0, :size], expected[at - size : at])
+        assert list(session.lengths) == [at]
 
 
-def test_only_the_wanted_logits_are_made(case, engine):
-    tokens = case.tokens(6)
-    scores = case.engines[engine].session(8).extend(tokens, num_logits=2)
-    assert scores.features.shape[0] == 6
-    assert_close(scores.logits, case.logits(tokens)[-2:])
+def test_only_the_wanted_logits_are_made(case, session):
+    session.extend([case.tokens(1)])
+    tokens = case.tokens(7)
+    scores = session.extend([tokens[1:]], num_logits=2)
+    assert scores.logits.shape[1] == 2
+    assert_close(scores.logits[0], case.logits([*case.tokens(1), *tokens[1:]])[-2:])
 
 
 @pytest.mark.parametrize("prefix", [0, PREFIX])
-def test_every_path_of_a_tree(case, engine, prefix):
+def test_every_path_of_a_tree(case, session, prefix):
     kept, nodes, parents = case.tokens(prefix), case.tokens(10, seed=1), random_tree(10, seed=2)
-    session = case.engines[engine].session(prefix + 12)
     if kept:
-        session.extend(kept)
-    logits = session.extend(nodes, parents, num_logits=len(nodes)).logits
+        session.extend([kept])
+    logits = session.extend([nodes], [parents], num_logits=len(nodes)).logits[0]
     for node in range(len(nodes)):
         path = path_to(node, parents)
         assert_close(logits[node], case.logits(kept + [nodes[i] for i in path])[-1])
 
 
 @pytest.mark.parametrize("path_seed", [0, 1])
-def test_right_after_compaction(case, engine, path_seed):
+def test_right_after_compaction(case, session, path_seed):
     kept, nodes = case.tokens(PREFIX), case.tokens(9, seed=3)
     parents = [-1, 0, 0, 1, 2, 2, 4, 5, 6]
     path = [0, 2, 4, 6, 8] if path_seed == 0 else [0, 2, 5]  # both leave gaps in the cache
-    session = case.engines[engine].session(40)
-    session.extend(kept)
-    session.extend(nodes, parents, num_logits=9)
-    session.keep(PREFIX, [PREFIX + node for node in path])
+    session.extend([kept])
+    session.extend([nodes], [parents], num_logits=9)
+    session.keep([PREFIX], [[PREFIX + node for node in path]])
     tokens = kept + [nodes[node] for node in path]
-    assert session.length == len(tokens)
+    assert list(session.lengths) == [len(tokens)]
     for follow in (case.tokens(1, seed=4), case.tokens(5, seed=5)):  # one token takes another kernel than several
         tokens = tokens + follow
-        assert_close(session.extend(follow, num_logits=len(follow)).logits, case.logits(tokens)[-len(follow) :])
+        logits = session.extend([follow], num_logits=len(follow)).logits[0, : len(follow)]
+        assert_close(logits, case.logits(tokens)[-len(follow) :])
     tree = random_tree(6, seed=6)
     nodes = case.tokens(6, seed=7)
-    logits = session.extend(nodes, tree, num_logits=6).logits
+    logits = session.extend([nodes], [tree], num_logits=6).logits[0]
     assert_close(logits[5], case.logits(tokens + [nodes[i] for i in path_to(5, tree)])[-1])
 
 
-def test_a_session_starts_over_and_goes_back(case, engine):
-    session = case.engines[engine].session(30)
-    session.extend(case.tokens(12))
-    session.keep(5)
+def test_a_session_starts_over_and_goes_back(case, session):
+    session.extend([case.tokens(12)])
+    session.keep([5])
     follow = case.tokens(3, seed=8)
-    assert_close(session.extend(follow).logits, case.logits(case.tokens(12)[:5] + follow)[-1:])
-    session.keep(0)
+    assert_close(session.extend([follow]).logits[0], case.logits(case.tokens(12)[:5] + follow)[-1:])
+    session.reset(1)
     other = case.tokens(9, seed=9)
-    assert_close(session.extend(other, num_logits=9).logits, case.logits(other))
+    assert_close(session.extend([other], num_logits=9).logits[0], case.logits(other))
+
+
+@pytest.mark.parametrize("capture", [(0, 1), (1,)])
+def test_captured_states_are_transformers_own_before_the_final_norm(case, engine, capture):
+    """Of whole texts and of texts read piece by piece, as chains and as trees, whichever way they are cached."""
+    lm, tokens = case.engines[engine], case.tokens(17)
+    with torch.no_grad():
+        states = case.oracle.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    assert len(states) > 2  # the embeddings, and what each layer leaves; the last one is normed
+    expected = torch.cat([states[number] for number in capture], -1)
+    assert_close(lm.features(torch.tensor([tokens]), capture=capture), expected)
+    for rows, static in [(1, False)] if engine == "hf" else [(1, False), (1, True), (2, False)]:
+        session = lm.session(rows, 40, capture, static=static)
+        session.reset(1)
+        found = [session.extend([tokens[:5]]).features[:, :5]]
+        found.append(session.extend([tokens[5:9]]).features[:, :4])
+        found.append(session.extend([tokens[9:]], [range(-1, 7)]).features[:, :8])
+        assert_close(torch.cat(found, 1), expected)
+    with pytest.raises(ValueError, match="capture"):
+        lm.session(1, 40, (lm.info.num_layers,)).extend([tokens])
 
 
 def test_batches_of_different_lengths_and_after_rows_have_ended(case, engine):
@@ -251,8 +277,8 @@ def test_trees_of_a_model_whose_layers_have_different_windows(tmp_path):
     case, lm = Case(tmp_path, tmp_path), load_lm(str(tmp_path))
     assert case.oracle.config.layer_types == ["full_attention", "sliding_attention"]
     kept, nodes, parents = case.tokens(PREFIX), case.tokens(8, seed=1), random_tree(8, seed=2)
-    session = lm.session(0)
-    assert_close(session.extend(kept, num_logits=PREFIX).logits, case.logits(kept))
-    logits = session.extend(nodes, parents, num_logits=8).logits
+    session = lm.session(1, 0)
+    assert_close(session.extend([kept], num_logits=PREFIX).logits[0], case.logits(kept))
+    logits = session.extend([nodes], [parents], num_logits=8).logits[0]
     for node in range(8):
         assert_close(logits[node], case.logits(kept + [nodes[i] for i in path_to(node, parents)])[-1])

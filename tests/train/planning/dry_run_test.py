@@ -80,8 +80,8 @@ def test_a_frozen_model_that_decodes_counts_what_it_computes():
         lm = LlamaLM(net().requires_grad_(False), info)
         lm.features(torch.zeros(1, 20, dtype=torch.int64))
         expected = run.flops
-        session = lm.session(32)
-        session.extend([0] * 20, num_logits=20)
+        session = lm.session(1, 32, static=False)
+        session.extend([[0] * 20], num_logits=20)
     assert run.flops - expected == expected + 2 * 64 * 100 * 20  # and the logits
 
 

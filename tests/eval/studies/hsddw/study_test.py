@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from functools import partial
 
 import pytest
 from table_models import PROMPT, TableLM, warped
@@ -22,7 +23,8 @@ from draftsmith.eval.studies.hsddw.found import (
 )
 from draftsmith.eval.studies.hsddw.watch import Observations, RoundWindow, VerifiedToken, Watcher
 from draftsmith.launch.cli import main
-from draftsmith.modules.decoding.loop import generate
+from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.protocols import EachRow
 from draftsmith.modules.decoding.stop import FixedLength, SelfVerify
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
@@ -90,12 +92,12 @@ def simulated(k: int, middle: bool, eos: tuple[int, ...]) -> tuple[list, Counter
 @pytest.mark.parametrize("middle", [False, True], ids=["spec", "pre-verify"])
 def test_what_is_watched_is_what_happens(middle, eos):
     k = 3
-    drafter = DraftModelDrafter(M1, FixedLength(k), CAPACITY)
+    drafter = DraftModelDrafter(M1, [FixedLength(k)], CAPACITY)
     if middle:
-        drafter = HierarchicalDrafter(M2, drafter, k + 1, dynamic=False, capacity=CAPACITY)
+        drafter = EachRow([HierarchicalDrafter(M2, drafter, k + 1, dynamic=False, capacity=CAPACITY)])
     watcher = Watcher(drafter, eos)
-    greedy = SamplingParams()
-    made = generate(TARGET, drafter, PROMPT, greedy, TOKENS, TorchSource(0), eos, lambda d: watcher.on_round("a", d))
+    greedy, watch = SamplingParams(), partial(watcher.on_round, "a")
+    made = generate_one(TARGET, drafter, PROMPT, greedy, TOKENS, TorchSource(0), eos, watch)
     judged, origin, windows = simulated(k, middle, eos)
     seen = watcher.seen
     assert Counter((one.by, round(one.entropy, 9), one.accepted) for one in seen.verified) == Counter(
@@ -109,10 +111,10 @@ def test_what_is_watched_is_what_happens(middle, eos):
 
 def test_windows_carry_the_threshold_that_they_were_drafted_under():
     """The running mean over rejected tokens so far, taken from the judgements themselves; 0 at first."""
-    drafter = DraftModelDrafter(M1, SelfVerify(4), CAPACITY)
+    drafter = DraftModelDrafter(M1, [SelfVerify(4)], CAPACITY)
     watcher = Watcher(drafter, ())
     params = SamplingParams(1.0)
-    made = generate(TARGET, drafter, PROMPT, params, TOKENS, TorchSource(1), (), lambda d: watcher.on_round("a", d))
+    made = generate_one(TARGET, drafter, PROMPT, params, TOKENS, TorchSource(1), (), lambda d: watcher.on_round("a", d))
     rejected: list[float] = []
     judged = iter(watcher.seen.verified)
     for window in watcher.seen.windows:

@@ -1,0 +1,162 @@
+"""Drafting and verifying of several rows against each row alone, by the same random numbers: lazily, and ahead as on a
+GPU. What a row alone does is enumerated in exactness_test.py."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from table_models import PROMPT, TableLM, V
+from torch import Tensor
+
+from draftsmith.modules.decoding.chain import draft_chains, draft_unseen
+from draftsmith.modules.decoding.protocols import DraftTree, chain_parents
+from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
+from draftsmith.modules.decoding.verify import verify
+from draftsmith.modules.sampling import TorchSource, draw_each, probabilities
+from draftsmith.modules.types import SamplingParams
+
+LARGEST_UNIFORM = 1 - 2**-53
+SETTINGS = {
+    "T=1": SamplingParams(temperature=1.0),
+    "T=0.7,top_k=2": SamplingParams(temperature=0.7, top_k=2),
+    "T=1.5,top_p=0.8": SamplingParams(temperature=1.5, top_p=0.8),
+    "greedy": SamplingParams(),
+}
+
+
+class Given(TorchSource):
+    """The same uniform over and over."""
+
+    def __init__(self, uniform: float):
+        super().__init__(0)
+        self._value = uniform
+
+    def _fill(self) -> None:
+        self._uniforms = [self._value] * 8 + self._uniforms
+
+
+def sparse_logits(*shape: int, rng: torch.Generator) -> Tensor:
+    """Random, about a third of them without mass, never all; float64, so that both ways compute the same laws."""
+    logits = 2 * torch.randn(*shape, generator=rng, dtype=torch.float64)
+    hidden = torch.rand(*shape, generator=rng) < 0.35
+    hidden[..., 1] = False
+    return logits.masked_fill(hidden, -torch.inf)
+
+
+def drafts(logits: Tensor, params: SamplingParams, seed: int) -> list[DraftTree | None]:
+    """Of each row: a drawn chain of 0 to 4 tokens that is often right, the last of it unread in some; a chosen tree; or
+    nothing, as of a row that idles."""
+    rng, trees = random.Random(seed), list[DraftTree | None]()
+    for row in logits:
+        kind, size = rng.randrange(5), rng.randrange(5)
+        likely = [int(own.argmax()) if rng.random() < 0.6 else rng.randrange(V) for own in row]
+        if kind == 0:
+            trees.append(None)
+        elif kind == 1:
+            parents = tuple(rng.randrange(-1, i) for i in range(size))
+            trees.append(DraftTree(tuple(likely[parent + 1] for parent in parents), parents))
+        else:
+            law = probabilities(row[:size] + 0.7 * torch.tensor([rng.random() for _ in range(V)]), params)
+            drawn = tuple(draw_each(law, [TorchSource(rng.randrange(99)) for _ in range(size)]))
+            laws = None if params.greedy or not size else law
+            trees.append(DraftTree(drawn, chain_parents(size), laws, last_unread=kind == 2 and size > 0))
+    return trees
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_are_verified_like_each_alone(setting, seed, ahead):
+    params, rows = SETTINGS[setting], 300
+    logits = sparse_logits(rows, 5, V, rng=torch.Generator().manual_seed(seed))
+    trees = drafts(logits, params, seed)
+    sources = [TorchSource(row) for row in range(rows)]
+    verdicts = verify(trees, logits, params, sources, ahead)
+    seen = set()
+    for row, (tree, verdict, source) in enumerate(zip(trees, verdicts, sources, strict=True)):
+        alone = TorchSource(row)
+        if tree is None:
+            assert verdict is None
+        else:
+            assert [verdict] == verify([tree], logits[row : row + 1, : tree.num_read + 1], params, [alone])
+            seen.add((tree.draft_prob is None, len(tree.tokens), len(verdict.path)))
+        assert source.uniform() == alone.uniform(), "it has been asked for as many numbers"
+    kinds = {True} if params.greedy else {False, True}
+    assert {(kind, length) for kind, length, _ in seen} >= {(kind, length) for kind in kinds for length in (1, 2, 3)}
+    assert {accepted for *_, accepted in seen} >= {0, 1, 2}
+
+
+POLICIES = {
+    "lengths of their own": [lambda k=k: FixedLength(k) for k in (1, 4, 2, 3)],
+    "any": [
+        lambda: Confidence(0.5, 1, 4),
+        lambda: FixedLength(2),
+        lambda: SelfVerify(3),
+        lambda: Confidence(0.9, 2, 3),
+    ],
+}
+
+
+class Reader:
+    """Rows of prefixes that a drafter has read."""
+
+    def __init__(self, contexts: list[list[int]], lm: TableLM):
+        self._prefixes, self._lm = [list(context) for context in contexts], lm
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        made = [self._lm.row(tuple(prefix)) for prefix in self._prefixes]
+        return torch.stack([logits for logits, _ in made]), torch.stack([state for _, state in made])
+
+    def step(self, tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
+        for prefix, own in zip(self._prefixes, tokens, strict=True):
+            assert len(own) <= 1
+            prefix += own.tolist() if isinstance(own, Tensor) else own
+        return self.read()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("policies", [*POLICIES, "unseen"])
+def test_rows_are_drafted_like_each_alone(setting, policies):
+    """Rows that stop by themselves, rows that the limit stops, and rows that may not draft at all; and chains of known
+    lengths whose tokens the host learns of at the end, as on a GPU."""
+    params, lm = SETTINGS[setting], TableLM(3)
+    made = POLICIES.get(policies, POLICIES["lengths of their own"]) * 3
+    cases = [(make, limit, number) for limit in (4, 3, 1, 0) for number, make in enumerate(made)]
+    contexts = [[*PROMPT, number % V, limit % V] for _, limit, number in cases]
+    stops, limits = [make() for make, *_ in cases], [limit for _, limit, _ in cases]
+    sources = [TorchSource(row) for row in range(len(cases))]
+    reader = Reader(contexts, lm)
+    if policies == "unseen":
+        ends = [min(stop.max_drafted, limit) for stop, limit in zip(stops, limits, strict=True)]
+        trees = draft_unseen(reader.read()[0], reader.step, ends, params, sources)
+    else:
+        trees = draft_chains(*reader.read(), reader.step, stops, limits, params, sources, contexts)
+    lengths = set()
+    for row, (make, limit, _) in enumerate(cases):
+        own, source = Reader([contexts[row]], lm), TorchSource(row)
+        (alone,) = draft_chains(*own.read(), own.step, [make()], [limit], params, [source], [contexts[row]])
+        found = trees[row]
+        assert (found.tokens, found.parents, found.draft_calls) == (alone.tokens, alone.parents, alone.draft_calls)
+        assert (found.draft_prob is None) == (alone.draft_prob is None) == (params.greedy or not alone.tokens)
+        if alone.draft_prob is not None:
+            torch.testing.assert_close(found.draft_prob, alone.draft_prob, atol=1e-15, rtol=0)
+        assert sources[row].uniform() == source.uniform(), "it has been asked for as many numbers"
+        lengths.add((limit, len(found.tokens)))
+    assert {limit for limit, _ in lengths} == {0, 1, 3, 4} and len(lengths) > 5
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("uniform", [0.0, 2**-1074, 0.5, LARGEST_UNIFORM])
+def test_a_token_without_mass_is_never_emitted(uniform, ahead):
+    rng, params = torch.Generator().manual_seed(7), SETTINGS["T=1"]
+    logits, laws = sparse_logits(200, 3, 6, rng=rng).float(), sparse_logits(200, 2, 6, rng=rng).float().softmax(-1)
+    drawn = [DraftTree(tuple(law.argmax(-1).tolist()), (-1, 0), law) for law in laws]
+    chosen = [DraftTree(tree.tokens, tree.parents) for tree in drawn]
+    target = probabilities(logits, params)
+    for trees in (drawn, chosen):
+        verdicts = verify(trees, logits, params, [Given(uniform) for _ in trees], ahead)
+        for row, (tree, verdict) in enumerate(zip(trees, verdicts, strict=True)):
+            assert target[row, len(verdict.path), verdict.next_token] > 0
+            assert all(target[row, i, tree.tokens[i]] > 0 for i in verdict.path)
