@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,13 +85,14 @@ def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritt
     data = ResponsesDataset(directory, TARGET, load_lm(TARGET).info.identity)
     names = [row["id"].split("/")[0] for row in rows_of(directory)]
     pieces = in_pieces(data, 40, LOOKAHEAD)
+    training: Any = SimpleNamespace(kind="responses", context=4096, lookahead=LOOKAHEAD)
     for dataset, owner in ((data, names), (pieces, [names[row] for row in pieces.rows])):
         config = TrainConfig(data=directory, output=tmp_path, val_share=0.4, max_length=0 if dataset is data else 40)
         train, val = train_and_val(config, data, None, 4096, LOOKAHEAD)
         sides = [{owner[i] for i in side.indices} for side in (train, val)]
         assert sides[0] | sides[1] == set(names) and not sides[0] & sides[1]
         # What `plan` expects is what is trained on.
-        assert documents_of(config, "responses", 4096, 0, 0).lengths == train.lengths
+        assert documents_of(config, training, 0, 0).lengths == train.lengths
 
 
 def training_data(source: Path, root: Path) -> list:
