@@ -73,7 +73,6 @@ ROWS = [
     Row("plan eagle: ranks", f"plan eagle {TARGET}--world -1", ("world", "-1")),
     Row("plan eagle: short samples", f"plan eagle {TARGET}--assume-length 0", ("assume_length", "0")),
     Row("plan acceptance: a head alone", "plan acceptance --draft {eagle}", ("target", "--target")),
-    Row("plan check: no such shape", "plan check --shapes nosuch", ("shapes", "nosuch")),
     # Launchers check the command before anything starts.
     Row("torchrun: nothing to run", "launch torchrun", ("command",)),
     Row("torchrun: no such command", "launch torchrun -- nosuch", ("nosuch",)),

@@ -102,5 +102,5 @@ ROWS = [
         "--output {out} --labels rollout", (*HEAD, "row-"), of("eagle")),
     Row("stored features", TRAIN + "--data {spoiled}", (".safetensors", "row-1, position 2"), spoiled_features),
     Row("features made in training", TRAIN.replace("target}", "broken}") + "--data {texts} --val-share 0.5",
-        (*TARGET, "hidden states", "row"), supervised),
+        (*TARGET, "hidden states", "prompt"), supervised),
 ]  # fmt: skip
