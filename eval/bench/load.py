@@ -24,7 +24,7 @@ DRAFT_ROOM = 130
 def check_methods(named: Iterable[Named], paths: Mapping[str, str]) -> dict[str, StaticTree]:
     """What can be found wrong before anything is loaded: models that are missing, draft trees that are none. Returns
     the trees by name. paths: role or kind -> what the user passed (`DraftSettings.paths`)."""
-    trees = {}
+    trees: dict[str, StaticTree] = {}
     for method in named:
         check_needs(method, paths)
         trees |= {name: read_tree(name) for name in method.method.trees}

@@ -54,7 +54,7 @@ def test_labels_of_rounds(broken, drafting, params):
     text, start = TEXTS[2] * 2, 2
     found = models(broken)
     target = found.target
-    drafter = FrozenDrafter(target, {}, found.eagle) if drafting == "eagle" else FrozenDrafter(found.draft, {})
+    drafter = FrozenDrafter(target, {}, found.heads["eagle"]) if drafting == "eagle" else FrozenDrafter(found.draft, {})
     row = {"id": "x", "input_ids": text, "prompt_length": start, "task": ""}
     how = Rollouts(target, drafter, 3, 1, (params,), 0, False, 4, 0, CONTEXT)
     with pytest.raises(NonFinite) as caught, naming(["row-0"]):

@@ -96,15 +96,16 @@ def test_another_setting_in_an_unfinished_directory_is_one_error_that_names_it(c
     assert "another --output, or delete" in message and "\n" not in message
 
 
-def test_a_killed_process_is_continued(config, tmp_path):
+def test_a_killed_process_is_continued(config, models, tmp_path):
     """SIGKILL in the middle: no handler runs, nothing is written behind it."""
     many = tmp_path / "many.jsonl"
     many.write_text(
         "".join(json.dumps({"id": str(i), "prompt": f"Rename a{i} to b"}) + "\n" for i in range(NUM_PROMPTS))
     )
     broken = dataclasses.replace(config, prompts=str(many), temperatures=None, output=tmp_path / "broken")
-    words = [f"--{name}={getattr(broken, name)}" for name in ("target", "draft", "prompts", "methods", "repeats",
+    words = [f"--{name}={getattr(broken, name)}" for name in ("target", "prompts", "methods", "repeats",
                                                              "max_new_tokens", "output")]  # fmt: skip
+    words += [f"--draft={path}" for path in broken.draft]
     command = [sys.executable, "-m", "draftsmith", "eval", "bench", *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     journal = broken.output / "journal.jsonl"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from draftsmith.data.features import INDEX_BYTES_PER_TOKEN, check_disk
 from draftsmith.data.ranks import place
@@ -152,9 +151,10 @@ class Rehearsal:
                 with run.making(BATCH):
                     batch = batch_of(training, part.lengths, documents.loss_share)
                 self.step = dry_step(run, module, batch, part.lengths, config.accumulate > 1, not on_cpu)
-                self._counted = Counted(run, training, module, int(min(COUNTED_TOKENS, training.context)))
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            found = f"{training.frozen.path}, whose code goes by numbers ({error.func})"
+                longest = int(min(COUNTED_TOKENS, training.context, training.frozen.context))
+                self._counted = Counted(run, training, module, longest)
+        except RuntimeError as error:  # torch's, of an operator that needs numbers, or has no fake form
+            found = f"{training.frozen.path}, whose code goes by numbers ({str(error).partition(chr(10))[0][:200]})"
             raise NotRehearsed("model", found, "one that runs without weights", "Train it without a plan.") from error
         self.trained = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
         # Tables of the head, and a frozen head that drafts.

@@ -58,7 +58,7 @@ def test_words_and_files_name_one_or_several(tmp_path, words, draft):
     for name, text in (("one", "embedded:draft"), ("two", "[a, b]"), ("none", "null")):
         (tmp_path / f"{name}.yaml").write_text(f"draft: {text}\n")
     words = [str(tmp_path / word) if word.endswith(".yaml") else word for word in words]
-    assert parse("draftsmith x", Command, words, (), "").draft == draft
+    assert parse("draftsmith x", Command, words).draft == draft
 
 
 def test_two_of_a_kind_and_heads_that_do_not_draft_are_told(eagle, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from turn_taking import ASSISTANT, NUM_ROWS, TARGET, conversation, counts_of, make_prompts, make_responses, rows_of
 
 from draftsmith.data import acceptance, features, prompts, responses
-from draftsmith.data.mixed_text import MixedText
+from draftsmith.data.mixed_text import MixedTextLabels
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import AcceptanceDataset, FeatureDataset, ResponsesDataset, in_pieces
 from draftsmith.data.store.rollout_dataset import RolloutDataset
@@ -103,7 +103,7 @@ def training_data(source: Path, root: Path) -> list:
 
 def test_artefacts_of_earlier_versions_give_the_same_training_data(source, tmp_path, monkeypatch):
     news = training_data(source, tmp_path / "new")
-    for stage, name in ((responses, "FIELDS"), (features, "FIELDS"), (MixedText, "fields")):
+    for stage, name in ((responses, "FIELDS"), (features, "FIELDS"), (MixedTextLabels, "fields")):
         added = ("turn",) if stage is features else ("turn", "loss_mask")
         monkeypatch.setattr(stage, name, tuple(spec for spec in getattr(stage, name) if spec.name not in added))
     monkeypatch.setattr(prompts, "FIELDS", prompts.FIELDS[:-1])
