@@ -65,9 +65,7 @@ def test_short_contexts_are_measured_as_far_as_they_go(tmp_path, context):
     times = tree_times(models, "eagle2:nodes=auto:topk=3")
     assert len(times.verify) == 129 and min(times.verify) > 0 <= times.step
     assert max(models.times.seconds["target, by rows"]) == (4 if context == 4 else 64)
-    assert all(
-        models.times.step_cost(models, drafter, batch) > 0 for drafter in ("draft", "eagle") for batch in (1, 2)
-    )
+    assert all(models.times.step_cost(models, drafter, batch) > 0 for drafter in ("draft", "eagle") for batch in (1, 2))
     prompts = [BenchPrompt(str(n), [5] * n) for n in (1, context - 1)]
     probes = {label.partition(":")[0]: [parse_method(label)] for label in ("ar", "spec:k=3")}
     probes["eagle2/3"] = [parse_method("eagle2:topk=3:nodes=9:depth=3")]
