@@ -170,7 +170,7 @@ def test_a_prompts_artefact_gives_the_same_prompts_as_its_file(models, tmp_path)
         ({"device": "tpu9"}, "device"),
         ({"repeats": "0"}, "repeats"),
         ({"temperature": "-1"}, "temperature"),
-        ({"top_p": "lots"}, "--top_p"),
+        ({"top_p": "lots"}, "--top-p"),
         ({"limit": "-1"}, "limit"),
         ({"keep_tasks": "c"}, "tasks a, b"),
         ({"tasks": "absent.jsonl"}, "exactly one of them"),
