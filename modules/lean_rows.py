@@ -7,6 +7,7 @@ target, a draft model and a head that drafts share all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,8 +31,9 @@ Parents = Sequence[Sequence[int]]
 class Forward(Protocol):
     """The computation around the layers.
 
-    run(x, taps): the layers over inputs x [T, H] of one row or [B, n, H], `LeanStack.run`'s output and taps. picked:
-    which outputs are asked for, as `at` takes it. inputs: of one row a list or a tensor [T, ..], else [B, n, ..].
+    run(x, taps=None): the layers over inputs x [T, H] of one row or [B, n, H], `LeanStack.run`'s output and taps.
+    picked: which outputs are asked for, as `at` takes it. inputs: of one row a list or a tensor [T, ..], else
+    [B, n, ..].
     Returns logits of what is picked, and states: of what is picked, or of all.
     """
 
@@ -66,6 +68,12 @@ class CachedRows(Protocol):
 
     def extend(self, inputs: Sequence[Any], parents: Parents | None = None, num_logits: int = 1) -> tuple[Tensor, ...]:
         """What `targets.base.Session.extend` does, by the forward: its logits [B, num_logits, V] and states."""
+
+    def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """`extend` by one input a row, or none: logits [B, V] and states [B, F], which mean nothing of rows fed none.
+
+        inputs: the first one a list of one or none a row, or a tensor [B, 1]; the others [B, ..].
+        """
 
     def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
         """Read n nodes a row, inputs [B, n, ..], behind m others of the same trees: logits [B, n, V] and states.
@@ -110,6 +118,12 @@ class OneRow:
         self.cache.length += count
         return found[0][None], found[1][None]
 
+    def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        tokens, *others = inputs  # of a single row [1, ..] is both what it is fed, and a row for each
+        found = self._forward(partial(self.stack.chain, cache=self.cache), None, tokens[0], *others)
+        self.cache.length += 1
+        return found
+
     def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
         stack, cache, count = self.stack, self.cache, seen.shape[1]
         before = cache.length + count - seen.shape[2]
@@ -143,8 +157,8 @@ def _read_on(
     count = len(inputs[0])
     picked = None if num_logits >= count else slice(count - num_logits, count)
     if parents is None:
-        return forward(lambda x, taps=None: stack.chain(x, cache, taps), picked, *inputs)
-    return forward(lambda x, taps=None: stack.tree(x, parents[row], cache, taps), picked, *inputs)
+        return forward(partial(stack.chain, cache=cache), picked, *inputs)
+    return forward(partial(stack.tree, parents=parents[row], cache=cache), picked, *inputs)
 
 
 class ManyRows:
@@ -187,6 +201,11 @@ class ManyRows:
             return self._chains(starts, picked, *fed, static=(span, whole))
         depths, seen = self._tree_inputs(parents, width)
         return self._trees(starts, starts, depths, seen, picked, *fed, static=(span, whole))
+
+    def step(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        tokens, *others = inputs
+        logits, states = self.extend((tokens, *(own[:, None] for own in others)))
+        return logits[:, 0], states[:, 0]
 
     def nodes(self, inputs: Sequence[Any], seen: Tensor, depth: int) -> tuple[Tensor, ...]:
         count, width = seen.shape[1:]

@@ -130,6 +130,10 @@ class TableSession:
         features = [torch.stack([row[1] for row in own]) if own else torch.empty(0, H) for own in read]
         return Scores(*(pad_sequence(part, True, torch.nan).double() for part in (logits, features)))
 
+    def step(self, tokens: Any) -> tuple[Tensor, Tensor]:
+        scores = self.extend(tokens)
+        return scores.logits[:, 0], scores.features[:, 0]
+
     def _read(self, row: int, tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         kept = tuple(self._cached[row])
         prefixes: list[tuple[int, ...]] = []

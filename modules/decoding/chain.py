@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,20 +57,19 @@ def draft_chains(
     tokens: list[list[int]] = [[] for _ in ends]
     laws: list[list[Tensor]] = [[] for _ in ends]
     rows = [row for row, end in enumerate(ends) if end > 0]
+    count = 0  # tokens of the rows that go on
     while rows:
-        drawn, own_laws = _choose(logits, rows, len(tokens[rows[0]]), params, sources)
+        own_logits = logits.unbind()
+        drawn, own_laws = _choose(logits, own_logits, rows, count, params, sources)
+        count += 1
         more: list[list[int]] = [[] for _ in ends]
         going = []
-        for i, row in enumerate(rows):
-            token, drafted = drawn[i], tokens[row]
-            drafted.append(token)
-            law = None
-            if own_laws is not None:
-                law = own_laws[i]
+        for row, token, law in zip(rows, drawn, own_laws, strict=True):
+            tokens[row].append(token)
+            if law is not None:
                 laws[row].append(law)
-            count = len(drafted)
             own_states = states if len(ends) == 1 else states[row : row + 1]
-            view = DraftView(count, token, own_states, logits[row], law, params.temperature, contexts[row])
+            view = DraftView(count, token, own_states, own_logits[row], law, params.temperature, contexts[row])
             try:  # a context manager here is measurable on small models
                 stopped = stops[row].should_stop(view)
             except NonFinite as error:
@@ -92,19 +90,27 @@ def _chain(tokens: Sequence[int], laws: Tensor | None) -> DraftTree:
 
 
 def _choose(
-    logits: Tensor, rows: Sequence[int], place: int, params: SamplingParams, sources: Sequence[Source]
-) -> tuple[list[int], Any]:
-    """A token for each of `rows`, and the laws that they were drawn from; place: of the tokens in their drafts."""
+    logits: Tensor,
+    own_logits: Sequence[Tensor],
+    rows: Sequence[int],
+    place: int,
+    params: SamplingParams,
+    sources: Sequence[Source],
+) -> tuple[list[int], Sequence[Tensor | None]]:
+    """A token for each of `rows`, and the laws that they were drawn from; own_logits: each row's. place: of the tokens
+    in their drafts."""
     tokens: list[int] = []
     try:
         if params.greedy:
             if logits.is_cuda:
-                return chosen(best_tokens(logits[list(rows)])), None
-            for row in rows:
-                tokens.append(best_token(logits[row]))
-            return tokens, None
-        laws = probabilities(logits if len(rows) == len(logits) else logits[list(rows)], params)
-        return draw_each(laws, [sources[row] for row in rows]), laws
+                tokens = chosen(best_tokens(logits[list(rows)]))
+            else:
+                for row in rows:
+                    tokens.append(best_token(own_logits[row]))
+            return tokens, [None] * len(rows)
+        laws = probabilities(logits if len(rows) == len(own_logits) else logits[list(rows)], params)
+        own_laws = laws.unbind()
+        return draw_each(laws if laws.is_cuda else own_laws, [sources[row] for row in rows]), own_laws
     except NonFinite as error:
         # Greedy on a CPU, those before it have a token; else it says itself which one has none.
         error.row = rows[len(tokens) if error.row is None else error.row]

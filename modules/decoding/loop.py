@@ -6,8 +6,7 @@ rows beside it. Autoregressive decoding is the loop without a drafter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -197,14 +196,18 @@ class _Batch:
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
         """Read the prompts and emit every row's first token."""
         scores = self._session.extend(prompts)
-        with self._naming():
+        try:
             verdicts = verify([NO_DRAFT] * len(prompts), scores.logits, self._params, self._sources)
+        except NonFinite as error:
+            raise self._named(error) from None
         first_tokens = []
         for row, verdict in zip(self._rows, verdicts, strict=True):
             assert verdict is not None and verdict.next_token is not None
             first_tokens.append(verdict.next_token)
             row.trace.prefill_emitted = 1
-            self._show(Round(row.emit([verdict.next_token]), 0, row=row.number))
+            appended = row.emit([verdict.next_token])
+            if self._on_round is not None:
+                self._on_round(Round(appended, 0, row=row.number))
         if self._drafter is not None and not all(row.done for row in self._rows):
             features = [own[: len(prompt)] for own, prompt in zip(scores.features, prompts, strict=True)]
             self._drafter.start(prompts, features, first_tokens)
@@ -225,10 +228,12 @@ class _Batch:
     def round(self) -> None:
         """Draft, score, verify, commit."""
         rows, session = self._rows, self._session
-        with self._naming():
+        try:
             trees = self._draft()
             scores = read(session, [row.tokens[-1] for row in rows], trees)
             verdicts = verify(trees, scores.logits, self._params, self._sources)
+        except NonFinite as error:
+            raise self._named(error) from None
         lengths = list(session.lengths)
         slots: list[Sequence[int]] = [()] * len(rows)
         outcomes: list[Outcome | None] = [None] * len(rows)
@@ -271,7 +276,8 @@ class _Batch:
         logits = scores.logits[place]
         if len(logits) > tree.num_read + 1:
             logits = logits[: tree.num_read + 1]
-        self._show(Round(appended, min(num_accepted, len(appended)), tree, verdict, step, logits, row.number))
+        if self._on_round is not None:
+            self._on_round(Round(appended, min(num_accepted, len(appended)), tree, verdict, step, logits, row.number))
         if row.done:
             return None
         count, features = len(read_path) + 1, scores.features[place]
@@ -281,20 +287,12 @@ class _Batch:
             features = features[:count]
         return Outcome(tuple(emitted), num_accepted, features, logits)
 
-    def _show(self, done: Round) -> None:
-        if self._on_round is not None:
-            self._on_round(done)
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Errors of a row tell where it stands, and which prompt it is of; they are the target's unless another model
-        is named."""
-        try:
-            yield
-        except NonFinite as error:
-            row = self._rows[error.row or 0]
-            error.row = row.number
-            raise error.passed("target", row.num_read + 1) from None
+    def _named(self, error: NonFinite) -> NonFinite:
+        """A row's error, which tells where the row stands and which prompt it is of; it is the target's unless another
+        model is named."""
+        row = self._rows[error.row or 0]
+        error.row = row.number
+        return error.passed("target", row.num_read + 1)
 
 
 def read(session: Session, roots: Sequence[int], trees: Sequence[DraftTree | None]) -> Scores:

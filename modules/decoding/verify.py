@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.modules.decoding.protocols import DraftTree, Verdict
-from draftsmith.modules.finite import NO_TOKEN, NonFinite, of_row
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.lean_rows import to_device
 from draftsmith.modules.sampling import (
     Source,
@@ -61,15 +61,18 @@ def verify(
     for row, tree in enumerate(trees):
         if tree is None:
             continue
-        with of_row(row):
+        try:
             if params.greedy or tree.draft_prob is None:
                 verdicts[row] = _walk(tree, numbers.choice(row))
                 continue
             accepted, law = _verify_chain(tree, numbers, row, sources[row])
-            if law is None:
-                verdicts[row] = Verdict(tuple(range(accepted)), None)
-            else:
-                drawn.append((row, accepted, law))
+        except NonFinite as error:
+            error.row = row
+            raise
+        if law is None:
+            verdicts[row] = Verdict(tuple(range(accepted)), None)
+        else:
+            drawn.append((row, accepted, law))
     if drawn:
         rows, counts, laws = zip(*drawn, strict=True)
         try:
@@ -131,7 +134,7 @@ class _Lazy:
     """Numbers of the target, worked out when a walk asks for them. Node 0 is the root here, node i + 1 the tree's i."""
 
     def __init__(self, logits: Tensor, params: SamplingParams, sources: Sequence[Source]):
-        self._logits, self._params, self._sources = logits, params, sources
+        self._logits, self._params, self._sources = logits.unbind(), params, sources
 
     def choice(self, row: int) -> Callable[[int], int]:
         """The target's choice of what follows a node of this row: its argmax, or a draw."""
@@ -142,7 +145,7 @@ class _Lazy:
 
     def law(self, row: int, node: int) -> Tensor:
         """[V] of what follows a node."""
-        return probabilities(self._logits[row, node], self._params)
+        return probabilities(self._logits[row][node], self._params)
 
     def odds(self, row: int, node: int, token: int, target_prob: Tensor, draft_prob: Tensor) -> float:
         """p / q of the token that was drafted behind a node."""

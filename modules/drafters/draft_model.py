@@ -59,13 +59,11 @@ class DraftModelDrafter:
             if limit > 0:
                 self._read[row] = len(tokens)
 
-        def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
-            scores = session.extend(tokens)
-            return scores.logits[:, 0], scores.features[:, 0]
-
         scores = session.extend(unread)
         states = last_of_each(scores.features, [len(own) for own in unread])
-        trees = draft_chains(scores.logits[:, 0], states, step, self._stops, limits, params, sources, self._tokens)
+        trees = draft_chains(
+            scores.logits[:, 0], states, session.step, self._stops, limits, params, sources, self._tokens
+        )
         self._num_drafted = [len(tree.tokens) for tree in trees]
         return trees
 

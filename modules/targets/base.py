@@ -92,6 +92,9 @@ class Session(Protocol):
         A token sees the kept tokens, its ancestors and itself; its position is the row's length + its depth.
         """
 
+    def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
+        """`extend` by one token a row, or none: logits [B, V], features [B, F], which mean nothing of rows fed none."""
+
     def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Read T tokens, int64 [T], anywhere in what is cached; their features [T, F]. Of a session of one row that is
         not static.

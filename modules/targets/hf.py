@@ -123,6 +123,10 @@ class HFSession:
             hidden, features = self._read(ids, positions, attention_mask=lm.tree_attention(visible, positions))
         return Scores(lm.lm_head(hidden[:, count - num_logits :]), features)
 
+    def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.extend(tokens)
+        return scores.logits[:, 0], scores.features[:, 0]
+
     @torch.inference_mode()
     def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         return self._read(tokens, positions, attention_mask=self._lm.tree_attention(visible, positions))[1][0]

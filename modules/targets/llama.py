@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -153,10 +153,10 @@ class LlamaSession:
     def extend(
         self, tokens: Rows | Tensor, parents: Sequence[Sequence[int]] | None = None, num_logits: int = 1
     ) -> Scores:
-        if torch.is_inference_mode_enabled():  # as in the decoder's loop: entering it again takes time, in every call
-            return Scores(*self._rows.extend((tokens,), parents, num_logits))
-        with torch.inference_mode():
-            return Scores(*self._rows.extend((tokens,), parents, num_logits))
+        return Scores(*_inferring(self._rows.extend, (tokens,), parents, num_logits))
+
+    def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
+        return _inferring(self._rows.step, tokens)
 
     def _forward(self, run: Run, picked: Tensor | slice | None, tokens: Any) -> tuple[Tensor, Tensor]:
         """Logits of what is picked, and all features."""
@@ -171,7 +171,7 @@ class LlamaSession:
             hidden = lm.norm(run(x))
             return lm.lm_head(at(hidden, picked)), hidden
         taps: Taps = dict.fromkeys(self.capture, x)
-        logits = lm.lm_head(at(lm.norm(run(x, taps)), picked))
+        logits = lm.lm_head(at(lm.norm(run(x, taps=taps)), picked))
         return logits, torch.cat([*taps.values()], -1).view(*x.shape[:-1], -1)
 
     @torch.inference_mode()
@@ -187,6 +187,14 @@ class LlamaSession:
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows.select(rows)
+
+
+def _inferring(read: Callable[..., Any], *inputs: Any) -> Any:
+    """What `read` gives, without gradients. The decoder's loop is in that mode: entering it again takes time."""
+    if torch.is_inference_mode_enabled():
+        return read(*inputs)
+    with torch.inference_mode():
+        return read(*inputs)
 
 
 class LlamaBatchSession:

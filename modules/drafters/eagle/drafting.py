@@ -123,14 +123,14 @@ class EagleDrafter:
         sources: Sequence[Source],
     ) -> list[DraftTree]:
         """From logits [B, 1, V] and hidden [B, 1, H] of the last pairs read."""
-        rows = self.rows
+        rows, states = self.rows, hidden[:, 0]
 
         def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal hidden
-            logits, hidden = rows.extend((tokens, hidden))
-            return logits[:, 0], hidden[:, 0]
+            nonlocal states
+            logits, states = rows.step(tokens, states)
+            return logits, states
 
-        return draft_chains(logits[:, 0], hidden[:, 0], step, self._stops, limits, params, sources, self._tokens)
+        return draft_chains(logits[:, 0], states, step, self._stops, limits, params, sources, self._tokens)
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
         for row, outcome in enumerate(outcomes):

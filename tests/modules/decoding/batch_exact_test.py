@@ -87,6 +87,10 @@ class QuarterSession:
                 logits[row, : len(read)] = self._lm.log_laws[read]
         return Scores(logits, torch.zeros(len(tokens), widest, H))
 
+    def step(self, tokens: Any) -> tuple[Tensor, Tensor]:
+        scores = self.extend(tokens)
+        return scores.logits[:, 0], scores.features[:, 0]
+
     def keep(self, lengths: Sequence[int], slots: Any = None) -> None:
         for row, length in enumerate(lengths):
             numbers = self._numbers[row]
