@@ -218,7 +218,7 @@ class _Candidates:
                 for number, token, parent, value in zip(numbers, own_tokens, own_parents, own_values, strict=True)
                 if number < end
             }
-            if any(value != value for *_, value in nodes.values()):  # a NaN is sorted before all numbers
+            if any([value != value for _, _, value in nodes.values()]):  # a NaN is sorted before all numbers
                 raise NonFinite(row=row)
             taken = _taken(shape, nodes, None if rules is None else rules[row])
             made.append(_tree(nodes, taken, levels[row]))
@@ -241,5 +241,5 @@ def _taken(shape: DynamicTree, nodes: Nodes, rule: GrowthRule | None) -> list[in
 
 def _tree(nodes: Nodes, taken: Sequence[int], calls: int) -> DraftTree:
     places = {-1: -1} | {number: place for place, number in enumerate(taken)}
-    tokens, parents, values = zip(*(nodes[number] for number in taken), strict=True)
-    return DraftTree(tokens, tuple(places[parent] for parent in parents), values=values, draft_calls=calls)
+    tokens, parents, values = zip(*[nodes[number] for number in taken], strict=True)
+    return DraftTree(tokens, tuple([places[parent] for parent in parents]), values=values, draft_calls=calls)

@@ -304,6 +304,6 @@ def read(session: Session, roots: Sequence[int], trees: Sequence[DraftTree | Non
     if all(tree is None or tree.is_chain for tree in trees):
         return session.extend(fed, num_logits=widest)
     parents = [
-        () if tree is None else (-1, *(parent + 1 for parent in tree.parents[: tree.num_read])) for tree in trees
+        [] if tree is None else [-1, *[parent + 1 for parent in tree.parents[: tree.num_read]]] for tree in trees
     ]
     return session.extend(fed, parents, num_logits=widest)
