@@ -10,6 +10,7 @@ from run_models import run_models
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_table
 from draftsmith.modules.targets.base import ModelInfo
@@ -48,10 +49,13 @@ def models(broken: str | None = None, tree: bool = False) -> Models:
     }
     torch.manual_seed(4)
     eagle = EagleHead(EagleConfig(CONFIG)).requires_grad_(False)
+    medusa = MedusaHead(MedusaConfig(H, V, CONTEXT, num_heads=3)).requires_grad_(False)
     settings: dict[str, Any] = {"state": "before", "judges": "tree", "features": ("log_q",)} if tree else {}
     acceptance = AcceptanceHead(AcceptanceHeadConfig(H, num_blocks=1, **settings)).requires_grad_(False)
     if broken == "eagle":
         spoil(eagle, *inner)
+    if broken == "medusa":
+        spoil(medusa, "heads.0.0.linear.weight", (0, 0))
     if broken == "acceptance":
         spoil(acceptance, "out.weight", (0, 0))
-    return run_models(*lms.values(), eagle=eagle, acceptance=acceptance, capacity=CONTEXT)
+    return run_models(*lms.values(), eagle=eagle, medusa=medusa, acceptance=acceptance, capacity=CONTEXT)

@@ -9,8 +9,8 @@ from draftsmith.eval.cost.auto import MeasuredTimes
 from draftsmith.modules.drafters.methods import Models
 
 
-def run_models(*lms: Any, eagle: Any = None, **more: Any) -> Models:
-    """lms: target, draft, mid. eagle: an EAGLE head."""
-    heads = {} if eagle is None else {"eagle": eagle}
+def run_models(*lms: Any, eagle: Any = None, medusa: Any = None, **more: Any) -> Models:
+    """lms: target, draft, mid. eagle, medusa: heads."""
+    heads = {kind: head for kind, head in (("eagle", eagle), ("medusa", medusa)) if head is not None}
     known = {"trees": {"eagle-1": read_tree("eagle-1")}, "times": MeasuredTimes(), **more}
     return Models(*lms, heads=heads, **known)

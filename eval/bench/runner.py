@@ -12,7 +12,7 @@ from torch import nn
 from draftsmith.data.models.naming import naming
 from draftsmith.eval.bench.hf_baseline import HFAssisted, HFGenerate, HFRunner, load_hf_model
 from draftsmith.modules.decoding.learner import Learner
-from draftsmith.modules.decoding.loop import Generation, Round, generate
+from draftsmith.modules.decoding.loop import Generation, Round, Setup, generate
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.methods import Method, Models, Named
 from draftsmith.modules.sampling import TorchSource
@@ -52,6 +52,7 @@ class EngineRunner:
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int]) -> list[Generation]:
         made: list[Generation] = []
+        setup = Setup(self.on_round, self.session)
         with naming(paths=self.paths):
             for start in range(0, len(prompts), self.rows):
                 some = slice(start, start + self.rows)
@@ -63,8 +64,7 @@ class EngineRunner:
                     max_new_tokens,
                     [TorchSource(seed) for seed in seeds[some]],
                     self.eos_ids,
-                    self.on_round,
-                    session=self.session,
+                    setup,
                 )
         return made
 

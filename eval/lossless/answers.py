@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.loop import Round, generate
+from draftsmith.modules.decoding.loop import Round, Setup, generate
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, Session
@@ -83,8 +83,7 @@ class SingleLoop:
             max_new_tokens,
             [TorchSource(seed) for seed in seeds],
             self.ends,
-            lambda done: places[done.row].extend(places_of(done)),
-            session=self.session,
+            Setup(lambda done: places[done.row].extend(places_of(done)), self.session),
         )
         return [Answer(answer.tokens, own) for answer, own in zip(made, places, strict=True)]
 

@@ -48,6 +48,24 @@ class Round:
     row: int = 0
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a generation is run with beside its models; the distribution of its tokens does not depend on it.
+
+    on_round: is called after every round of every row.
+    session: one of the target's to use again, for the graphs that it holds, with room for these rows and the features
+        that the drafter reads; None makes one.
+    max_nodes: most drafted tokens of a row that the target scores in one call.
+    """
+
+    on_round: Callable[[Round], None] | None = None
+    session: Session | None = None
+    max_nodes: int = MAX_NODES
+
+
+PLAIN = Setup()
+
+
 def session_capacity(prompt_length: int, max_new_tokens: int, max_nodes: int) -> int:
     """Cache slots that a generation can need: everything kept, and one round's root and nodes."""
     return prompt_length + max_new_tokens + max_nodes + 1
@@ -62,17 +80,12 @@ def generate(
     max_new_tokens: int,
     sources: Sequence[Source],
     eos_ids: Sequence[int] | None = None,
-    on_round: Callable[[Round], None] | None = None,
-    max_nodes: int = MAX_NODES,
-    session: Session | None = None,
+    setup: Setup = PLAIN,
 ) -> list[Generation]:
     """Generate up to `max_new_tokens` for each prompt; the output follows the target's law whatever the drafter does.
 
     sources: one a prompt: what a row draws is its source's whatever the rows beside it.
     eos_ids: tokens that end an answer (kept in it); None takes the target's, () never ends.
-    max_nodes: most drafted tokens of a row that the target scores in one call.
-    session: one of the target's to use again, for the graphs that it holds, with room for these rows and the features
-        that the drafter reads; None makes one.
 
     Raises:
         InputError: empty prompt, one with tokens that the target does not have, or with no room left in its context.
@@ -84,13 +97,14 @@ def generate(
         for number, (prompt, source) in enumerate(zip(prompts, sources, strict=True))
     ]
     capture = () if drafter is None else drafter.capture
+    session, max_nodes = setup.session, setup.max_nodes
     if session is None:
         most = max(session_capacity(row.num_prompt, row.room, max_nodes) for row in rows)
         session = target.session(len(rows), min(most, target.info.max_position + max_nodes + 1), capture)
     if session.capture != capture:
         raise ValueError(f"session: captures {session.capture}, and the drafter reads {capture}")
     session.reset(len(rows))
-    batch = _Batch(rows, session, drafter, params, on_round)
+    batch = _Batch(rows, session, drafter, params, setup.on_round)
     batch.limit, batch.max_nodes = target.info.max_position, max_nodes
     batch.prefill(prompts)
     while batch.drop_done():
@@ -106,14 +120,10 @@ def generate_one(
     max_new_tokens: int,
     source: Source,
     eos_ids: Sequence[int] | None = None,
-    on_round: Callable[[Round], None] | None = None,
-    max_nodes: int = MAX_NODES,
-    session: Session | None = None,
+    setup: Setup = PLAIN,
 ) -> Generation:
     """`generate` for a single prompt."""
-    return generate(target, drafter, [prompt], params, max_new_tokens, [source], eos_ids, on_round, max_nodes, session)[
-        0
-    ]
+    return generate(target, drafter, [prompt], params, max_new_tokens, [source], eos_ids, setup)[0]
 
 
 def room_for(prompt: Sequence[int], max_new_tokens: int, info: ModelInfo) -> int:

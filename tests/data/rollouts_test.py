@@ -24,7 +24,7 @@ from draftsmith.data.store.manifest import MANIFEST, Manifest, file_sha256
 from draftsmith.data.store.rollout_dataset import RolloutDataset, collate_rollouts
 from draftsmith.data.store.shards import Rows, Shard
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
-from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.loop import Setup, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
@@ -181,7 +181,8 @@ def test_labels_give_the_law_of_how_many_tokens_the_decoder_accepts(params):
                 raise Done
 
         try:
-            generate_one(target, DraftModelDrafter(draft, [FixedLength(2)], 32), PROMPT, params, 9, source, (), watch)
+            drafter = DraftModelDrafter(draft, [FixedLength(2)], 32)
+            generate_one(target, drafter, PROMPT, params, 9, source, (), Setup(watch))
         except Done:
             pass
         return seen[0].tokens[0], seen[1].num_accepted

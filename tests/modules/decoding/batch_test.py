@@ -13,7 +13,7 @@ from tiny_models import CONTEXT, tiny_llama_dir
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.runner import learned_by
 from draftsmith.modules.decoding.growth import DynamicTree
-from draftsmith.modules.decoding.loop import generate, generate_one
+from draftsmith.modules.decoding.loop import Setup, generate, generate_one
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
@@ -42,9 +42,10 @@ def batch_drafter(world: World, method: str, batch: int, **other: Any) -> Any:
 
 
 def generate_batch(
-    target: Any, drafter: Any, prompts: Any, params: Any, count: int, seeds: Any, ends: Any = None, **how: Any
+    target: Any, drafter: Any, prompts: Any, params: Any, count: int, seeds: Any, ends: Any = None, **setup: Any
 ) -> list:
-    return generate(target, drafter, prompts, params, count, [TorchSource(seed) for seed in seeds], ends, **how)
+    sources = [TorchSource(seed) for seed in seeds]
+    return generate(target, drafter, prompts, params, count, sources, ends, Setup(**setup))
 
 
 def in_groups(
@@ -149,7 +150,7 @@ def test_no_more_nodes_than_allowed_are_scored_in_a_call(world, most):
     made = generate_batch(world.target, drafter, prompts, GREEDY, 20, [0] * 4, (), max_nodes=most)
     for prompt, answer, one in zip(prompts, world.answers, made, strict=False):
         single = generate_one(
-            world.target, world.drafter("spec:k=5"), prompt, GREEDY, 20, TorchSource(0), (), max_nodes=most
+            world.target, world.drafter("spec:k=5"), prompt, GREEDY, 20, TorchSource(0), (), Setup(max_nodes=most)
         )
         assert one == single and one.tokens == answer[:20]
         assert max(step.num_drafted for step in one.trace.steps) == most

@@ -20,7 +20,7 @@ from table_models import (
 )
 
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop
-from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.loop import Setup, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import FixedLength, UntilEnd
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
@@ -59,7 +59,7 @@ def test_drafts_follow_the_draft_model_at_the_sampling_asked_for(name, params):
     target, draft, seen = TableLM(1), TableLM(107), 0
     for seed in range(10):
         rounds = []
-        generate_one(target, method(name, target)(), PROMPT, params, 12, TorchSource(seed), (), rounds.append)
+        generate_one(target, method(name, target)(), PROMPT, params, 12, TorchSource(seed), (), Setup(rounds.append))
         text = [*PROMPT, *rounds[0].tokens]
         for done in rounds[1:]:
             for node, token in enumerate(done.tree.tokens):

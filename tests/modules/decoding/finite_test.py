@@ -13,7 +13,7 @@ from run_models import run_models
 
 from draftsmith.modules.acceptance.head import HeadPredictor
 from draftsmith.modules.acceptance.policies import CostRule, PredictorStop, ThresholdRule
-from draftsmith.modules.decoding.loop import generate, generate_one
+from draftsmith.modules.decoding.loop import Setup, generate, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, DraftView
 from draftsmith.modules.decoding.stop import Confidence, FixedLength, SelfVerify
 from draftsmith.modules.decoding.verify import verify
@@ -43,6 +43,8 @@ BROKEN = {
     "eagle2:nodes=6:depth=2:topk=3:value=off": ("eagle",),
     "eagle2:nodes=6:depth=2:topk=3:rerank=off": ("eagle",),
     "eagle2:nodes=6:depth=2:topk=3:value=head": ("eagle",),
+    "medusa": ("medusa",),
+    "medusa-chain:k=3": ("medusa",),
     "pre-verify:k=2": ("draft", "mid"),
     "pre+self-verify:k=2": ("draft", "mid"),
     "hsddw:k=2:max=4": ("draft", "mid"),
@@ -151,12 +153,12 @@ def test_a_prompt_that_fails_leaves_nothing_to_the_next_ones(label, static):
 
     def batched(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
         sources = [TorchSource(0), TorchSource(0)]
-        made = generate(target, drafter, prompts, GREEDY, 3, sources, (), session=session)
+        made = generate(target, drafter, prompts, GREEDY, 3, sources, (), Setup(session=session))
         return [one.tokens for one in made]
 
     def one(session: Any, drafter: Any, prompts: list[list[int]]) -> list[list[int]]:
         return [
-            generate_one(target, drafter, prompt, GREEDY, 3, TorchSource(0), (), session=session).tokens
+            generate_one(target, drafter, prompt, GREEDY, 3, TorchSource(0), (), Setup(session=session)).tokens
             for prompt in prompts
         ]
 

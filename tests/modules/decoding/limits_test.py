@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from table_methods import CAPACITY, method, random_eagle_head
 from table_models import PROMPT, TableLM, V
 
 from draftsmith.modules.decoding.growth import DynamicTree
-from draftsmith.modules.decoding.loop import Answer, Generation, Round, generate_one
+from draftsmith.modules.decoding.loop import Answer, Generation, Round, Setup, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.verify import verify
@@ -44,9 +43,9 @@ def test_an_answer_is_cut_at_the_first_end_token_and_at_its_room(room, emitted, 
     assert answer.ended == ended and answer.done == (ended or len(kept) == room)
 
 
-def rounds_of(run: Callable[..., Generation], **how: Any) -> tuple[Generation, list[Round]]:
+def rounds_of(max_nodes: int = 128, **how: Any) -> tuple[Generation, list[Round]]:
     rounds: list[Round] = []
-    return run(on_round=rounds.append, **how), rounds
+    return generate_one(**how, setup=Setup(rounds.append, max_nodes=max_nodes)), rounds
 
 
 @pytest.mark.parametrize("name", ["spec:k=3", "eagle:k=2", "tree", "eagle2", "hsddw", "pearl:k=2", "pld", "lookahead"])
@@ -60,7 +59,7 @@ def test_no_draft_outruns_what_is_wanted(name, params):
         for seed in SEEDS:
             target = TableLM(1, max_position=context)
             made, rounds = rounds_of(
-                generate_one, target=target, drafter=make(), prompt=PROMPT, params=params, max_new_tokens=wanted,
+                target=target, drafter=make(), prompt=PROMPT, params=params, max_new_tokens=wanted,
                 source=TorchSource(seed), eos_ids=(), max_nodes=nodes,
             )  # fmt: skip
             room = min(wanted, context - len(PROMPT))
@@ -93,7 +92,7 @@ def test_watchers_hear_of_what_was_emitted(name, params):
     for seed in range(40):
         target = TableLM(seed)
         made, rounds = rounds_of(
-            generate_one, target=target, drafter=method(name, target, seed)(), prompt=PROMPT, params=params,
+            target=target, drafter=method(name, target, seed)(), prompt=PROMPT, params=params,
             max_new_tokens=9, source=TorchSource(seed), eos_ids=(3,),
         )  # fmt: skip
         assert [token for done in rounds for token in done.tokens] == made.tokens
@@ -116,7 +115,7 @@ def test_drafters_hear_of_every_token_and_of_the_features_of_those_read(name):
         advance = drafter.advance
         drafter.advance = lambda outcomes, advance=advance, heard=heard: (heard.extend(outcomes), advance(outcomes))
         _, rounds = rounds_of(
-            generate_one, target=target, drafter=drafter, prompt=PROMPT, params=SAMPLING, max_new_tokens=14,
+            target=target, drafter=drafter, prompt=PROMPT, params=SAMPLING, max_new_tokens=14,
             source=TorchSource(seed), eos_ids=(),
         )  # fmt: skip
         text = [*PROMPT, *rounds[0].tokens]
@@ -137,7 +136,8 @@ def test_a_session_may_be_used_again():
     makes = method("spec:k=2", target)
     alone = [generate_one(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed)).tokens for seed in SEEDS]
     again = [
-        generate_one(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed), session=session).tokens for seed in SEEDS
+        generate_one(target, makes(), PROMPT, SAMPLING, 8, TorchSource(seed), setup=Setup(session=session)).tokens
+        for seed in SEEDS
     ]
     assert alone == again
 

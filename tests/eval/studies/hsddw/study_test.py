@@ -23,7 +23,7 @@ from draftsmith.eval.studies.hsddw.found import (
 )
 from draftsmith.eval.studies.hsddw.watch import Observations, RoundWindow, VerifiedToken, Watcher
 from draftsmith.launch.cli import main
-from draftsmith.modules.decoding.loop import generate_one
+from draftsmith.modules.decoding.loop import Setup, generate_one
 from draftsmith.modules.decoding.protocols import EachRow
 from draftsmith.modules.decoding.stop import FixedLength, SelfVerify
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
@@ -96,7 +96,7 @@ def test_what_is_watched_is_what_happens(middle, eos):
     if middle:
         drafter = EachRow([HierarchicalDrafter(M2, drafter, k + 1, dynamic=False, capacity=CAPACITY)])
     watcher = Watcher(drafter, eos)
-    greedy, watch = SamplingParams(), partial(watcher.on_round, "a")
+    greedy, watch = SamplingParams(), Setup(partial(watcher.on_round, "a"))
     made = generate_one(TARGET, drafter, PROMPT, greedy, TOKENS, TorchSource(0), eos, watch)
     judged, origin, windows = simulated(k, middle, eos)
     seen = watcher.seen
@@ -114,7 +114,8 @@ def test_windows_carry_the_threshold_that_they_were_drafted_under():
     drafter = DraftModelDrafter(M1, [SelfVerify(4)], CAPACITY)
     watcher = Watcher(drafter, ())
     params = SamplingParams(1.0)
-    made = generate_one(TARGET, drafter, PROMPT, params, TOKENS, TorchSource(1), (), lambda d: watcher.on_round("a", d))
+    watch = Setup(partial(watcher.on_round, "a"))
+    made = generate_one(TARGET, drafter, PROMPT, params, TOKENS, TorchSource(1), (), watch)
     rejected: list[float] = []
     judged = iter(watcher.seen.verified)
     for window in watcher.seen.windows:
