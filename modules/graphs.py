@@ -21,7 +21,7 @@ class Graphed:
     good until the next call, to which it may be an input.
     """
 
-    WARM_UPS = 3  # libraries choose and allocate on first calls, which can not be captured
+    WARM_UPS = 3  # libraries choose and allocate on first calls, which cannot be captured
 
     def __init__(self, fn: Callable[..., Outputs]):
         self._fn = fn

@@ -22,12 +22,13 @@ def no_residual(patch) -> None:
     patch.setattr(verify, "residual", lambda p, q: p)
 
 
-def flattened(law, factor: float):
-    """The law that a draft drawn at `factor` of the temperature should have stated at the temperature itself."""
-    if law is None:  # greedy
+def flattened(distribution, factor: float):
+    """The distribution that a draft drawn at `factor` of the temperature should have stated at the temperature
+    itself."""
+    if distribution is None:  # greedy
         return None
-    powered = law.double().pow(factor)
-    return (powered / powered.sum(-1, keepdim=True)).to(law.dtype)
+    powered = distribution.double().pow(factor)
+    return (powered / powered.sum(-1, keepdim=True)).to(distribution.dtype)
 
 
 def wrong_q(patch) -> None:
@@ -54,7 +55,7 @@ def dropping(patch, low) -> None:
 
 
 def drops_unlikely(patch) -> None:
-    dropping(patch, lambda token, law: law[token] < 0.15)
+    dropping(patch, lambda token, distribution: distribution[token] < 0.15)
 
 
 def accepts_too_often(patch) -> None:

@@ -166,7 +166,7 @@ def _write(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     """Write and sync; what the manifest says of the file.
 
     Raises:
-        OSError: it does not fit, or can not be written.
+        OSError: it does not fit, or cannot be written.
     """
     with path.open("wb") as file:
         hashed = _Hashed(file)

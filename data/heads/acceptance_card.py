@@ -13,7 +13,7 @@ from draftsmith.data.heads.sections import ModelCard
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import HeadCard
 from draftsmith.modules.interop import formats_of
-from draftsmith.modules.interop.acceptance import JUDGES, LAW, inputs_of
+from draftsmith.modules.interop.acceptance import DISTRIBUTION, JUDGES, inputs_of
 
 WHAT = (
     "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
@@ -92,7 +92,7 @@ def inputs_table(head: Mapping[str, Any]) -> str:
     inputs = inputs_of(head["hidden_size"], head.get("state", "after"), head.get("features", ()))
     rows = [(str(place), part["name"], str(part["size"]), part["is"]) for place, part in enumerate(inputs, 1)]
     table = "\n".join(markdown_lines(("input", "name", "numbers", "what it is"), rows))
-    return f"{table}\n\n{LAW}" if head.get("features") else table
+    return f"{table}\n\n{DISTRIBUTION}" if head.get("features") else table
 
 
 def calibration_text(manifest: Mapping[str, Any], unknown: str) -> str:

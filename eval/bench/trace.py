@@ -1,7 +1,7 @@
 """Traces: one JSON line a round, for reports and for studying where a method loses its time or its tokens.
 
 What a line holds is collected while decoding and worked out between prompts, off the clock: a traced run keeps
-references to laws and logits, and the arithmetic on them comes later.
+references to distributions and logits, and the arithmetic on them comes later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import EngineRunner, RunnerSettings, engine_runners
 from draftsmith.eval.cost.clock import Stopwatch, wall_time
 from draftsmith.modules.acceptance.policies import PredictorStop
-from draftsmith.modules.decoding.confidence import draft_law
+from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Verdict
 from draftsmith.modules.decoding.stop import Around, entropy
@@ -132,7 +132,9 @@ class _Rounds:
             if tree.last_unread:
                 found["beside"] = "the drafter's calls of this round could run beside the target's"
             if tree.draft_prob is not None:
-                found["q"] = [float(law[token]) for law, token in zip(tree.draft_prob, tree.tokens, strict=True)]
+                found["q"] = [
+                    float(distribution[token]) for distribution, token in zip(tree.draft_prob, tree.tokens, strict=True)
+                ]
             if tree.values is not None:
                 found["value"] = list(tree.values)
             return found | _looked_at(views, judged, tree.draft_prob)
@@ -140,14 +142,14 @@ class _Rounds:
         self._file.add(line)
 
 
-def _looked_at(views: Sequence[DraftView], judged: Sequence[float], laws: Tensor | None) -> dict[str, Any]:
+def _looked_at(views: Sequence[DraftView], judged: Sequence[float], distributions: Tensor | None) -> dict[str, Any]:
     """What the stop policy could see of each drafted token. judged: what it said of the first of them."""
     if not views:
         return {}
-    own = [draft_law(view) for view in views]
-    found: dict[str, Any] = {"entropy": [entropy(law) for law in own]}
-    if laws is None:
-        found["q"] = [float(law[view.token]) for law, view in zip(own, views, strict=True)]
+    own = [draft_distribution(view) for view in views]
+    found: dict[str, Any] = {"entropy": [entropy(distribution) for distribution in own]}
+    if distributions is None:
+        found["q"] = [float(distribution[view.token]) for distribution, view in zip(own, views, strict=True)]
     if judged:
         found["head"] = list(judged)
     return found
@@ -169,13 +171,13 @@ def accept_probs(
         return [float(node in verdict.path) if judged[node] else None for node in range(count)]
     assert logits is not None
     rows = sorted({tree.parents[node] + 1 for node in range(count) if judged[node]})
-    laws = dict(zip(rows, probabilities(logits[rows], params), strict=True))
+    distributions = dict(zip(rows, probabilities(logits[rows], params), strict=True))
     found: list[float | None] = []
     for node, token in enumerate(tree.tokens[:count]):
         if not judged[node]:
             found.append(None)
             continue
-        p = float(laws[tree.parents[node] + 1][token])
+        p = float(distributions[tree.parents[node] + 1][token])
         q = 1.0 if tree.draft_prob is None else float(tree.draft_prob[node, token])
         found.append(min(1.0, p / q))
     return found

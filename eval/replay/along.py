@@ -82,8 +82,10 @@ def _judge(session: Session, kept: int, tree: _Tree, params: SamplingParams, log
     session.keep([kept])
     rows, places, nodes, tokens = (list(column) for column in zip(*tree.wanted, strict=True))
     needed, inverse = np.unique(nodes, return_inverse=True)
-    laws = probabilities(logits[torch.from_numpy(needed).to(logits.device)], params)
-    own = laws[torch.from_numpy(inverse).to(laws.device), torch.tensor(tokens, device=laws.device)]
+    distributions = probabilities(logits[torch.from_numpy(needed).to(logits.device)], params)
+    own = distributions[
+        torch.from_numpy(inverse).to(distributions.device), torch.tensor(tokens, device=distributions.device)
+    ]
     prob = own.double().cpu().numpy()
     if np.isnan(prob).any():
         raise NonFinite(model="target", position=kept + 1 + nodes[int(np.isnan(prob).argmax())])

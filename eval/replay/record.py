@@ -77,9 +77,9 @@ class TargetAnswers:
                 tokens.append(best_token(last) if how.params.greedy else source.draw(probabilities(last, how.params)))
             rows.append(session.extend([tokens[-1:]]).logits[0])
         logits = torch.cat(rows)[: len(tokens)]
-        laws = None if how.params.greedy else probabilities(logits, how.params)
+        distributions = None if how.params.greedy else probabilities(logits, how.params)
         uniforms = [source.uniform() for _ in tokens]
-        return ReadAnswer(answer, TargetText(tokens, laws, uniforms), read.features[0], logits)
+        return ReadAnswer(answer, TargetText(tokens, distributions, uniforms), read.features[0], logits)
 
 
 def seed_of(*numbers: int) -> int:

@@ -84,8 +84,8 @@ def replay(rollouts: ChainRollouts, lengths: Ints, calls_per_token: int = 1) -> 
 
 
 def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
-    """One trace an answer, of HSDDW's self-verification: stop at the first token whose law has more entropy than the
-    running mean at rejected tokens, which is 0 before the first rejection; at most k."""
+    """One trace an answer, of HSDDW's self-verification: stop at the first token whose distribution has more entropy
+    than the running mean at rejected tokens, which is 0 before the first rejection; at most k."""
     assert 1 <= k <= rollouts.depth
     available, accepted = np.minimum(rollouts.available(), k), accepted_of(rollouts)
     policy = RunningEntropy()

@@ -67,7 +67,8 @@ def generate(
     max_nodes: int = MAX_NODES,
     session: Session | None = None,
 ) -> list[Generation]:
-    """Generate up to `max_new_tokens` for each prompt; the output follows the target's law whatever the drafter does.
+    """Generate up to `max_new_tokens` for each prompt; the output follows the target's distribution whatever the
+    drafter does.
 
     sources: one a prompt: what a row draws is its source's whatever the rows beside it.
     eos_ids: tokens that end an answer (kept in it); None takes the target's, () never ends.

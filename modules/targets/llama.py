@@ -92,7 +92,7 @@ class LlamaLM:
 
     def __init__(self, model: LlamaModel, info: ModelInfo, packed: bool = False):
         """packed: hold large weights in the layout of the CPU's kernels (`modules.packed`), and there only: `model`
-        itself can not be called any more, and nothing can be differentiated."""
+        itself cannot be called any more, and nothing can be differentiated."""
         self.model, self.info, self.config, self.packed = model, info, model.config, packed
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype

@@ -124,7 +124,7 @@ def test_rank_0_says_what_is_missing_when_another_rank_never_delivers(tmp_path, 
 
 
 @pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("x", "2"), ("-1", "1")])
-def test_ranks_that_can_not_be_are_refused(monkeypatch, remake, rank, world):
+def test_ranks_that_cannot_be_are_refused(monkeypatch, remake, rank, world):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(InputError, match="RANK"):

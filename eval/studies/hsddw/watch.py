@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.modules.decoding.confidence import draft_law
+from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import Drafter, DraftView, EachRow, StopPolicy
 from draftsmith.modules.decoding.stop import Around, RunningEntropy, entropy
@@ -74,7 +74,7 @@ class WatchedStop(Around):
         super().start_round()
 
     def should_stop(self, view: DraftView) -> bool:
-        self.entropies.append(entropy(draft_law(view)))
+        self.entropies.append(entropy(draft_distribution(view)))
         return super().should_stop(view)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:

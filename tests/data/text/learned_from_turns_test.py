@@ -47,7 +47,7 @@ def test_labels_are_on_answer_tokens_of_every_turn(answered, tmp_path):
         p = target.lm_head(target.features(whole))[0].softmax(-1)
         places = [at for start, end in spans(row["loss_mask"]) for at in range(start, end)]
         assert len(places) == len(row["draft_ids"]) == sum(row["loss_mask"])
-        # The responses are greedy, so one-hot laws: Y is the draft's choice, kept where it is the target's.
+        # The responses are greedy, so one-hot distributions: Y is the draft's choice, kept where it is the target's.
         assert row["draft_ids"] == [int(q[at - 1].argmax()) for at in places]
         assert row["accept_prob"] == [float(q[at - 1].argmax() == p[at - 1].argmax()) for at in places]
     data = AcceptanceDataset(config.output, mix=0.3)

@@ -211,7 +211,7 @@ def test_what_is_known_of_drafted_tokens(embedded):
         assert rollouts.accept_prob[row, judged[row]].tolist() == expected[:DEPTH]
     drafted = rollouts.token >= 0
     assert (rollouts.log_q[drafted] == rollouts.log_max_q[drafted]).all()  # greedy drafts are the argmax
-    # The entropy lies between that of the most and of the least spread law with this maximum.
+    # The entropy lies between that of the most and of the least spread distribution with this maximum.
     largest = np.exp(rollouts.log_max_q[drafted])
     spread = -largest * np.log(largest) - (1 - largest) * np.log(np.maximum(1 - largest, 1e-300) / 2047)
     assert (rollouts.entropy[drafted] <= spread + 1e-3).all() and (rollouts.entropy[drafted] >= -1e-6).all()

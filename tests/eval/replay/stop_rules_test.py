@@ -174,7 +174,7 @@ def test_drafts_end_at_end_tokens_in_replays_too(world, drafter, side_by_side):
 
 @pytest.mark.parametrize("drafter", ["draft", "eagle"])
 def test_the_target_of_drafts_below_their_first_rejection(world, drafter, tmp_path):
-    """Against the target's teacher-forced laws of text and draft."""
+    """Against the target's teacher-forced distributions of text and draft."""
     rollouts = world.recorded(drafter, WARM, along=True, side_by_side=True)
     judged, below = rollouts.judged(), 0
     np.testing.assert_array_equal(rollouts.accept_along[judged], rollouts.accept_prob[judged])
@@ -222,9 +222,11 @@ def test_a_context_that_ends_is_drafted_to_its_end(world):
 def test_draws_side_by_side_are_those_of_single_rounds():
     """The coupling that `coupling_test.py` enumerates, given the same uniforms."""
     rng, vocab, length, depth = torch.Generator().manual_seed(0), 6, 9, 4
-    laws = (2 * torch.randn(length, vocab, generator=rng)).softmax(-1)
+    distributions = (2 * torch.randn(length, vocab, generator=rng)).softmax(-1)
     uniforms = torch.rand(length, generator=rng, dtype=torch.float64).tolist()
-    text = TargetText([int(law.multinomial(1, generator=rng)) for law in laws], laws, uniforms)
+    text = TargetText(
+        [int(distribution.multinomial(1, generator=rng)) for distribution in distributions], distributions, uniforms
+    )
     tokens = text.tokens[: length - 2]  # the text goes on behind the answer
     reading = ReadAnswer(TargetAnswer("a", "", 3, tokens, True, 50), text, torch.empty(0), torch.empty(0))
     draws = CoupledDraws(reading, depth, WARM, seed=1)
@@ -247,12 +249,12 @@ def test_draws_side_by_side_are_those_of_single_rounds():
         single = CoupledSource(text, row + 1, given)
         for level in range(depth):
             given.level = level
-            law = probabilities(logits[level, row], WARM)
-            assert single.draw(law) == drawn[row][level]
+            distribution = probabilities(logits[level, row], WARM)
+            assert single.draw(distribution) == drawn[row][level]
             token, place = drawn[row][level], row + 1 + level
-            assert draws.known["log_q"][row, level].item() == pytest.approx(law[token].log().item(), abs=1e-6)
+            assert draws.known["log_q"][row, level].item() == pytest.approx(distribution[token].log().item(), abs=1e-6)
             if place < length:
-                expected = min(1.0, (laws[place, token] / law[token]).item())
+                expected = min(1.0, (distributions[place, token] / distribution[token]).item())
                 assert draws.known["accept_prob"][row, level].item() == pytest.approx(expected, rel=1e-5)
                 rejected += token != text.tokens[place]
     assert 0 < rejected < len(tokens) * depth

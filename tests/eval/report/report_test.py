@@ -215,7 +215,7 @@ def test_tables_as_markdown_csv_and_latex():
     assert r"a\_b \& c & 1.50x & 1,200 \\" in body and r"\bottomrule" in body
 
 
-def test_json_in_the_page_can_not_end_its_element():
+def test_json_in_the_page_cannot_end_its_element():
     text = json_text({"a": "</script><!-- & \u2028\u2029", "b": HOSTILE})
     assert not set(text) & set("<>&\u2028\u2029")
     assert json.loads(text) == {"a": "</script><!-- & \u2028\u2029", "b": HOSTILE}

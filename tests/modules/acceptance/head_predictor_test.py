@@ -43,10 +43,10 @@ def views(request) -> list[DraftView]:
     """A round: in the view of token n the state is that which predicted it."""
     rng = torch.Generator().manual_seed(2)
     states, logits = torch.randn(DEPTH, H, generator=rng), 2 * torch.randn(DEPTH, V, generator=rng)
-    laws = None if request.param.greedy else probabilities(logits, request.param)
-    tokens = logits.topk(2).indices[:, 0 if laws is None else 1].tolist()
+    distributions = None if request.param.greedy else probabilities(logits, request.param)
+    tokens = logits.topk(2).indices[:, 0 if distributions is None else 1].tolist()
     return [
-        DraftView(n + 1, tokens[n], states[n][None], logits[n], None if laws is None else laws[n],
+        DraftView(n + 1, tokens[n], states[n][None], logits[n], None if distributions is None else distributions[n],
                   request.param.temperature)
         for n in range(DEPTH)
     ]  # fmt: skip
@@ -60,10 +60,10 @@ def embed(ids: torch.Tensor) -> torch.Tensor:
 
 
 def numbers(view: DraftView, names: tuple[str, ...]) -> list[float]:
-    """The features of a token, from its law in float64."""
-    law = (view.logits.double().softmax(-1) if view.draft_prob is None else view.draft_prob.double()).numpy()
-    q, most = law[view.token], law.max()
-    entropy = -(law[law > 0] * np.log(law[law > 0])).sum()
+    """The features of a token, from its distribution in float64."""
+    distribution = (view.logits.double().softmax(-1) if view.draft_prob is None else view.draft_prob.double()).numpy()
+    q, most = distribution[view.token], distribution.max()
+    entropy = -(distribution[distribution > 0] * np.log(distribution[distribution > 0])).sum()
     found = {"log_q": np.log(q), "logit_q": np.log(q / (1 - q)), "logit_max_q": np.log(most / (1 - most)),
              "entropy": entropy, "depth": math.log(view.num_drafted), "temperature": view.temperature}  # fmt: skip
     return [float(found[name]) for name in names]
@@ -134,12 +134,14 @@ def test_one_token_is_judged_as_many_are(head, views):
         judged, states = views[:-1], torch.stack([view.hidden for view in views[1:]])
     else:
         judged, states = views, torch.stack([view.hidden for view in views])
-    laws = torch.stack([v.logits.softmax(-1) if v.draft_prob is None else v.draft_prob for v in judged])
+    distributions = torch.stack([v.logits.softmax(-1) if v.draft_prob is None else v.draft_prob for v in judged])
     tokens = torch.tensor([view.token for view in judged])
     places = torch.tensor([view.num_drafted for view in judged])
     heats = torch.tensor([view.temperature for view in judged])
-    features = head.feature_values(confidences_of(laws, tokens, places, heats)) if head.config.features else None
+    features = (
+        head.feature_values(confidences_of(distributions, tokens, places, heats)) if head.config.features else None
+    )
     embeds = embed(tokens) if head.config.state == "before" else None
     many = torch.sigmoid(head.calibrated(head(states, embeds, features))).tolist()
     assert say(HeadPredictor(head, embed), views)[-len(many) :] == pytest.approx(many, abs=1e-5)
-    assert confidence_of(judged[0]).log_q == pytest.approx(float(laws[0, tokens[0]].log()), abs=1e-5)
+    assert confidence_of(judged[0]).log_q == pytest.approx(float(distributions[0, tokens[0]].log()), abs=1e-5)

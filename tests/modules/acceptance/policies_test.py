@@ -15,8 +15,10 @@ from draftsmith.modules.decoding.stop import Confidence, FixedLength, RunningEnt
 NOTHING = torch.zeros(1, 2)
 
 
-def view(n: int, token: int = 0, law: torch.Tensor | None = None) -> DraftView:
-    return DraftView(n, token, NOTHING, torch.zeros(2) if law is None else law.log(), law, 1.0)
+def view(n: int, token: int = 0, distribution: torch.Tensor | None = None) -> DraftView:
+    return DraftView(
+        n, token, NOTHING, torch.zeros(2) if distribution is None else distribution.log(), distribution, 1.0
+    )
 
 
 class Says:
@@ -42,10 +44,12 @@ class Says:
         self.verdicts.append((num_drafted, num_accepted))
 
 
-def drafted(policy: StopPolicy, laws: Sequence[torch.Tensor | None] = (None,) * 99) -> int:
-    """The length of a draft that nothing else ends; laws: that its tokens, all of them 0, are drawn from."""
+def drafted(policy: StopPolicy, distributions: Sequence[torch.Tensor | None] = (None,) * 99) -> int:
+    """The length of a draft that nothing else ends; distributions: that its tokens, all of them 0, are drawn from."""
     policy.start_round()
-    return next(n for n, law in enumerate(laws, start=1) if policy.should_stop(view(n, 0, law)))
+    return next(
+        n for n, distribution in enumerate(distributions, start=1) if policy.should_stop(view(n, 0, distribution))
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,8 +87,10 @@ def test_a_threshold_that_is_met_and_not_passed_goes_on(late, length):
     ],
 )
 def test_confidence_ends_a_draft_with_the_first_token_below_the_threshold(t, minimum, maximum, length):
-    laws = [torch.tensor(law) for law in ([0.75, 0.25], [0.5, 0.5], [0.5, 0.5], [0.25, 0.75], [1.0, 0.0])]
-    assert drafted(Confidence(t, minimum, maximum), laws) == length
+    distributions = [
+        torch.tensor(distribution) for distribution in ([0.75, 0.25], [0.5, 0.5], [0.5, 0.5], [0.25, 0.75], [1.0, 0.0])
+    ]
+    assert drafted(Confidence(t, minimum, maximum), distributions) == length
 
 
 @pytest.mark.parametrize("k", [1, 4])
@@ -93,7 +99,7 @@ def test_a_fixed_length_is_that_length(k):
 
 
 def test_self_verification_compares_with_the_mean_at_rejected_tokens_of_this_prompt():
-    even, sure, doubtful = (torch.tensor(law) for law in ([0.5, 0.5], [1.0, 0.0], [0.25] * 4))
+    even, sure, doubtful = (torch.tensor(distribution) for distribution in ([0.5, 0.5], [1.0, 0.0], [0.25] * 4))
     policy = SelfVerify(4)
     for _ in range(2):
         assert policy.threshold == 0 and drafted(policy, [sure, even, sure]) == 2  # any doubt is more than none yet
@@ -173,8 +179,8 @@ def test_the_cost_rule_finds_the_best_fixed_length(a, c, late):
     lengths = []
     for _ in range(1500):
         lengths.append(drafted(policy))
-        coins = (torch.rand(lengths[-1], generator=rng) < a).tolist()
-        policy.observe(lengths[-1], (coins + [False]).index(False))
+        accepts = (torch.rand(lengths[-1], generator=rng) < a).tolist()
+        policy.observe(lengths[-1], (accepts + [False]).index(False))
     late_lengths = lengths[500:]
     worth = sum(speed[k] * (1 + c * k) for k in late_lengths) / sum(1 + c * k for k in late_lengths)
     assert worth > 0.99 * speed[best]
@@ -184,22 +190,22 @@ def test_the_cost_rule_finds_the_best_fixed_length(a, c, late):
 def test_an_online_judge_learns_what_its_confidence_is_worth():
     """Tokens of q = 0.9 are accepted, tokens of q = 0.6 are not: the logistic turns the one way and the other."""
     judge = OnlinePredictor("q", repeats=False)
-    laws = [torch.tensor([0.9, 0.1]), torch.tensor([0.6, 0.4])]
-    first = [judge.prob(view(1, 0, law)) for law in laws]
+    distributions = [torch.tensor([0.9, 0.1]), torch.tensor([0.6, 0.4])]
+    first = [judge.prob(view(1, 0, distribution)) for distribution in distributions]
     assert first == pytest.approx([0.9, 0.6])  # at its word
     for _ in range(200):
         judge.start_round()
-        for number, law in enumerate(laws):
-            judge.prob(view(number + 1, 0, law))
+        for number, distribution in enumerate(distributions):
+            judge.prob(view(number + 1, 0, distribution))
         judge.observe(2, 1)
-    certain, doubtful = (judge.prob(view(1, 0, law)) for law in laws)
+    certain, doubtful = (judge.prob(view(1, 0, distribution)) for distribution in distributions)
     assert certain > 0.95 and doubtful < 0.1
 
 
 @pytest.mark.parametrize(("by", "prob"), [("q", 0.25), ("max_q", 0.75)])
 def test_an_online_judge_looks_at_the_token_or_at_the_most_probable_one(by, prob):
-    law = torch.tensor([0.75, 0.25])
-    assert OnlinePredictor(by, repeats=False).prob(view(1, 1, law)) == pytest.approx(prob)
+    distribution = torch.tensor([0.75, 0.25])
+    assert OnlinePredictor(by, repeats=False).prob(view(1, 1, distribution)) == pytest.approx(prob)
 
 
 def test_what_was_learned_outlives_a_prompt():

@@ -169,9 +169,11 @@ class Watched(HierarchicalDrafter):
         return tree
 
     def _round(self, room, params, source):
-        laws = super()._round(room, params, source)
-        self.rounds.append([-sum(p * math.log(p) for p in law.tolist() if p > 0) for law in laws])
-        return laws
+        distributions = super()._round(room, params, source)
+        self.rounds.append(
+            [-sum(p * math.log(p) for p in distribution.tolist() if p > 0) for distribution in distributions]
+        )
+        return distributions
 
 
 @pytest.mark.parametrize("middle", [Even(201, (2,)), TableLM(201)], ids=["equal entropies", "any"])

@@ -141,9 +141,9 @@ def slow_judge(slow: SlowHead, judge: AcceptanceHead, params: SamplingParams):
 
     def log_prob(path: tuple[int, ...], token: int) -> float:
         logits = slow.lm.lm_head(slow.hidden(path))
-        law = logits.softmax(-1) if params.greedy else probabilities(logits, params)
-        q, largest = float(law[token]), float(law.max())
-        entropy = -sum(p * math.log(p) for p in law.tolist() if p > 0)
+        distribution = logits.softmax(-1) if params.greedy else probabilities(logits, params)
+        q, largest = float(distribution[token]), float(distribution.max())
+        entropy = -sum(p * math.log(p) for p in distribution.tolist() if p > 0)
         log_q = max(math.log(q), -12) if q > 0 else -12
         known = [log_q, log_odds(q), log_odds(largest), entropy, math.log(len(path) + 1), params.temperature]
         embed = slow.lm.embed(torch.tensor(token))

@@ -26,14 +26,14 @@ PROMPT = BenchPrompt("a", [1], "rename")
 PARENTS = (-1, -1, 0, 0, 1, 3)
 # The head gave the root's children 0.6 and 0.3, and each child 0.5 or 0.4 after its parent.
 VALUES = tuple(math.log(p) for p in (0.6, 0.3, 0.6 * 0.5, 0.6 * 0.4, 0.3 * 0.5, 0.6 * 0.4 * 0.5))
-LAWS = {-1: [0.7, 0.1, 0, 0, 0, 0.2], 0: [0, 0, 0.25, 0.75, 0, 0], 3: [0.9, 0, 0, 0, 0, 0.1]}
+DISTRIBUTIONS = {-1: [0.7, 0.1, 0, 0, 0, 0.2], 0: [0, 0, 0.25, 0.75, 0, 0], 3: [0.9, 0, 0, 0, 0, 0.1]}
 
 
 def round_of(path: tuple[int, ...], values: tuple[float, ...] | None = VALUES) -> Round:
     """A round that accepted `path`; rows of nodes that no verdict may look at are NaN."""
     logits = torch.full((len(PARENTS) + 1, 6), torch.nan, dtype=torch.float64)
-    for node, law in LAWS.items():
-        logits[node + 1] = torch.tensor(law, dtype=torch.float64).log()
+    for node, distribution in DISTRIBUTIONS.items():
+        logits[node + 1] = torch.tensor(distribution, dtype=torch.float64).log()
     tree = DraftTree(tuple(range(6)), PARENTS, values=values)
     return Round([*path, 0], len(path), tree, Verdict(path, 0), None, logits)
 

@@ -46,7 +46,7 @@ def entropy_after(lm: TableLM, prefix: tuple[int, ...]) -> float:
 
 
 def draft(lm: TableLM, prefix: tuple[int, ...], count: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens after `prefix`, and the entropies of their laws."""
+    """Greedy tokens after `prefix`, and the entropies of their distributions."""
     tokens: list[int] = []
     entropies = []
     for _ in range(count):

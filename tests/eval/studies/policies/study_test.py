@@ -44,7 +44,7 @@ def hand(answers: int, seed: int) -> ChainRollouts:
 
 
 def scene_of(params: SamplingParams) -> DrafterMode:
-    """Made by hand; when sampling, the judge that knows p/q knows the coin."""
+    """Made by hand; when sampling, the predictor that knows p/q knows the accept draw."""
     dev, test = hand(6, 0), hand(7, 1)
     if not params.greedy:
         dev, test = (dataclasses.replace(own, accept_along=np.nan_to_num(own.accept_prob)) for own in (dev, test))
@@ -105,12 +105,12 @@ def test_settings_are_chosen_on_dev_and_judged_on_others(compared):
     assert [at.own for at in compared.at] == [False, True]
 
 
-def test_a_policy_that_knows_the_coin_beats_those_that_do_not(compared):
-    """In these rollouts `accept_along` is the coin itself: the first token that will be rejected is the last."""
+def test_a_policy_that_knows_the_accept_draw_beats_those_that_do_not(compared):
+    """In these rollouts `accept_along` is the accept draw itself: the first token that will be rejected is the last."""
     at = compared.at[0]
-    coin = compared.totals(at, at.chosen[f"{KNOWN}, cost rule"])
-    rounds = coin.num_target_calls - coin.prompts
-    assert coin.num_discarded <= rounds  # one a round that met a rejection
+    oracle = compared.totals(at, at.chosen[f"{KNOWN}, cost rule"])
+    rounds = oracle.num_target_calls - oracle.prompts
+    assert oracle.num_discarded <= rounds  # one a round that met a rejection
     best = max(compared.gain(at, chosen).value for chosen in at.of("free"))
     assert compared.gain(at, at.chosen[f"{KNOWN}, cost rule"]).value > best
     assert compared.totals(at, at.chosen[ORACLE]).num_discarded == 0
