@@ -56,7 +56,8 @@ class AcceptanceConfig(StageLoading):
         top_p: As temperature; 1 is all.
         depth: rollout: tokens of a draft.
         stride: rollout: a draft begins at every so many tokens of the answer.
-        children: rollout: label also so many most probable tokens beside every drafted one, for heads that judge trees.
+        children: rollout: label also so many most probable tokens beside every drafted one, for heads of trees
+            (--judges tree).
         greedy_label: rollout, greedy: agreement of the token with the target's argmax, or prob, its probability at
             temperature 1.
         seed: Of the drafted tokens. Each row has random numbers of its own.

@@ -202,7 +202,7 @@ def show_labels(console: Console, row: dict[str, Any], tokenizer: Any) -> None:
 
 def show_drafts(console: Console, row: dict[str, Any], depth: int, tokenizer: Any) -> None:
     """The text with the places where drafts begin; the first drafts beside what the target says there, each token by
-    how likely it is kept once it is judged; and how likely that is by depth, on the average."""
+    how likely it is kept once it is verified; and how likely that is by depth, on the average."""
     ids, starts = row["input_ids"], row["starts"]
     console.print(masked_text(ids, [at in starts for at in range(len(ids))], tokenizer, marked=not console.is_terminal))
     table = Table("start", "temperature", "target X", "draft Y", "P of each")
@@ -216,12 +216,12 @@ def show_drafts(console: Console, row: dict[str, Any], depth: int, tokenizer: An
         table.add_row(str(start), at, said, drafted, " ".join(f"{prob:.2f}" for prob in probs))
     console.print(table)
     legend = bands()
-    legend.append("mean of those that are judged, by depth:")
+    legend.append("mean of those that are verified, by depth:")
     for level in range(depth):
         weights, probs = row["reached"][level::depth], row["accept_prob"][level::depth]
-        judged = sum(weights)
+        verified = sum(weights)
         kept = sum(weight * prob for weight, prob in zip(weights, probs, strict=True))
-        legend.append(f" {kept / judged:.3f}" if judged else " -")
+        legend.append(f" {kept / verified:.3f}" if verified else " -")
     console.print(legend)
 
 

@@ -24,7 +24,7 @@ class NonFinite(InputError):
     """A model gave NaN or infinite numbers. (A logit of -inf is a token that cannot come; but some token must.)
 
     what: the numbers. model: the flag of the model: target, draft, mid, eagle or acceptance. position: of the token
-    that they were to choose or to judge, counted from 0 at the beginning of the prompt; None where it is not known.
+    that they were to choose or to verify, counted from 0 at the beginning of the prompt; None where it is not known.
     row: the prompt's place in a batch. prompt: its id. path: what the user passed the model as.
     """
 

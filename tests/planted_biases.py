@@ -68,12 +68,12 @@ def reused_accept_draws(patch) -> None:
     def draw(self, probs):
         value = self.uniform()
         self.drawn = [*getattr(self, "drawn", []), value]
-        if getattr(self, "judging", False):  # the target's own token: the round is over
-            self.drawn, self.judging = [], False
+        if getattr(self, "verifying", False):  # the target's own token: the round is over
+            self.drawn, self.verifying = [], False
         return pick(probs, value)
 
     def accept(self, prob):
-        self.judging = True
+        self.verifying = True
         return self.drawn.pop(0) < prob
 
     patch.setattr(TorchSource, "draw", draw)

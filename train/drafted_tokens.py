@@ -144,8 +144,8 @@ class RolloutDrafts:
 
     def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
         data: RolloutTokens = part.data
-        judged = data.num_judged * (data.child_ids.shape[2] if self.head.judges == "tree" else 1)
-        return self._read_flops(data), judged
+        predicted = data.num_labelled * (data.child_ids.shape[2] if self.head.judges == "tree" else 1)
+        return self._read_flops(data), predicted
 
     def _read_flops(self, data: RolloutTokens) -> float:
         texts = [starts[-1] for starts in data.starts]

@@ -13,7 +13,7 @@ from draftsmith.data.heads.sections import ModelCard
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import HeadCard
 from draftsmith.modules.interop import formats_of
-from draftsmith.modules.interop.acceptance import DISTRIBUTION, JUDGES, inputs_of
+from draftsmith.modules.interop.acceptance import DISTRIBUTION, PREDICTED, inputs_of
 
 WHAT = (
     "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
@@ -83,7 +83,7 @@ def described(head: Mapping[str, Any]) -> tuple[str, ...]:
     blocks = f"{head['num_blocks']} {'tied ' if head.get('tied') else ''}residual block(s)"
     return (
         f"- {blocks} of width {head.get('width') or head['hidden_size']}, then one logit",
-        f"- judges {JUDGES[head.get('judges', 'chain')]}",
+        f"- predicts for {PREDICTED[head.get('judges', 'chain')]}",
     )
 
 

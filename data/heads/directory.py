@@ -143,8 +143,8 @@ def drafter_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
 
 
 def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
-    """A warning where an acceptance head is to judge drafts of another mode than its labels were made in, with the
-    command that makes labels of this one; None where it is the same, or none is recorded.
+    """A warning where an acceptance head is to predict for drafts of another mode than its labels were made in, with
+    the command that makes labels of this one; None where it is the same, or none is recorded.
 
     A head of several temperatures is one for all between them.
     """

@@ -21,12 +21,12 @@ from draftsmith.modules.decoding.confidence import Confidences
 class RolloutTokens:
     """N labelled drafts of K tokens, text after text, before any drafter has read them.
 
-    num_judged: tokens that count at all, those of loss_mask: known without asking a device. texts: the responses, each
-    with its prompt. starts: for each text, where its drafts begin: the place of their first token. weight: the
-    probability that a round judges the token, 0 behind a drafted end token. C may be 0.
+    num_labelled: tokens that count at all, those of loss_mask: known without asking a device. texts: the responses,
+    each with its prompt. starts: for each text, where its drafts begin: the place of their first token. weight: the
+    probability that a round verifies the token, 0 behind a drafted end token. C may be 0.
     """
 
-    num_judged: int
+    num_labelled: int
     texts: tuple[tuple[int, ...], ...]
     starts: tuple[tuple[int, ...], ...]
     owner: Tensor  # [N] int64, the text that each draft hangs off
@@ -108,7 +108,7 @@ def collate_rollouts(items: Sequence[Item]) -> RolloutTokens:
     joined: dict[str, Any] = {name: torch.cat([item[name] for item in items]) for name in items[0] if name not in apart}
     counts = torch.tensor([len(item["starts"]) for item in items])
     return RolloutTokens(
-        num_judged=int(joined["loss_mask"].sum()),
+        num_labelled=int(joined["loss_mask"].sum()),
         texts=tuple(tuple(item["input_ids"].tolist()) for item in items),
         starts=tuple(tuple(item["starts"].tolist()) for item in items),
         owner=torch.arange(len(items)).repeat_interleave(counts),

@@ -1,5 +1,5 @@
-"""What a run leaves: `meta` of its results.json, by which its numbers are judged and taken again, and prompts.parquet,
-what was measured of every prompt, from which all else can be worked out.
+"""What a run leaves: `meta` of its results.json, which says what its numbers hold for and takes them again, and
+prompts.parquet, what was measured of every prompt, from which all else can be worked out.
 
 prompts.parquet has one row for each method, temperature, prompt and turn. Columns:
 

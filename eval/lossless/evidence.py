@@ -56,7 +56,7 @@ class Decided:
 
     @property
     def drawn(self) -> Tensor:
-        """[N] bool: a drafted token was judged."""
+        """[N] bool: a drafted token was verified."""
         return self.draft.sum(-1) > 0
 
     @property
@@ -81,16 +81,16 @@ class Family:
 def scores(found: Decided) -> Iterator[Family]:
     """Bets on scores in [0, 1], less their means; 0 where a score says nothing about a token."""
     p, drawn = found.target, found.drawn[:, None]
-    judged = drawn | found.chosen[:, None]
+    verified = drawn | found.chosen[:, None]
     best = p.amax(-1, keepdim=True)
     order = p.cumsum(-1) - p / 2
-    first = found.first[:, None] & judged
+    first = found.first[:, None] & verified
     values = (
         torch.where(drawn, torch.where(p > 0, found.draft / p, 0).clamp_max(1), found.children.to(p.dtype)),
         (1 + (p / best).log() / LOWEST).clamp_min(0),
         torch.where(first, order, 0),
-        torch.where(judged & ~first, order, 0),
-        torch.where(judged, 0, order),
+        torch.where(verified & ~first, order, 0),
+        torch.where(verified, 0, order),
     )
     for name, value in zip(SCORES, values, strict=True):
         yield Family(name, value - (p * value).sum(-1, keepdim=True), both_signs(STRENGTHS))

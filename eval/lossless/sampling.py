@@ -70,7 +70,7 @@ class SamplingTest:
     _kept: list[Decided] = field(default_factory=list)
 
     def run(self) -> dict[str, Any]:
-        """Sample and judge; the result's row."""
+        """Sample and decide; the result's row."""
         while self.tokens < FIRST_TOKENS and not self.failed:
             self._sample(keep=True)
         if self.failed:

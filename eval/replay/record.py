@@ -138,7 +138,8 @@ class ChainRecorder:
         decoder's own drafter, and greedy drafts where two tokens are that close."""
         self._answers, self._how, self._heads = answers or TargetAnswers(models.target, how), how, heads
         self._name = drafter
-        # One token more than is kept: a head of state `after` judges a token once the forward behind it has read it.
+        # One token more than is kept: a head of state `after` predicts for a token once the forward behind it has read
+        # it.
         self._keep = _Keep(how.depth + 1)
         self._drafter = build_chains(models, drafter, [self._keep])
         self._models, self._side_by_side = models, side_by_side

@@ -36,11 +36,11 @@ def head_probs(logits: Floats, head: AcceptanceHead, calibrated: bool) -> Floats
 
 def threshold(rollouts: ChainRollouts, probs: Floats, h: float, limits: tuple[int, int], late: bool) -> Ints:
     """[S]: the rule of SpecDec++ (section 3.2): the first length n of the least or more at which 1 - (product of the
-    probs of the tokens judged so far) > h, else the most.
+    probs of the tokens predicted so far) > h, else the most.
 
-    probs [S, K]: acceptance probabilities of the drafted tokens, by whatever judges. limits: fewest and most tokens.
-    late: when the n-th token is drafted those before it are judged, and it is not (a head of state `after`); else it
-    is judged too.
+    probs [S, K]: acceptance probabilities of the drafted tokens, by whatever predictor. limits: fewest and most tokens.
+    late: when the n-th token is drafted those before it are predicted, and it is not (a head of state `after`); else it
+    is predicted too.
     """
     survival = np.cumprod(probs, axis=1)
     if late:

@@ -76,7 +76,7 @@ class ChainRollouts:
         """K."""
         return self.token.shape[1]
 
-    def judged(self) -> NDArray[np.bool_]:
+    def verified(self) -> NDArray[np.bool_]:
         """[S, K]: drafted tokens down to and with the first that was rejected, within X: those with a label."""
         return ~np.isnan(self.accept_prob)
 

@@ -42,7 +42,7 @@ class Table:
     """Rows under headings; None and missing values are empty cells.
 
     name: a file's name, without blanks. columns: none where the rows are there to be drawn. note: what a reader must
-    know to judge the table.
+    know to read the table.
     """
 
     name: str

@@ -165,7 +165,7 @@ def load_heads(
         head = load_head(directory, draft, kind="acceptance", identity=identity)
         assert isinstance(head, AcceptanceHead)
         if head.config.judges != "chain":
-            found, expected = f"{directory}, which judges {head.config.judges}s", "heads that judge chains"
+            found, expected = f"{directory}, which predicts for {head.config.judges}s", "heads that predict for chains"
             raise InputError("heads", found, expected, "Take it out of the folder.")
         loaded[name] = head
     return loaded

@@ -24,7 +24,7 @@ class PearlDrafter:
     With none waiting that is the paper's pre-verification (the first token of a draft is verified while the rest is
     drafted), else its post-verification (drafting goes on while a draft is verified). A round's drafting needs nothing
     of its target call and the call nothing of the round's drafting but its first token's distribution, which is needed
-    only to judge: on two devices they run side by side. Here they run in turn.
+    only to verify: on two devices they run side by side. Here they run in turn.
     """
 
     def __init__(self, lm: CausalLM, k: int, capacity: int):

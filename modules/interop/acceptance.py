@@ -46,7 +46,7 @@ DISTRIBUTION = (
     "q is the draft's law that the token y was drawn from: after temperature, top-k and top-p; of a greedy draft the "
     "softmax of its logits at temperature 1. Logarithms are natural."
 )
-JUDGES = {
+PREDICTED = {  # by the setting `judges`
     "chain": "a drafted token of a chain: P(the target keeps it | it keeps those before it)",
     "tree": "a child of a tree's node: P(the target's own token at that place is this child)",
 }
@@ -95,7 +95,7 @@ class Acceptance(PredictorFormat):
             "tied": config.tied,
             "dtype": "float32",
             "judges": config.judges,
-            "judged": JUDGES[config.judges],
+            "judged": PREDICTED[config.judges],
             "inputs": inputs_of(config.hidden_size, config.state, config.features),
             "law": DISTRIBUTION,
             "forward": list(FORWARD),

@@ -347,7 +347,7 @@ def test_drafts_are_shown(remake, capsys):
     inspect(InspectConfig(remake("acceptance", **ROLLOUT, temperatures="0.5,1"), row=1))
     shown = capsys.readouterr().out
     assert "rollouts in" in shown and "temperature 0.5, 1" in shown and "row 1, id row-1" in shown
-    assert "⟦" in shown and "draft Y" in shown and "those that are judged" in shown
+    assert "⟦" in shown and "draft Y" in shown and "those that are verified" in shown
 
 
 @pytest.mark.parametrize(

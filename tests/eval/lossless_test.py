@@ -168,7 +168,7 @@ def test_the_batched_loops_greedy_answers_are_tested_too(models, tmp_path, monke
     assert found["spec:k=3, batched"]["greedy"]["first_difference"]["prompt"] == "row-1"
 
 
-def test_another_dtype_is_judged_by_the_gap_to_the_best_logit(models, tmp_path):
+def test_another_dtype_is_compared_by_the_gap_to_the_best_logit(models, tmp_path):
     assert run(config(models, tmp_path, methods="spec:k=3", dtype="bfloat16", sampled_prompts=0)) == 0
     for row in rows(tmp_path).values():
         assert 0 <= row["greedy"]["largest_logit_gap"] <= 0.5

@@ -100,7 +100,7 @@ def test_help_of_the_inner_command_starts_nothing(started, capsys):
 
 
 def test_torchrun_reads_what_was_meant(started):
-    """Its own parser is the judge."""
+    """Its own parser decides."""
     assert cli.main(["launch", "torchrun", "--nproc-per-node", "8", "--", *TRAIN, "--debug"]) == 0
     assert started[0][:3] == [sys.executable, "-m", "torch.distributed.run"]
     read = get_args_parser().parse_args(started[0][3:])

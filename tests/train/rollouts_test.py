@@ -128,7 +128,7 @@ def test_an_eagle_heads_states_are_those_over_the_targets_features(artefacts, ro
         assert torch.allclose(found[number, 0], rows[-1], atol=1e-5)
 
 
-def test_children_are_judged_by_the_state_of_their_place(artefacts, rollouts):
+def test_children_are_predicted_by_the_state_of_their_place(artefacts, rollouts):
     draft = load_lm(str(artefacts.draft))
     head = AcceptanceHeadConfig(32, state="before", features=("log_q", "logit_max_q"), judges="tree")
     batch = a_batch(rollouts)

@@ -122,7 +122,9 @@ def test_an_acceptance_head_is_exported_with_a_statement_of_its_inputs(draft, tm
     assert check(CheckConfig(directory=there, format="acceptance", draft=draft)) == 0
     (there / "config.json").write_text(json.dumps({**config, "knots": []}))  # nothing else would tell
     assert check(CheckConfig(directory=there, format="acceptance", draft=draft, head=made)) == 1
-    with pytest.raises(InputError, match="head: found a head that judges a chain by the state before the token, log_q"):
+    with pytest.raises(
+        InputError, match="head: found a head that predicts for a chain by the state before the token, log_q"
+    ):
         export(ExportConfig(format="specdec_pp", head=made, draft=draft, output=tmp_path / "out"))
 
 

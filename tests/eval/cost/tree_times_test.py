@@ -51,8 +51,8 @@ def test_a_run_measures_the_target_once_and_every_kind_of_tree_once(models):
     known = dict(models.times.seconds)
     assert len(first.verify) == 129 and min(first.verify) > 0 and first.first > 0
     assert tree_times(models, "eagle2:nodes=auto:topk=3:depth=2") == first
-    judged = tree_times(models, "eagle2:nodes=auto:topk=3:value=head")
-    assert judged.verify == first.verify
+    predicted = tree_times(models, "eagle2:nodes=auto:topk=3:value=head")
+    assert predicted.verify == first.verify
     assert {key: models.times.seconds[key] for key in known} == known and len(models.times.seconds) == len(known) + 1
 
 
@@ -65,9 +65,7 @@ def test_short_contexts_are_measured_as_far_as_they_go(tmp_path, context):
     times = tree_times(models, "eagle2:nodes=auto:topk=3")
     assert len(times.verify) == 129 and min(times.verify) > 0 <= times.step
     assert max(models.times.seconds["target, by rows"]) == (4 if context == 4 else 64)
-    assert all(
-        models.times.step_cost(models, drafter, batch) > 0 for drafter in ("draft", "eagle") for batch in (1, 2)
-    )
+    assert all(models.times.step_cost(models, drafter, batch) > 0 for drafter in ("draft", "eagle") for batch in (1, 2))
     prompts = [BenchPrompt(str(n), [5] * n) for n in (1, context - 1)]
     probes = {label.partition(":")[0]: [parse_method(label)] for label in ("ar", "spec:k=3")}
     probes["eagle2/3"] = [parse_method("eagle2:topk=3:nodes=9:depth=3")]

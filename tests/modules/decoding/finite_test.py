@@ -68,7 +68,7 @@ def test_no_method_emits_a_token_of_a_model_with_a_nan(label, params):
             run(label, params, models(broken, tree))
         assert caught.value.model == broken
         # The target's is seen in the prefill, and M2's where it reads the prompt; a drafter's in its first draft, a
-        # head's that judges states after their tokens one token later.
+        # head's that reads states after their tokens one token later.
         first = len(PROMPT) + (broken not in ("target", "mid"))
         assert caught.value.position == first
 

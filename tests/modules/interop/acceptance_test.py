@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_found():
 def test_specdec_pp_refuses_what_its_class_is_not_fed():
     for name in ("late with numbers", "before", "all", "tree"):
         head = a_head(CASES[name])
-        with pytest.raises(InputError, match=r"judges a (chain|tree) by .*export --format acceptance") as error:
+        with pytest.raises(InputError, match=r"predicts for a (chain|tree) by .*export --format acceptance") as error:
             formats()["specdec_pp"].write(head.config, dict(head.named_parameters()))
         assert "\n" not in str(error.value)
 

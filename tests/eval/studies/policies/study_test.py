@@ -91,7 +91,7 @@ def test_a_gain_is_a_ratio_of_sums_and_its_interval_of_paired_prompts():
     assert alone.value == 0.25 and np.isnan(alone.low) and alone.text == "+25.0%"
 
 
-def test_settings_are_chosen_on_dev_and_judged_on_others(compared):
+def test_settings_are_chosen_on_dev_and_tried_on_others(compared):
     scene = compared.scene
     dev = PolicyReplay(scene.dev, predictors_of(scene.dev, scene.dev, scene.heads))
     for at in compared.at:
@@ -179,7 +179,7 @@ def test_figures_cover_policies_tasks_overlap_and_quality(compared):
     said = predictions(compared.scene, tokens)["head"].prob
     brier = np.square(said.numpy() - tokens.accept_prob.numpy()).mean()
     assert quality["head"]["brier"] == pytest.approx(brier, rel=1e-4)
-    assert quality["head"]["tokens"] == compared.scene.test.judged().sum()
+    assert quality["head"]["tokens"] == compared.scene.test.verified().sum()
     for figure in figures.values():
         assert all(column.key in row for row in figure.rows[:1] for column in figure.columns), figure.name
 

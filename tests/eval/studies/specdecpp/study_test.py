@@ -145,7 +145,7 @@ def test_the_theorems_threshold_is_chosen_where_it_is_one(settings):
 
 
 @pytest.mark.parametrize("more", [{"state": "before", "features": ("log_q",)}, {"features": ("entropy",)}])
-def test_labels_of_mixed_text_judge_no_head_that_reads_more(more):
+def test_labels_of_mixed_text_try_no_head_that_reads_more(more):
     tokens = LabelledStates(torch.randn(5, 4), torch.rand(5))
     rows = kl_rows({"new": head_of(**more), "published": head_of()}, {"eval": tokens})
     assert [row["head"] for row in rows] == ["published"]
@@ -155,7 +155,9 @@ def test_a_trees_head_is_no_head_of_a_study_of_chains(models, tmp_path):
     draft = load_lm(models["draft"])
     settings = AcceptanceHeadConfig(draft.info.hidden_size, state="before", judges="tree")
     save_head(tmp_path / "tree", AcceptanceHead(settings), {"target": draft.info.identity}, "card")
-    with pytest.raises(InputError, match=r"heads: found .*tree, which judges trees, expected heads that judge chains"):
+    with pytest.raises(
+        InputError, match=r"heads: found .*tree, which predicts for trees, expected heads that predict for chains"
+    ):
         load_heads(head_directories(tmp_path), draft)
 
 
