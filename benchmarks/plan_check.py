@@ -90,7 +90,7 @@ def run(config: PlanCheckConfig) -> int:
 
 
 def check(shape: str, config: PlanCheckConfig, folder: Path) -> Iterator[Checked]:
-    """With stored features, and with those that the target makes in the training process."""
+    """Checks of plans with stored features, and with those that the target makes in the training process."""
     hidden, layers = SHAPES[shape]
     target = training_data.write_target(folder / "target", training_data.raw_config(hidden, layers, VOCAB))
     lengths = dialogue_lengths(config.documents)

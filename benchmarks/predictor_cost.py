@@ -33,7 +33,7 @@ def random_head(hidden_size: int, **settings: Any) -> AcceptanceHead:
 
 
 def predictors(pair: Pair, repeats: int) -> Iterator[Number]:
-    """Of a draft model's tokens and of an EAGLE head's: heads of both kinds, and no head at all."""
+    """Predictors of a draft model's tokens and of an EAGLE head's: heads of both kinds, and no head at all."""
     target, draft = pair.packed
     eagle = random_eagle_head(target)
 

@@ -39,8 +39,8 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a measured training. hidden, vocab: the target's; layers: the head's. tokens: in a batch; documents: in all,
-    with the lengths of dialogues times `scale`."""
+    """Sizes of a measured training. hidden, vocab: the target's; layers: the head's. tokens: in a batch; documents: in
+    all, with the lengths of dialogues times `scale`."""
 
     hidden: int = 512
     vocab: int = 32_000
@@ -173,7 +173,7 @@ class Bare(Loop):
 
 
 class Padded(Loop):
-    """As many documents a batch as ours has on average, at random, padded to the longest."""
+    """Batches of as many documents as ours has on average, at random, padded to the longest."""
 
     @property
     def batch_size(self) -> int:

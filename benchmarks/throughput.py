@@ -97,7 +97,7 @@ class Row:
 
 
 def tokens_per_s(steps: Sequence[Step]) -> float:
-    """Of documents' own tokens, over all steps: a ratio of sums."""
+    """Documents' own tokens a second, over all steps: a ratio of sums."""
     return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
 
 

@@ -27,8 +27,8 @@ class Place:
 
 
 def place(environment: Mapping[str, str] | None = None) -> Place:
-    """As torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), the DeepSpeed launcher (LOCAL_SIZE in place of the
-    last) or srun (SLURM_*) say it; rank 0 of 1 without any of them.
+    """The place that torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), the DeepSpeed launcher (LOCAL_SIZE in
+    place of the last) or srun (SLURM_*) say; rank 0 of 1 without any of them.
 
     torchrun inside of an srun step counts: what it sets is nearer to the process.
 

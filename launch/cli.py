@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def main_of(config_class: type, run: Callable[[Any], Any], argv: Sequence[str] | None = None) -> int:
-    """The same for a script outside the package, whose only command is this one."""
+    """Run a script outside the package, whose only command is this one."""
 
     def work(args: list[str]) -> int:
         from draftsmith.launch.arguments import parse
@@ -67,7 +67,7 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
 
 
 def recorded(work: Callable[[list[str]], int]) -> Callable[[list[str]], int | None]:
-    """Under torchrun, what a rank fails with is written where torchrun's report looks for it."""
+    """Under torchrun, a rank's failure is written where torchrun's report looks for it."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return work
     from torch.distributed.elastic.multiprocessing.errors import record

@@ -70,7 +70,7 @@ def run(config: DemoConfig) -> Path:
 
 
 def make(config: DemoConfig) -> Path:
-    """The same, alone in its output."""
+    """Run the demo, alone in its output."""
     from draftsmith.eval.report.command import missing_packages
 
     profile = load_profile(config.full)

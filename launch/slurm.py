@@ -215,7 +215,7 @@ def restarts(config: SlurmConfig) -> list[str]:
 
 
 def write_script(config: SlurmConfig, script: str) -> Path:
-    """In log_dir, under a name that no other script has."""
+    """Write the script to log_dir, under a name that no other script has."""
     from draftsmith.data.store.files import cannot_write, make_directory
 
     make_directory(config.log_dir)

@@ -26,7 +26,7 @@ def run(config: SpecDecPPConfig) -> Path:
 
 
 def make(config: SpecDecPPConfig) -> Path:
-    """The same, alone in its output."""
+    """Run the study, alone in its output."""
     config = config.sized()
     begin(config)
     console = Console(highlight=False)
@@ -116,7 +116,7 @@ def bench_step(study: LoadedStudy, split: str, limit: int, methods: Sequence[str
 
 
 def sampling(config: SpecDecPPConfig) -> dict[str, object]:
-    """As every stage takes it."""
+    """The sampling as every stage takes it."""
     return {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
 
 

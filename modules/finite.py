@@ -37,14 +37,14 @@ class NonFinite(InputError):
         self.path: str | None = None
 
     def passed(self, model: str | None = None, offset: int = 0) -> NonFinite:
-        """The same, of this model where it has none yet, and so many tokens further on."""
+        """This error, of this model where it has none yet, and so many tokens further on."""
         self.model = self.model or model
         if self.position is not None:
             self.position += offset
         return self
 
     def of(self, prompts: Sequence[str]) -> NonFinite:
-        """The same, of one of these prompts, of which a message names a few."""
+        """This error, of one of these prompts, of which a message names a few."""
         more = f" and {len(prompts) - NAMED} more" if len(prompts) > NAMED else ""
         self.prompt = ", ".join(prompts[:NAMED]) + more
         return self

@@ -40,7 +40,7 @@ class Forward(Protocol):
 
 
 def at(hidden: Tensor, picked: Tensor | slice | None) -> Tensor:
-    """Of hidden [T, H] a slice, of [B, n, H] those at picked [B, m]; None picks all."""
+    """A slice of hidden [T, H], or those of [B, n, H] at picked [B, m]; None picks all."""
     if picked is None:
         return hidden
     if isinstance(picked, slice):

@@ -147,7 +147,7 @@ def labels_of(config: TrainAcceptanceConfig) -> tuple[Labels, Manifest | None]:
 
 
 def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
-    """With the defaults that depend on the labels, and with the shape of the head to go on from.
+    """The settings with the defaults that depend on the labels, and with the shape of the head to go on from.
 
     Raises:
         InputError: a setting that has no meaning for these labels, not exactly one drafter, or no head to go on from.

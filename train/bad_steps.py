@@ -114,7 +114,7 @@ class BadSteps:
 
 
 def finite(output: LossOutput) -> LossOutput:
-    """With nothing in its sums and counts where the loss is not finite: it would make every mean so."""
+    """The output with nothing in its sums and counts where the loss is not finite: it would make every mean so."""
     keep = output.loss.detach().isfinite()
 
     def kept(values: dict[str, Tensor]) -> dict[str, Tensor]:

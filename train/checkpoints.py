@@ -180,7 +180,7 @@ def _write(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _remove(path: Path) -> None:
-    """Under another name first, so that half a checkpoint never looks like a damaged one."""
+    """Remove a checkpoint, under another name first, so that half of one never looks like a damaged one."""
     gone = path.with_name(f"{path.name}.tmp-gone")
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)

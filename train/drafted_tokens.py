@@ -46,7 +46,7 @@ class StateReader(Protocol):
     model: str
 
     def read(self, data: Any, with_log_q: bool = False) -> DraftedTokens:
-        """Of a collated batch."""
+        """States and labels of a collated batch."""
 
     def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
         """Model FLOPs of `read`, and how many tokens it gives. lengths: of the part's rows."""
@@ -95,7 +95,7 @@ class RolloutDrafts:
         self.branches = drafter.branches(depth)
 
     def read(self, data: RolloutTokens, with_log_q: bool = False) -> DraftedTokens:
-        """Of a head for trees the children are the tokens, and a child weighs as much as its place."""
+        """The labelled tokens; of a head for trees they are the children, and a child weighs as much as its place."""
         tree, head = self.head.judges == "tree", self.head
         mask, shape = data.loss_mask, data.loss_mask.shape
         labelled = (data.child_ids, data.child_prob) if tree else (data.draft_ids, data.accept_prob)

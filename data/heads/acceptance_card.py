@@ -96,7 +96,8 @@ def inputs_table(head: Mapping[str, Any]) -> str:
 
 
 def calibration_text(manifest: Mapping[str, Any], unknown: str) -> str:
-    """From the output to a probability, where that holds, and how good it was. unknown: said of what is not known."""
+    """How the output becomes a probability, where that holds, and how good it was. unknown: said of what is not
+    known."""
     head, metrics = manifest.get("head") or {}, manifest.get("metrics") or {}
     sampling = manifest.get("sampling")
     lines = [f"Labels and calibration hold for this sampling only: {code(sampling)}."]
@@ -115,7 +116,7 @@ def calibration_text(manifest: Mapping[str, Any], unknown: str) -> str:
 
 
 def corrections(head: Mapping[str, Any], assumed: bool) -> str:
-    """From the raw output to a probability. assumed: the weights of the loss are those that an import takes."""
+    """Steps from the raw output to a probability. assumed: the weights of the loss are those that an import takes."""
     scale, shift = head.get("calibration", (1.0, 0.0))
     weights = f"w_acc {head['w_acc']:g} and w_rej {head['w_rej']:g}{', as its import assumes' if assumed else ''}"
     alike = head["w_acc"] == head["w_rej"]

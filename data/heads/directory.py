@@ -262,7 +262,7 @@ def head_settings(directory: str | Path, kind: str) -> Any:
 
 
 def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
-    """On the CPU, in the type of its file."""
+    """The head on the CPU, in the type of its file."""
     state = read_tensors(Path(directory) / "model.safetensors", "Copy or train the head again.")
     return build_head(config["kind"], _settings(config), state)
 

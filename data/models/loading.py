@@ -202,7 +202,7 @@ _trusted = False
 
 
 def trust_code() -> None:
-    """From here on, code that comes with a tokenizer may run: a command's --trust-remote-code holds for all its models,
+    """Let code that comes with a tokenizer run from here on: a command's --trust-remote-code holds for all its models,
     and the command line calls this."""
     global _trusted
     _trusted = True

@@ -30,7 +30,7 @@ def heads_of(named: Sequence[Named], paths: Mapping[str, str]) -> dict[str, str]
 
 
 def check_cards(named: Sequence[Named], paths: Mapping[str, str]) -> None:
-    """Before anything is measured.
+    """Check that cards can be written, before anything is measured.
 
     Raises:
         InputError: no method uses a head, or the directory of one cannot be written to.

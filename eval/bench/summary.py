@@ -1,4 +1,4 @@
-"""From measurements to the rows of results.json: sums over prompts, ratios of sums, and how sure they are."""
+"""The rows of results.json from measurements: sums over prompts, ratios of sums, and how sure they are."""
 
 from __future__ import annotations
 

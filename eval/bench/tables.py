@@ -41,7 +41,7 @@ def verdict(row: Mapping[str, Any]) -> str:
 
 
 def temperatures_of(results: Mapping[str, Any]) -> list[float]:
-    """In the order measured."""
+    """The temperatures in the order measured."""
     single = results["meta"]["settings"]["temperature"]  # rows of earlier versions do not say
     return list(dict.fromkeys(row.get("temperature", single) for row in results["methods"]))
 

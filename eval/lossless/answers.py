@@ -73,7 +73,7 @@ class SingleLoop:
     def answers(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
     ) -> list[Answer]:
-        """Of prompts that are decoded together."""
+        """Answers to prompts that are decoded together."""
         places: list[list[Place]] = [[] for _ in prompts]
         made = generate(
             self.target,
@@ -102,7 +102,7 @@ class BatchedLoop(SingleLoop):
 
 
 def places_of(done: Round) -> list[Place]:
-    """Of the tokens that a round emitted; the prefill has an empty one."""
+    """The places of the tokens that a round emitted; the prefill has an empty one."""
     if done.tree is None or done.verdict is None:
         return [Place()]
     tree, found = done.tree, []

@@ -158,7 +158,7 @@ def ends_of(config: LosslessConfig, target: CausalLM) -> tuple[int, ...]:
 
 
 def asked_of(config: LosslessConfig, target: CausalLM, tests: int, seed: int) -> Asked:
-    """Of each of so many tests, which share alpha."""
+    """What is asked of each of so many tests, which share alpha."""
     return Asked(
         config.sampling,
         config.sampled_tokens,
@@ -244,7 +244,7 @@ def sampled_words(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def rounded_down(chance: float) -> str:
-    """So that nothing below 1 reads as certain."""
+    """The number rounded down, so that nothing below 1 reads as certain."""
     return f"{math.floor(100 * chance) / 100:.2f}"
 
 

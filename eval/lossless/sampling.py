@@ -157,7 +157,7 @@ class SamplingTest:
         return probabilities(raised, wider).gather(1, token[:, None])[:, 0] > 0
 
     def _power(self) -> Power:
-        """From tokens spread evenly over the first sample."""
+        """The power, from tokens spread evenly over the first sample."""
         columns = zip(*(vars(each).values() for each in self._kept), strict=True)
         found = Decided(*(torch.cat(parts) for parts in columns))
         self._kept = []

@@ -240,7 +240,7 @@ class HeadPredictor:
         self._before = []
 
     def prob(self, view: DraftView) -> float:
-        """Of the token shown; of a `late` one that of the one before it, and 1 where there is none.
+        """Probability of the token shown; of a `late` one that of the one before it, and 1 where there is none.
 
         Raises:
             NonFinite: the head's output.
@@ -254,7 +254,7 @@ class HeadPredictor:
         return self._prob(logit)
 
     def _features(self, view: DraftView) -> list[float]:
-        """Of the token that is asked about."""
+        """Features of the token that is asked about."""
         if not self._names:
             return []
         known = confidence_of(view)
@@ -296,9 +296,9 @@ class _OnDevice:
 
 
 class _OnCpu:
-    """The same with fewer and shorter calls, which are most of the cost at this size: numpy's where they start no
-    threads of their own, into memory that is used again, and with what the first layer makes of every token worked out
-    beforehand."""
+    """The head's arithmetic in fewer and shorter calls, which are most of the cost at this size: numpy's where they
+    start no threads of their own, into memory that is used again, and with what the first layer makes of every token
+    worked out beforehand."""
 
     def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None):
         config = head.config

@@ -35,7 +35,7 @@ class Predictor(Protocol):
         """A new draft begins."""
 
     def prob(self, view: DraftView) -> float:
-        """In [0, 1]; 1 where there is no token to predict for yet."""
+        """Probability in [0, 1]; 1 where there is no token to predict for yet."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """The verdict on the round's draft."""

@@ -194,7 +194,7 @@ class SideBySide(ABC):
 
     @abstractmethod
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
-        """As of `BranchDrafter`."""
+        """The same as `BranchDrafter.open`."""
 
     @abstractmethod
     def _before(self, starts: Tensor) -> Tensor:

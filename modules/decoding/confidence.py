@@ -20,7 +20,7 @@ SMALLEST = 1e-38  # in the place of 0, which has no logarithm
 
 
 class Confidence(NamedTuple):
-    """Of one token: log q(y), log max q, and the distribution's entropy."""
+    """Numbers of one token: log q(y), log max q, and the distribution's entropy."""
 
     log_q: float
     log_max_q: float
@@ -29,8 +29,8 @@ class Confidence(NamedTuple):
 
 @dataclass(frozen=True)
 class Confidences:
-    """The same of many tokens, float32 [..]; their places in the round, from 1; the temperatures of their
-    distributions; and, where it was looked for, how they go on with repetitions of the text
+    """Numbers of many tokens, as of `Confidence`, float32 [..]; their places in the round, from 1; the temperatures of
+    their distributions; and, where it was looked for, how they go on with repetitions of the text
     (`repeats.Repeats.score`)."""
 
     log_q: Tensor
@@ -47,14 +47,14 @@ def draft_distribution(view: DraftView) -> Tensor:
 
 
 def wide(values: Tensor) -> Tensor:
-    """In float32, or float64 where they are."""
+    """The numbers in float32, or in float64 where they are."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def confidence_of(view: DraftView) -> Confidence:
-    """Of the token that a stop policy is shown. A draft waits for it, so that the calls are few, and numpy's where that
-    is possible, which have less between them and the work: no logarithm of a distribution is taken, but of its mode,
-    from which log p = log max p - (max l - l) / T for any other token of logit l."""
+    """Confidence of the token that a stop policy is shown. A draft waits for it, so that the calls are few, and numpy's
+    where that is possible, which have less between them and the work: no logarithm of a distribution is taken, but of
+    its mode, from which log p = log max p - (max l - l) / T for any other token of logit l."""
     distribution = draft_distribution(view)
     if distribution.is_cuda:  # one transfer
         own, most, spread = torch.stack(
@@ -88,7 +88,7 @@ def log_of(prob: float) -> float:
 
 
 def confidences_of(distributions: Tensor, tokens: Tensor, depth: Tensor, temperature: Tensor) -> Confidences:
-    """Of tokens [..] and the distributions [.., V] that they were drawn from."""
+    """Confidences of tokens [..] by the distributions [.., V] that they were drawn from."""
     own = distributions.gather(-1, tokens[..., None])[..., 0]
     return Confidences(
         own.log(), distributions.amax(-1).log(), entropies(distributions), depth.float(), temperature.float()
@@ -96,8 +96,8 @@ def confidences_of(distributions: Tensor, tokens: Tensor, depth: Tensor, tempera
 
 
 def confidences_of_children(log_distributions: Tensor, tokens: Tensor, depth: int, temperature: float) -> Confidences:
-    """Of k tokens [n, k] that may follow each of n distributions, whose logarithms are [n, V], all at one depth. log q
-    is [n, k]; what a distribution's tokens have in common [n, 1], and what all have [1, 1]."""
+    """Confidences of k tokens [n, k] that may follow each of n distributions, whose logarithms are [n, V], all at one
+    depth. log q is [n, k]; what a distribution's tokens have in common [n, 1], and what all have [1, 1]."""
     log_distributions = log_distributions.clamp_min(math.log(SMALLEST))
     entropy = -torch.linalg.vecdot(log_distributions.exp(), log_distributions)
     depths, temperatures = (log_distributions.new_full((1, 1), value) for value in (depth, temperature))

@@ -53,7 +53,7 @@ class DraftTree:
 
 @functools.cache
 def chain_parents(count: int) -> tuple[int, ...]:
-    """Of a chain of so many nodes."""
+    """Parents in a chain of so many nodes."""
     return tuple(range(-1, count - 1))
 
 
@@ -141,7 +141,7 @@ class Drafter(Protocol):
         limit is below 1."""
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
-        """After every round, those without a draft included; None for rows whose answer is complete."""
+        """Learn of every round, those without a draft included; None for rows whose answer is complete."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only (ascending)."""
@@ -154,10 +154,10 @@ class SequenceDrafter(Protocol):
         """A new sequence."""
 
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
-        """At most `max_drafted` tokens deep, 1 or more."""
+        """A draft of at most `max_drafted` tokens deep, 1 or more."""
 
     def advance(self, outcome: Outcome) -> None:
-        """After every round but the last."""
+        """Learn of every round but the last."""
 
 
 class EachRow:

@@ -151,7 +151,7 @@ class _Lazy:
 
 
 class _Ahead(_Lazy):
-    """The same, worked out for all rows beforehand."""
+    """Numbers as of `_Lazy`, worked out for all rows beforehand."""
 
     def __init__(
         self,

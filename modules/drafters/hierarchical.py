@@ -184,7 +184,7 @@ class PreVerification(Method):
         return EachRow([self.hierarchy(models, self.k + 1, dynamic=False) for _ in range(rows)])
 
     def hierarchy(self, models: Models, max_drafted: int, dynamic: bool) -> HierarchicalDrafter:
-        """Of one row."""
+        """The hierarchy of one row."""
         assert models.mid is not None
         inner = bare_chains(models, self.drafter, models.mid, [self.policy()])
         return HierarchicalDrafter(models.mid, inner, max_drafted, dynamic, models.capacity)
@@ -192,7 +192,7 @@ class PreVerification(Method):
 
 @dataclass(frozen=True)
 class PreAndSelfVerification(PreVerification):
-    """As pre-verify, and M1 stops by its own entropy (HSDDW, figure 5b)."""
+    """The method pre-verify, where M1 stops by its own entropy (HSDDW, figure 5b)."""
 
     def policy(self) -> StopPolicy:
         return SelfVerify(self.k)

@@ -21,7 +21,7 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
-    """From a transformers `config.json`, in the old spelling of rope settings and in the new.
+    """The config from a transformers `config.json`, in the old spelling of rope settings and in the new.
 
     Raises:
         InputError: for a switch this path does not implement; the transformers path does.

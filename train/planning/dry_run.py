@@ -60,8 +60,8 @@ class _Block:
 
 
 class DryRun(TorchDispatchMode):
-    """While it is on, floating-point tensors are fake. Integers and booleans are real, as code goes by their values
-    (token ids, masks, places), and so are single numbers. Weights that were made outside may be used.
+    """A mode: while it is on, floating-point tensors are fake. Integers and booleans are real, as code goes by their
+    values (token ids, masks, places), and so are single numbers. Weights that were made outside may be used.
 
     part: what tensors that are made now are counted as. now: bytes of each part. made: of all that was ever made.
     peaks: of each phase, its moment of most. flops: of matrix products. attention_flops: of causal attention only the

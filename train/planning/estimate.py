@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def own(self) -> Memory:
-        """Of the configured strategy."""
+        """Memory of the configured strategy."""
         return self.memories[self.strategy]
 
 
@@ -163,7 +163,7 @@ class Rehearsal:
         self.resident = Resident(own_memory() if on_cpu else 0, frozen + more, loading)
 
     def flops(self, documents: Documents, epochs: float) -> float:
-        """Of an epoch, on average over so many."""
+        """FLOPs of an epoch, on average over so many."""
         counted = self._counted.of(documents.lengths, documents.loss_share)
         return counted + self._training.read_flops(self._model, documents.lengths, epochs)
 
@@ -211,7 +211,7 @@ def order_of(config: TrainConfig, lengths: Sequence[int]) -> Any:
 
 
 def feature_bytes(size: int, tokens: int) -> dict[str, int]:
-    """On disk, with their index. size: elements of a token's."""
+    """Bytes on disk, with their index. size: elements of a token's."""
     dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8")
     return {dtype: tokens * (feature_codec.token_bytes(size, dtype) + INDEX_BYTES_PER_TOKEN) for dtype in dtypes}
 

@@ -41,7 +41,7 @@ class Measured:
     on_what: str
 
     def hours(self, plan: Plan) -> float:
-        """For all steps, by their FLOPs, as the timed ones may be of short documents; validation is not in it."""
+        """Hours for all steps, by their FLOPs, as the timed ones may be of short documents; validation is not in it."""
         return plan.step_flops * plan.steps / plan.world / self.flops_per_s / 3600
 
     def text(self, plan: Plan) -> str:

@@ -120,7 +120,7 @@ class Counted:
 
 
 def _flops(run: DryRun, subject: Subject, module: LitHead, length: int, counted: int) -> tuple[float, float]:
-    """Of products, and of attention."""
+    """FLOPs of products, and of attention."""
     products, attention = run.flops, run.attention_flops
     loss_of(module, batch_of(subject, [length], counted / length, read=True), [length]).backward()
     module.zero_grad()

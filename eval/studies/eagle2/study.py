@@ -117,7 +117,7 @@ def run(config: Eagle2Config) -> Path:
 
 
 def ablation_labels(config: Eagle2Config) -> list[str]:
-    """Both parts on and off, at every size."""
+    """Labels of both parts on and off, at every size."""
     return [label for size in config.ablated_sizes for label in size.ablations.values()]
 
 

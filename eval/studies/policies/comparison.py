@@ -89,7 +89,7 @@ class Comparison:
 
     @property
     def own(self) -> AtCost:
-        """At this machine's c."""
+        """The comparison at this machine's c."""
         return self.at[-1]
 
     @cached_property

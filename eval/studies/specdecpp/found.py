@@ -93,7 +93,7 @@ def write_results(study: LoadedStudy, found: Measurements) -> Path:
 
 
 def drafting(rows: Sequence[Row]) -> list[Row]:
-    """Without ar, whose target calls read one row: what the times are fitted to."""
+    """The methods without ar, whose target calls read one row: what the times are fitted to."""
     return [row for row in rows if row["method"] != "ar"]
 
 

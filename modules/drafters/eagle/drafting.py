@@ -122,7 +122,7 @@ class EagleDrafter:
         params: SamplingParams,
         sources: Sequence[Source],
     ) -> list[DraftTree]:
-        """From logits [B, 1, V] and hidden [B, 1, H] of the last pairs read."""
+        """A draft from logits [B, 1, V] and hidden [B, 1, H] of the last pairs read."""
         rows = self.rows
 
         def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:

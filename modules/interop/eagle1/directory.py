@@ -195,8 +195,8 @@ def _checked_fields(raw: Mapping[str, Any], size: Sizes, target: TargetFacts | N
 
 
 def _own_tensors(package: Package, target: TargetFacts | None, notes: list[str]) -> dict[str, Tensor]:
-    """Without prefix, and without what is not of the head: rotary buffers, the target's tables, a norm that no system
-    applies."""
+    """Tensors without prefix, and without what is not of the head: rotary buffers, the target's tables, a norm that no
+    system applies."""
     tensors: dict[str, Tensor] = {}
     for on_disk, tensor in package.tensors.items():
         name = on_disk.removeprefix("model.")
