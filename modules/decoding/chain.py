@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, DraftView, StopPolicy, chain_parents
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.finite import NO_TOKEN, NonFinite, of_row
+from draftsmith.modules.finite import NO_TOKEN, NonFinite
 from draftsmith.modules.sampling import (
     Source,
     TorchSource,
@@ -72,8 +72,11 @@ def draft_chains(
             count = len(drafted)
             own_states = states if len(ends) == 1 else states[row : row + 1]
             view = DraftView(count, token, own_states, logits[row], distribution, params.temperature, contexts[row])
-            with of_row(row, count):
+            try:  # a context manager here is measurable on small models
                 stopped = stops[row].should_stop(view)
+            except NonFinite as error:
+                error.row = row
+                raise error.passed(offset=count) from None
             if not stopped and count < ends[row]:
                 going.append(row)
                 more[row].append(token)
@@ -95,19 +98,19 @@ def _choose(
 ) -> tuple[list[int], Any]:
     """A token for each of `rows`, and the distributions that they were drawn from; place: of the tokens in their
     drafts."""
+    tokens: list[int] = []
     try:
         if params.greedy:
             if logits.is_cuda:
                 return chosen(best_tokens(logits[list(rows)])), None
-            tokens = []
-            for i, row in enumerate(rows):
-                with of_row(i):
-                    tokens.append(best_token(logits[row]))
+            for row in rows:
+                tokens.append(best_token(logits[row]))
             return tokens, None
         distributions = probabilities(logits if len(rows) == len(logits) else logits[list(rows)], params)
         return draw_each(distributions, [sources[row] for row in rows]), distributions
     except NonFinite as error:
-        error.row = rows[error.row or 0]
+        # Greedy on a CPU, those before it have a token; else it says itself which one has none.
+        error.row = rows[len(tokens) if error.row is None else error.row]
         raise error.passed(offset=place) from None
 
 

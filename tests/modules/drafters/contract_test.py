@@ -200,7 +200,8 @@ def test_its_cost_grows_with_what_it_reads(drafter):
     def cost(lengths, tokens):
         return drafter.flops(drafter.config, drafter.Settings(), TrainStep(0, 10, lengths, ()), tokens)
 
-    assert 0 < cost(LENGTHS, 4) < cost(LENGTHS, 5) < cost((*LENGTHS, 6), 5)
+    # A drafter that looks at the tokens that count alone costs the same whatever else is there.
+    assert 0 < cost(LENGTHS, 4) < cost(LENGTHS, 5) <= cost((*LENGTHS, 6), 5)
     assert 0 < drafter.branches_flops(drafter.config, [9], [4], 2) < drafter.branches_flops(drafter.config, [9], [4], 3)
 
 

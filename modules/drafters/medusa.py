@@ -1,0 +1,332 @@
+"""Medusa-1: heads beside the target's own that guess the tokens further ahead (Cai et al. 2024)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from draftsmith.modules import flops
+from draftsmith.modules.acceptance.head import ResidualBlock
+from draftsmith.modules.decoding.branches import SideBySide
+from draftsmith.modules.decoding.chain import draft_chains
+from draftsmith.modules.decoding.growth import Level, grow_static
+from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree, Outcome, StopPolicy
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.base import DraftHead, HeadCard, TrainStep
+from draftsmith.modules.drafters.chains import FixedK
+from draftsmith.modules.drafters.methods import Method, Models
+from draftsmith.modules.finite import blame
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.losses import CHUNK_ELEMENTS
+from draftsmith.modules.sampling import Source
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.types import FeatureBatch, InputError, LossOutput, SamplingParams, at_least, at_most
+
+# State t of the target gives token t + 1 by its own lm_head; head i, counted from 0, gives token t + 2 + i.
+AHEAD = 2
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Sizes of Medusa heads: the target's, and num_heads heads of num_layers residual blocks each."""
+
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    num_heads: int = 5
+    num_layers: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaSettings:
+    """Train Medusa heads. The target's lm_head reads what they give and stays as it is.
+
+    Attributes:
+        num_heads: Heads, and so the tokens of the longest draft. Default: 5, or those of the heads to train on.
+        num_layers: Residual blocks of each head. Default: 1, or those of the heads to train on.
+        init: random, where every head begins by repeating the token before; or a directory of heads to train on.
+        head_decay: Loss weight of a head, relative to the one before.
+    """
+
+    num_heads: int | None = None
+    num_layers: int | None = None
+    init: str = "random"
+    head_decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers"):
+            if (value := getattr(self, name)) is not None:
+                at_least(name, value, 1)
+        if not 0 < self.head_decay <= 1:
+            raise InputError("head_decay", self.head_decay, "a weight in (0, 1]", "Change it.")
+
+
+class MedusaHead(DraftHead):
+    """Guesses each of the next tokens from the target's last state alone, by a head for each (Medusa-1, Cai et al.
+    2024). The lm_head is the target's and not in this directory."""
+
+    kind = "medusa"
+    Config, Settings = MedusaConfig, MedusaSettings
+    defaults: ClassVar[dict[str, Any]] = {"epochs": 2, "lr": 1e-3}  # section 3.3 of the paper
+    lookahead = AHEAD
+
+    def __init__(self, config: MedusaConfig):
+        super().__init__()
+        self.config = config
+        self.heads = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
+            for _ in range(config.num_heads)
+        )
+
+    def forward(self, features: Tensor) -> list[Tensor]:
+        """The state of every head, [.., H] each, from the target's features [.., H]."""
+        return [head(features) for head in self.heads]
+
+    @classmethod
+    def card(cls, head: Mapping[str, Any]) -> HeadCard:
+        shape = (f"- {head['num_heads']} heads of {head['num_layers']} residual block(s)",) if head else ()
+        metrics = {f"top1_{i}": f"the same of the head for the {i}. token" for i in range(2, 10)}
+        card = super().card(head)
+        return dataclasses.replace(card, title="Medusa heads", method="medusa", shape=shape, metrics=metrics)
+
+    # -- training
+
+    @classmethod
+    def shape(cls, settings: MedusaSettings, target: LlamaConfig) -> MedusaConfig:
+        sizes = target.hidden_size, target.vocab_size, target.max_position
+        return MedusaConfig(*sizes, settings.num_heads or 5, settings.num_layers or 1)
+
+    @classmethod
+    def check_start(cls, settings: MedusaSettings, config: MedusaConfig) -> None:
+        for name in ("num_heads", "num_layers"):
+            asked, own = getattr(settings, name), getattr(config, name)
+            if asked not in (None, own):
+                expected = f"{own}, as the heads of --init have"
+                raise InputError(name, asked, expected, f"Leave --{name.replace('_', '-')} out.")
+
+    @classmethod
+    def num_loss_tokens(cls, batch: FeatureBatch) -> int:
+        return int(pairs(batch, 0).sum())
+
+    def loss(
+        self, batch: FeatureBatch, target: CausalLM, settings: MedusaSettings, step: TrainStep | None
+    ) -> LossOutput:
+        """sum_i head_decay^i x the cross-entropy of head i with the tokens of the text (section 2.2.1), over the tokens
+        that the first head counts."""
+        assert batch.features is not None, "the target reads the batch first"
+        features = batch.features.to(next(self.parameters()).dtype)
+        loss, sums, counts = features.new_zeros(()), {}, {}
+        for i, head in enumerate(self.heads):
+            counted = pairs(batch, i)
+            labels = batch.input_ids[:, AHEAD + i :][counted]
+            entropy, hits = token_loss(head(features[:, : counted.shape[1]][counted]), labels, target)
+            loss = loss + settings.head_decay**i * entropy
+            name = "top1" if i == 0 else f"top1_{i + 1}"
+            sums[name], counts[name] = hits, counted.sum()
+        sums["loss"], counts["loss"] = loss.detach(), counts["top1"]
+        return LossOutput(loss / counts["top1"].clamp_min(1), sums, counts)
+
+    @classmethod
+    def flops(cls, config: MedusaConfig, settings: MedusaSettings, step: TrainStep, loss_tokens: int) -> float:
+        blocks = config.num_layers * flops.linear(config.hidden_size, config.hidden_size, loss_tokens)
+        lm_head = flops.linear(config.hidden_size, config.vocab_size, loss_tokens)  # frozen: no gradient of its weight
+        return config.num_heads * (flops.TRAINED * blocks + 2 * lm_head)
+
+    # -- decoding
+
+    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> MedusaDrafter:
+        return MedusaDrafter(self, target, stops)
+
+    def branches(self, target: CausalLM, depth: int) -> MedusaBranches:
+        at_most("depth", depth, self.config.num_heads)
+        return MedusaBranches(self, target, depth)
+
+    @classmethod
+    def branches_flops(cls, config: MedusaConfig, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
+        return config.num_layers * flops.linear(config.hidden_size, config.hidden_size, len(starts) * levels)
+
+
+def pairs(batch: FeatureBatch, head: int) -> Tensor:
+    """The alignment: [B, T - 2 - i] bool, true at t where token t + 2 + i is of the same text and counts."""
+    ahead = AHEAD + head
+    same = batch.position_ids[:, ahead:] == batch.position_ids[:, : max(batch.input_ids.shape[1] - ahead, 0)] + ahead
+    return same & batch.loss_mask[:, ahead:]
+
+
+def token_loss(hidden: Tensor, labels: Tensor, target: CausalLM) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies of hidden [N, H] with labels [N], and how often the label is the argmax. Logits are
+    made CHUNK_ELEMENTS at a time, and again for the gradient."""
+
+    def chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        logits = target.lm_head(states.to(target.dtype)).float()
+        return F.cross_entropy(logits, wanted, reduction="sum"), (logits.argmax(-1) == wanted).sum()
+
+    rows = max(1, CHUNK_ELEMENTS // target.info.vocab_size)
+    entropies, hits = [hidden.new_zeros((), dtype=torch.float32)], [labels.new_zeros(())]
+    for states, wanted in zip(hidden.split(rows), labels.split(rows), strict=True):
+        entropy, right = checkpoint(chunk, states, wanted, use_reentrant=False, preserve_rng_state=False)
+        entropies.append(entropy)
+        hits.append(right)
+    return torch.stack(entropies).sum(), torch.stack(hits).sum()
+
+
+class MedusaDrafter:
+    """Drafts chains or, given a shape, trees: all from the target's state that gave the last token, in one pass."""
+
+    capture: tuple[int, ...] = ()
+    needs_features = True
+
+    def __init__(
+        self, head: MedusaHead, target: CausalLM, stops: Sequence[StopPolicy], shape: StaticTree | None = None
+    ):
+        """stops: a policy for each row, which chains end by."""
+        self._head, self._target, self.stops, self._shape = in_type_of(head, target), target, list(stops), shape
+        self._stops: list[StopPolicy] = []
+        self._tokens: list[list[int]] = []
+        self._features: list[Tensor] = []  # [H] each
+        self._num_drafted: list[int] = []
+
+    def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
+        self._stops = self.stops[: len(prompts)]
+        for stop in self._stops:
+            stop.reset()
+        self._tokens = [[*prompt, token] for prompt, token in zip(prompts, first_tokens, strict=True)]
+        self._features = [own[-1] for own in features]
+        self._num_drafted = [0] * len(prompts)
+
+    @blame("medusa")
+    def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
+        limits = [min(limit, self._head.config.num_heads) for limit in limits]
+        if max(limits) < 1:
+            trees = [NO_DRAFT] * len(limits)
+        else:
+            states = self._head(torch.stack(self._features))
+            trees = (
+                self._chains(states, limits, params, sources) if self._shape is None else self._trees(states, limits)
+            )
+            trees = [dataclasses.replace(tree, draft_calls=1) if tree.tokens else tree for tree in trees]
+        self._num_drafted = [len(tree.tokens) for tree in trees]
+        return trees
+
+    def _chains(
+        self, states: list[Tensor], limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]
+    ) -> list[DraftTree]:
+        levels = iter(states)
+
+        def step(_: object = None) -> tuple[Tensor, Tensor]:
+            """What follows does not depend on the tokens before it."""
+            hidden = next(levels)
+            return self._target.lm_head(hidden), hidden
+
+        logits, hidden = step()
+        return draft_chains(logits, hidden, step, self._stops, limits, params, sources, self._tokens)
+
+    def _trees(self, shape: StaticTree, states: list[Tensor], limits: Sequence[int]) -> list[DraftTree]:
+        def level(depth: int, count: int) -> Level:
+            hidden = states[depth][:, None]
+            logits = self._target.lm_head(hidden)
+            return Level(hidden.expand(-1, count, -1), logits.expand(-1, count, -1))
+
+        def expand(tokens: Tensor, above: Tensor, depth: int) -> Level:
+            return level(depth, tokens.shape[1])
+
+        return grow_static(shape, level(0, 1), expand, limits)
+
+    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
+        for row, outcome in enumerate(outcomes):
+            if outcome is not None:
+                self.commit(row, outcome.emitted, outcome.features)
+                self._stops[row].observe(self._num_drafted[row], outcome.num_accepted)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._stops = [self._stops[row] for row in rows]
+        self._tokens = [self._tokens[row] for row in rows]
+        self._features = [self._features[row] for row in rows]
+        self._num_drafted = [self._num_drafted[row] for row in rows]
+
+    def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
+        assert features is not None and len(features) == len(tokens)
+        self._tokens[row] += tokens
+        self._features[row] = features[-1]
+
+    def rewind(self, row: int, length: int) -> None:
+        del self._tokens[row][length:]
+
+
+class MedusaBranches(SideBySide):
+    """Drafts from many places of one text. What a head says of a place does not depend on the draft before it."""
+
+    min_start, model = 2, "medusa"  # a draft follows a token that a state of the text gave
+
+    def __init__(self, head: MedusaHead, target: CausalLM, depth: int):
+        super().__init__(depth, target.device)
+        self._head, self._target = in_type_of(head, target), target
+        self._features = torch.empty(0)
+
+    def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
+        assert features is not None and len(features) == len(tokens)
+        self._features = features
+
+    def _level(self, starts: Tensor, level: int) -> Tensor:
+        if level == len(self._head.heads):
+            expected = f"at most {level - 1} for a head that reads the state after a token"
+            raise InputError("depth", level, expected, "Make labels of shorter drafts, or pass --state before.")
+        return self._head.heads[level](self._features[starts.to(self.device) - 2])
+
+    def _before(self, starts: Tensor) -> Tensor:
+        return self._level(starts, 0)
+
+    def _step(self, starts: Tensor, level: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+        return self._level(starts, level + 1)
+
+    def _drop(self) -> None:
+        """Nothing is kept of drafts."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self._target.embed(ids.to(self.device))
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return self._target.lm_head(hidden)
+
+
+def in_type_of(head: MedusaHead, target: CausalLM) -> MedusaHead:
+    """The head as the target computes."""
+    weight = next(head.parameters())
+    same = weight.dtype == target.dtype and weight.device == target.device
+    return head if same else copy.deepcopy(head).to(target.device, target.dtype)
+
+
+@dataclass(frozen=True)
+class MedusaChain(FixedK):
+    """Medusa heads draft a chain of k tokens a round, at most one a head."""
+
+    uses = ("medusa",)
+
+
+@dataclass(frozen=True)
+class MedusaTree(Method):
+    """Medusa heads draft a tree a round, a YAML list of paths of ranks: node by node what its head thinks probable."""
+
+    tree: str = "eagle-1"
+    uses = ("medusa",)
+
+    @property
+    def trees(self) -> tuple[str, ...]:
+        return (self.tree,)
+
+    def build(self, models: Models, rows: int = 1) -> MedusaDrafter:
+        shape = models.trees[self.tree]
+        at_most("medusa, ranks", max(shape.ranks) + 1, models.target.info.vocab_size)
+        return MedusaDrafter(models.heads["medusa"], models.target, [FixedLength(1)] * rows, shape)
+
+
+METHODS = {"medusa": MedusaTree, "medusa-chain": MedusaChain}
