@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftsmith.benchmarks.step_variants import Bare, Loop, Padded, Shape, Work, padded_loss, train_ours
+from draftsmith.benchmarks.step_variants import Bare, Padded, PlainLoop, Shape, Work, padded_loss, train_ours
 from draftsmith.modules.drafters.eagle.head import eagle_loss
 from draftsmith.train.planning.estimate import own_memory
 
@@ -63,7 +63,7 @@ def _steps(what: str, shape: Shape) -> Callable[[], object]:
                 train_ours(work, settings)
 
         return ours
-    kinds: dict[str, type[Loop]] = {"bare": Bare, "padded": Padded}
+    kinds: dict[str, type[PlainLoop]] = {"bare": Bare, "padded": Padded}
     loop = kinds[what](work, settings)
 
     def steps() -> None:

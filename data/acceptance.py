@@ -21,7 +21,7 @@ from draftsmith.data.prompts import check_not_negative, check_positive, numbers
 from draftsmith.data.rollouts import Rollouts
 from draftsmith.data.settings import StageLoading
 from draftsmith.data.store.manifest import open_artefact, volatile
-from draftsmith.data.store.shards import Plan, Rows, run_stage
+from draftsmith.data.store.shards import Rows, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -161,7 +161,7 @@ def run(config: AcceptanceConfig) -> Path:
         labels = rollout_labels(config, sampling, target, drafter)
     else:
         labels = mixed_text_labels(config, sampling, target, drafter)
-    plan = Plan(
+    plan = StagePlan(
         kind=labels.kind,
         stage="data acceptance",
         directory=config.output,

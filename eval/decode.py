@@ -24,7 +24,7 @@ from draftsmith.eval.bench.load import load_models, reads
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.bench.trace import TracedRunner, TraceFile, place_of
-from draftsmith.eval.settings import Answers, Running
+from draftsmith.eval.settings import AnswerLength, Running
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.chains import by_drafter, chain_methods
@@ -36,7 +36,7 @@ Policy = Literal["auto", "fixed", "threshold", "cost", "online"]
 
 
 @dataclass(frozen=True)
-class DecodeConfig(DraftSettings, Answers, Sampling, Running):
+class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
     """Answers one prompt and shows which of its tokens were drafted and accepted, and which the target gave itself.
 
     Attributes:

@@ -124,7 +124,7 @@ def same_seed(patch) -> None:
 
 def past_the_end(patch) -> None:
     """A drafted end token does not end the answer where it is not the last of its round."""
-    real = loop.Answer.emit
+    real = loop.RowAnswer.emit
 
     def emit(self, tokens):
         tokens = tokens[: self.room - len(self.tokens)]
@@ -133,7 +133,7 @@ def past_the_end(patch) -> None:
             return tokens
         return real(self, tokens)
 
-    patch.setattr(loop.Answer, "emit", emit)
+    patch.setattr(loop.RowAnswer, "emit", emit)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from draftsmith.data.store.datasets import AcceptanceTokens
 from draftsmith.data.store.rollout_dataset import RolloutTokens
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig, feature_value
-from draftsmith.modules.decoding.confidence import Confidences
+from draftsmith.modules.decoding.confidence import TokenConfidences
 from draftsmith.modules.types import AcceptanceBatch
 from draftsmith.train.data_module import Part
 from draftsmith.train.telemetry import features_flops, llama_of
@@ -112,7 +112,7 @@ class RolloutDrafts:
 
         ids, accept_prob = (chosen(values) for values in labelled)
         numbers = {part.name: getattr(known, part.name) for part in dataclasses.fields(known)}
-        known = Confidences(**{name: chosen(values) for name, values in numbers.items() if values is not None})
+        known = TokenConfidences(**{name: chosen(values) for name, values in numbers.items() if values is not None})
         batch = AcceptanceBatch(
             hidden=chosen(of_children(self.states(data))),
             accept_prob=accept_prob,

@@ -49,12 +49,12 @@ class ArtefactDataset(Dataset):
     """Rows of an artefact as samples. manifest: its own. answers: where they are in each row."""
 
     manifest: Manifest
-    answers: Answers
+    answers: AnswerSpans
 
     def _read_table(self, directory: Path, manifest: Manifest, columns: Sequence[str]) -> pa.Table:
         """These columns, and those that say where the answers are."""
         table = Rows(directory, manifest, [*columns, *answer_columns(manifest)]).table()
-        self.manifest, self.answers = manifest, Answers(table)
+        self.manifest, self.answers = manifest, AnswerSpans(table)
         self._names = Rows(directory, manifest, ["id"])
         return table
 
@@ -300,7 +300,7 @@ class Lists:
         return answer_lengths(self._values, self._offsets)
 
 
-class Answers:
+class AnswerSpans:
     """Where the answers are in each row of a table."""
 
     def __init__(self, table: pa.Table):

@@ -47,7 +47,7 @@ from draftsmith.eval.bench.tables import results_table, task_tables
 from draftsmith.eval.bench.trace import first_of_each_task, trace_prompts, write_texts
 from draftsmith.eval.cost.auto import times_of_run
 from draftsmith.eval.cost.clock import ClockName, clock_name
-from draftsmith.eval.settings import Answers, PromptChoice, Running
+from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least
@@ -59,7 +59,7 @@ ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS]}  # of the journa
 
 
 @dataclass(frozen=True)
-class BenchConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
+class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     """Measures decoding methods against this engine's own autoregressive decoding.
 
     Attributes:

@@ -32,7 +32,7 @@ from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.lossless.answers import BatchedLoop, SingleLoop
 from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test
 from draftsmith.eval.lossless.sampling import Asked, SamplingTest
-from draftsmith.eval.settings import Answers, PromptChoice, Running
+from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Method, Models, Named, parse_methods
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import LlamaLM
@@ -43,7 +43,7 @@ LOOPS = ("single", "batched")
 
 
 @dataclass(frozen=True)
-class LosslessConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
+class LosslessConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     """Certifies that decoding methods do not change what the target says. Exit code 1 when one does.
 
     Attributes:

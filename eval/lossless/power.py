@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.lossless.defects import DEFECTS, OF_NODES, UNSTATED, defective
-from draftsmith.eval.lossless.evidence import Decided, Family, growth, scores, single_token
+from draftsmith.eval.lossless.evidence import BetFamily, Decided, growth, scores, single_token
 from draftsmith.eval.lossless.evidence import defects as bets_on_defects
 from draftsmith.modules.types import InputError
 
@@ -120,7 +120,7 @@ def variation(distribution: Tensor, p: Tensor) -> float:
     return float((distribution - p).abs().sum(-1).mean()) / 2
 
 
-def growth_under(distribution: Tensor, p: Tensor, bets: Sequence[Family], generator: torch.Generator) -> Growth:
+def growth_under(distribution: Tensor, p: Tensor, bets: Sequence[BetFamily], generator: torch.Generator) -> Growth:
     """Growth of these bets at tokens drawn from `distribution` [N, V] where the target's is p: spread evenly over
     it."""
     sums = distribution.cumsum(-1)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.lossless.answers import Answer, Loop, ends_as_asked, seed_of
+from draftsmith.eval.lossless.answers import DecodingLoop, PlacedAnswer, ends_as_asked, seed_of
 from draftsmith.eval.lossless.evidence import Decided, Evidence
 from draftsmith.eval.lossless.power import Growth, Power, power_of
 from draftsmith.modules.decoding.loop import room_for
@@ -56,7 +56,7 @@ class SamplingTest:
     """One method by one loop. `say` is told what it will cost, before it costs it."""
 
     label: str
-    loop: Loop
+    loop: DecodingLoop
     target: CausalLM
     prompts: Sequence[BenchPrompt]
     asked: Asked
@@ -126,7 +126,7 @@ class SamplingTest:
         self.seconds += time.perf_counter() - began
 
     @torch.inference_mode()
-    def _decided(self, prompt: Sequence[int], answer: Answer, before: list[int]) -> Decided:
+    def _decided(self, prompt: Sequence[int], answer: PlacedAnswer, before: list[int]) -> Decided:
         """The answer's tokens with the target's own distributions, read in one go; those of probability 0 are
         counted, and left out."""
         device = self.target.device

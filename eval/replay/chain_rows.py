@@ -13,7 +13,7 @@ from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.repeats import repeat_scores
 from draftsmith.modules.decoding.branches import Drafted
-from draftsmith.modules.decoding.confidence import Confidences, draft_distribution
+from draftsmith.modules.decoding.confidence import TokenConfidences, draft_distribution
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import SamplingParams
@@ -138,7 +138,7 @@ class ChainRows:
             )
             place = of_tokens(depth).double()
             temperature = torch.full_like(place, self._temperature)
-            features = head.feature_values(Confidences(log_q, log_max_q, entropy, place, temperature, repeat))
+            features = head.feature_values(TokenConfidences(log_q, log_max_q, entropy, place, temperature, repeat))
         logits = head(hidden, embeds, features).double().cpu().numpy()
         if not np.isfinite(logits).all():
             raise NonFinite("output", "acceptance", None)

@@ -10,7 +10,13 @@ import torch
 
 from draftsmith.eval.replay.replay import accepted_of, first_rows, walk_rounds
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
-from draftsmith.modules.acceptance.policies import ConfidenceName, OnlinePredictor, Predictor, PredictorStop, Rule
+from draftsmith.modules.acceptance.policies import (
+    ConfidenceName,
+    OnlinePredictor,
+    PredictionRule,
+    Predictor,
+    PredictorStop,
+)
 from draftsmith.modules.decoding.confidence import log_odds_of
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.trace import DecodeTrace
@@ -71,7 +77,7 @@ def online_features(rollouts: ChainRollouts, confidence: ConfidenceName, repeats
 
 
 def replay_by_prediction(
-    rollouts: ChainRollouts, predictor: RecordedPredictor, rule: Rule, min_drafted: int, max_drafted: int
+    rollouts: ChainRollouts, predictor: RecordedPredictor, rule: PredictionRule, min_drafted: int, max_drafted: int
 ) -> list[DecodeTrace]:
     """One trace an answer, of `PredictorStop` with this predictor and this rule: what decoding answer after answer
     would have drafted. Like the decoder's own, a policy does not hear of an answer's last round."""

@@ -35,7 +35,7 @@ from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswer
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.replay.store import recorded
 from draftsmith.eval.report.tables import Table, on_screen, plain, to_json
-from draftsmith.eval.settings import Answers, PromptChoice, Running
+from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter
@@ -45,7 +45,7 @@ from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyConfig(DraftSettings, PromptChoice, Answers, Running):
+class StudyConfig(DraftSettings, PromptChoice, AnswerLength, Running):
     """Settings of every study of decoding methods.
 
     Attributes:

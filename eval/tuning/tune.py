@@ -26,7 +26,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import load_models, reads
 from draftsmith.eval.bench.prompt_runner import answered, measure
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
-from draftsmith.eval.bench.results import RESULTS, Measured, describe
+from draftsmith.eval.bench.results import RESULTS, MeasuredPrompt, describe
 from draftsmith.eval.bench.runner import EngineRunner, remember
 from draftsmith.eval.bench.summary import tokens_per_s
 from draftsmith.eval.cost.clock import Clock, ClockName, clock_name, clock_of
@@ -35,7 +35,7 @@ from draftsmith.eval.replay.lookup import LookupRecorder
 from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.report.tables import on_screen, to_json
-from draftsmith.eval.settings import Answers, PromptChoice, Running
+from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice, summary, tables
 from draftsmith.modules.drafters.chains import chain_methods
@@ -49,7 +49,7 @@ KEPT = ("temperature", "top_k", "top_p", "ignore_eos", "dtype", "device", "engin
 
 
 @dataclass(frozen=True)
-class TuneConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
+class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     """Finds the fastest way to decode: method and settings for this machine, these models and these prompts.
 
     Attributes:
@@ -233,7 +233,7 @@ def measured_speeds(
         restore = remember(runner)
         answered(label, runner, setup.prompts[:1], config.max_new_tokens, [config.seed])
         restore()
-    measured: dict[str, list[Measured]] = {label: [] for label in runners}
+    measured: dict[str, list[MeasuredPrompt]] = {label: [] for label in runners}
     for number, prompt in enumerate(setup.prompts):
         found = measure(runners, [prompt], number, config.max_new_tokens, repeats, [config.seed + number])
         for label, items in found.items():

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from draftsmith.modules.acceptance.repeats import RepeatScores
 from draftsmith.modules.decoding.confidence import (
     MAX_LOGIT,
-    Confidence,
-    Confidences,
+    TokenConfidence,
+    TokenConfidences,
     confidence_of,
     log_odds,
     log_odds_of,
@@ -155,14 +155,14 @@ class AcceptanceHead(nn.Module):
         scale, shift = self.config.calibration
         return scale * logit + shift
 
-    def feature_values(self, known: Confidences) -> Tensor:
+    def feature_values(self, known: TokenConfidences) -> Tensor:
         """[.., F]: the numbers that this head reads beside states, in the order of its settings. Numbers that tokens
         have in common may be of a shape that expands to theirs."""
         values = [feature_value(name, known) for name in self.config.features]
         return torch.stack(torch.broadcast_tensors(*values), -1)
 
 
-def feature_value(name: Feature, known: Confidences) -> Tensor:
+def feature_value(name: Feature, known: TokenConfidences) -> Tensor:
     """One of them, of tokens [..]: log q(y) from -MAX_LOGIT on; the log-odds of q(y) and of max q within MAX_LOGIT;
     the distribution's entropy in nats; the logarithm of the place in the round, from 1; the temperature; and how the
     token goes on with a repetition of the text (`acceptance.repeats.Repeats.score`)."""
@@ -182,7 +182,7 @@ def feature_value(name: Feature, known: Confidences) -> Tensor:
     return known.repeat
 
 
-def scalar_value(name: Feature, known: Confidence, view: DraftView) -> float:
+def scalar_value(name: Feature, known: TokenConfidence, view: DraftView) -> float:
     """`feature_value` of the token shown; `repeat` is not of the token alone."""
     if name == "log_q":
         return max(known.log_q, -MAX_LOGIT)

@@ -41,7 +41,7 @@ class Predictor(Protocol):
         """The verdict on the round's draft."""
 
 
-class Rule(Protocol):
+class PredictionRule(Protocol):
     """What to make of the probabilities."""
 
     def enough(self, survival: float, unseen: int) -> bool:
@@ -138,7 +138,7 @@ class PredictorStop:
     probs: what the predictor said in this round, one number for each time that it was asked.
     """
 
-    def __init__(self, predictor: Predictor, rule: Rule, min_drafted: int, max_drafted: int):
+    def __init__(self, predictor: Predictor, rule: PredictionRule, min_drafted: int, max_drafted: int):
         assert 1 <= min_drafted <= max_drafted
         self.predictor, self.rule = predictor, rule
         self.min_drafted, self.max_drafted = min_drafted, max_drafted

@@ -19,7 +19,7 @@ MAX_LOGIT = 12.0
 SMALLEST = 1e-38  # in the place of 0, which has no logarithm
 
 
-class Confidence(NamedTuple):
+class TokenConfidence(NamedTuple):
     """Numbers of one token: log q(y), log max q, and the distribution's entropy."""
 
     log_q: float
@@ -28,9 +28,9 @@ class Confidence(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Confidences:
-    """Numbers of many tokens, as of `Confidence`, float32 [..]; their places in the round, from 1; the temperatures of
-    their distributions; and, where it was looked for, how they go on with repetitions of the text
+class TokenConfidences:
+    """Numbers of many tokens, as of `TokenConfidence`, float32 [..]; their places in the round, from 1; the
+    temperatures of their distributions; and, where it was looked for, how they go on with repetitions of the text
     (`repeats.Repeats.score`)."""
 
     log_q: Tensor
@@ -51,7 +51,7 @@ def wide(values: Tensor) -> Tensor:
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
-def confidence_of(view: DraftView) -> Confidence:
+def confidence_of(view: DraftView) -> TokenConfidence:
     """Confidence of the token that a stop policy is shown. A draft waits for it, so that the calls are few, and numpy's
     where that is possible, which have less between them and the work: no logarithm of a distribution is taken, but of
     its mode, from which log p = log max p - (max l - l) / T for any other token of logit l."""
@@ -60,7 +60,7 @@ def confidence_of(view: DraftView) -> Confidence:
         own, most, spread = torch.stack(
             [distribution[view.token], distribution.max(), entropies(distribution)]
         ).tolist()
-        return Confidence(log_of(own), log_of(most), spread)
+        return TokenConfidence(log_of(own), log_of(most), spread)
     probs, logits = distribution.numpy(), wide(view.logits)
     best = int(probs.argmax())
     log_max_q = math.log(probs.item(best))
@@ -70,7 +70,7 @@ def confidence_of(view: DraftView) -> Confidence:
     spread = (logits.numpy().item(best) - mean) / (view.temperature or 1.0) - log_max_q
     if not math.isfinite(spread):  # logits of minus infinity, and 0 times that
         spread = entropies(distribution).item()
-    return Confidence(log_of(probs.item(view.token)), log_max_q, spread)
+    return TokenConfidence(log_of(probs.item(view.token)), log_max_q, spread)
 
 
 def log_prob_of(view: DraftView, best: bool) -> float:
@@ -87,22 +87,24 @@ def log_of(prob: float) -> float:
     return math.log(max(prob, SMALLEST))
 
 
-def confidences_of(distributions: Tensor, tokens: Tensor, depth: Tensor, temperature: Tensor) -> Confidences:
+def confidences_of(distributions: Tensor, tokens: Tensor, depth: Tensor, temperature: Tensor) -> TokenConfidences:
     """Confidences of tokens [..] by the distributions [.., V] that they were drawn from."""
     own = distributions.gather(-1, tokens[..., None])[..., 0]
-    return Confidences(
+    return TokenConfidences(
         own.log(), distributions.amax(-1).log(), entropies(distributions), depth.float(), temperature.float()
     )
 
 
-def confidences_of_children(log_distributions: Tensor, tokens: Tensor, depth: int, temperature: float) -> Confidences:
+def confidences_of_children(
+    log_distributions: Tensor, tokens: Tensor, depth: int, temperature: float
+) -> TokenConfidences:
     """Confidences of k tokens [n, k] that may follow each of n distributions, whose logarithms are [n, V], all at one
     depth. log q is [n, k]; what a distribution's tokens have in common [n, 1], and what all have [1, 1]."""
     log_distributions = log_distributions.clamp_min(math.log(SMALLEST))
     entropy = -torch.linalg.vecdot(log_distributions.exp(), log_distributions)
     depths, temperatures = (log_distributions.new_full((1, 1), value) for value in (depth, temperature))
     largest = log_distributions.amax(-1, keepdim=True)
-    return Confidences(log_distributions.gather(-1, tokens), largest, entropy[:, None], depths, temperatures)
+    return TokenConfidences(log_distributions.gather(-1, tokens), largest, entropy[:, None], depths, temperatures)
 
 
 def entropies(distributions: Tensor) -> Tensor:

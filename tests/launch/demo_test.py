@@ -9,10 +9,10 @@ import pytest
 from draftsmith.data.embedded.tasks import HEADLINE_TASKS
 from draftsmith.launch import demo
 from draftsmith.launch.commands import configure
-from draftsmith.launch.steps import Step, execute
+from draftsmith.launch.steps import PipelineStep, execute
 
 
-def every_step(full: bool) -> list[Step]:
+def every_step(full: bool) -> list[PipelineStep]:
     config, profile, sized = demo.DemoConfig(full=full), demo.load_profile(full), Path("runs/demo/sized")
     bench = demo.bench_step(config, profile, sized, "dev", demo.dev_methods(), profile.dev_prompts, 2)
     stages = [*demo.data_steps(config, profile, sized), *demo.training_steps(config, profile, sized)]
@@ -49,5 +49,5 @@ def test_a_finished_step_is_shown_and_not_run_again(tmp_path, capsys):
     from rich.console import Console
 
     (tmp_path / "manifest.json").write_text("{}")
-    execute(Step("Nothing", ("no", "such command"), tmp_path / "manifest.json"), Console())
+    execute(PipelineStep("Nothing", ("no", "such command"), tmp_path / "manifest.json"), Console())
     assert "done before" in capsys.readouterr().out

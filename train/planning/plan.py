@@ -23,7 +23,7 @@ from draftsmith.train.config import TrainConfig, TrainDrafterConfig
 from draftsmith.train.drafter import drafter_config
 from draftsmith.train.planning.documents import has_texts
 from draftsmith.train.planning.dry_run import NotRehearsed
-from draftsmith.train.planning.estimate import Plan, check_room, plan_of, planned_device
+from draftsmith.train.planning.estimate import TrainingPlan, check_room, plan_of, planned_device
 from draftsmith.train.planning.memory import LAYOUTS
 
 WIDEST = 100  # longer lines are hard to read
@@ -136,7 +136,7 @@ def announce(config: TrainConfig) -> None:
     check_room(plan, config.output)
 
 
-def short(plan: Plan) -> str:
+def short(plan: TrainingPlan) -> str:
     """Two lines."""
     own = plan.own
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
@@ -148,7 +148,7 @@ def short(plan: Plan) -> str:
     )
 
 
-def print_plan(plan: Plan, config: TrainConfig, console: Console) -> None:
+def print_plan(plan: TrainingPlan, config: TrainConfig, console: Console) -> None:
     console.print(f"{plan.job} head for {plan.model}, planned from its config.json\n", markup=False)
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True, style="cyan")
@@ -160,7 +160,7 @@ def print_plan(plan: Plan, config: TrainConfig, console: Console) -> None:
     console.print(memory_table(plan))
 
 
-def fact_rows(plan: Plan, config: TrainConfig) -> list[tuple[str, str]]:
+def fact_rows(plan: TrainingPlan, config: TrainConfig) -> list[tuple[str, str]]:
     documents, per_step = plan.documents, plan.documents.tokens / plan.steps_per_epoch
     rows = [
         ("parameters", f"{count(plan.trained).strip()} trained, {count(plan.frozen).strip()} frozen"),
@@ -187,7 +187,7 @@ def fact_rows(plan: Plan, config: TrainConfig) -> list[tuple[str, str]]:
     return rows
 
 
-def memory_table(plan: Plan) -> Table:
+def memory_table(plan: TrainingPlan) -> Table:
     """A row a part, a column a strategy."""
     keys = [key for key in LAYOUTS if key in plan.memories]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -207,12 +207,12 @@ def memory_table(plan: Plan) -> Table:
     return table
 
 
-def memory_unit(plan: Plan) -> tuple[str, float, int]:
+def memory_unit(plan: TrainingPlan) -> tuple[str, float, int]:
     """Name, bytes and decimals of the unit that suits the table."""
     return ("GB", 1e9, 2) if plan.own.peak >= 1e10 else ("MB", 1e6, 0)
 
 
-def as_numbers(plan: Plan) -> dict[str, Any]:
+def as_numbers(plan: TrainingPlan) -> dict[str, Any]:
     """The plan as JSON values."""
     numbers = {name: value for name, value in dataclasses.asdict(plan).items() if name not in ("documents", "memories")}
     documents = plan.documents

@@ -108,7 +108,7 @@ def correlation(nodes: Sequence[Node]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class TreePosition:
     """A position of the static tree. low, high: quartiles of the prompts' own acceptance rates there."""
 
     name: str
@@ -119,7 +119,7 @@ class Place:
     count: int
 
 
-def by_position(nodes: Sequence[Node], shape: StaticTree) -> list[Place]:
+def by_position(nodes: Sequence[Node], shape: StaticTree) -> list[TreePosition]:
     """Acceptance at every position that was reached, given that its parent was accepted."""
     names, found = positions(shape), []
     for index, name in enumerate(names):
@@ -132,5 +132,5 @@ def by_position(nodes: Sequence[Node], shape: StaticTree) -> list[Place]:
         ]
         low, high = np.percentile(rates, [25, 75])
         average = float(np.mean([node.accepted for node in own]))
-        found.append(Place(name, shape.depths[index], average, float(low), float(high), len(own)))
+        found.append(TreePosition(name, shape.depths[index], average, float(low), float(high), len(own)))
     return found

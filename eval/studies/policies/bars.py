@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.eval.report.tables import plain
-from draftsmith.eval.studies.policies.comparison import AtCost, Comparison
+from draftsmith.eval.studies.policies.comparison import AtCost, PolicyComparison
 from draftsmith.eval.studies.policies.measured import HEAD
 from draftsmith.eval.studies.policies.replayed import Gain
 
@@ -18,7 +18,7 @@ MEASURED_GREEDY = 0.05
 CEILING_SHARE = 1 / 3
 
 
-def bar_rows(found: Sequence[Comparison], measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def bar_rows(found: Sequence[PolicyComparison], measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row a bar: value, interval, bar, whether it was reached; none of scenes without a head, nor of temperatures
     between, for which nothing was asked."""
     rows = []
@@ -38,7 +38,7 @@ def bar_rows(found: Sequence[Comparison], measured: Sequence[dict[str, Any]]) ->
     return [plain(row) for row in rows]
 
 
-def bars_at(compared: Comparison, at: AtCost) -> list[dict[str, Any]]:
+def bars_at(compared: PolicyComparison, at: AtCost) -> list[dict[str, Any]]:
     greedy, head, free = compared.scene.params.greedy, at.best("head"), at.best("free")
     assert head is not None and free is not None
     name = head.family.name

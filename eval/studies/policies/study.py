@@ -25,7 +25,7 @@ from draftsmith.eval.studies.common import (
     reduced,
     write_results,
 )
-from draftsmith.eval.studies.policies.comparison import Comparison, DrafterMode, compare
+from draftsmith.eval.studies.policies.comparison import DrafterMode, PolicyComparison, compare
 from draftsmith.eval.studies.policies.families import PolicyGrid
 from draftsmith.eval.studies.policies.measured import cross_check, own_c
 from draftsmith.eval.studies.policies.prompts import known_grams, least_third, overlap, parted, training_texts
@@ -174,7 +174,9 @@ def run(config: PoliciesConfig) -> Path:
     return write_results("policies", config, context, tables, summary, shown_first(tables), c=own)
 
 
-def timed(config: PoliciesConfig, compared: Comparison, heads: Mapping[str, DrafterHeads]) -> list[dict[str, Any]]:
+def timed(
+    config: PoliciesConfig, compared: PolicyComparison, heads: Mapping[str, DrafterHeads]
+) -> list[dict[str, Any]]:
     """The chosen settings, decoded for real; nothing with bench_limit 0."""
     if not config.bench_limit:
         return []

@@ -10,7 +10,7 @@ import pytest
 
 from draftsmith.eval.bench.compare import compare, open_bench
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import Measured, failed_row, measured_row, write_rows
+from draftsmith.eval.bench.results import MeasuredPrompt, failed_row, measured_row, write_rows
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
@@ -24,16 +24,16 @@ META: dict[str, Any] = {
 }  # fmt: skip
 
 
-def item(number: int, tokens: list[int], cpu_s: float, rounds: int) -> Measured:
+def item(number: int, tokens: list[int], cpu_s: float, rounds: int) -> MeasuredPrompt:
     """An answer of one prefill token, and the rest spread over so many rounds."""
     per_round, rest = divmod(len(tokens) - 1, rounds)
     steps = [DecodeStep(5, per_round - 1 + (i < rest), per_round + (i < rest), 5) for i in range(rounds)]
     trace = DecodeTrace(steps, prefill_emitted=1)
     prompt = BenchPrompt(str(number), [1, 2], "task", number=number)
-    return Measured(prompt, number, tokens, trace, False, cpu_s, cpu_s, (cpu_s,), (cpu_s,))
+    return MeasuredPrompt(prompt, number, tokens, trace, False, cpu_s, cpu_s, (cpu_s,), (cpu_s,))
 
 
-def write(directory: Path, methods: dict[str, list[Measured]], more: tuple = (), **changes: Any) -> str:
+def write(directory: Path, methods: dict[str, list[MeasuredPrompt]], more: tuple = (), **changes: Any) -> str:
     directory.mkdir()
     rows = [measured_row(each, method, 0.0) for method, items in methods.items() for each in items]
     write_rows(directory / "prompts.parquet", [*rows, *more])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, feature_value
-from draftsmith.modules.decoding.confidence import Confidences, confidences_of
+from draftsmith.modules.decoding.confidence import TokenConfidences, confidences_of
 from draftsmith.modules.interop import acceptance, formats
 from draftsmith.modules.interop.base import Package, Served, TargetFacts
 from draftsmith.modules.interop.detect import detect
@@ -96,7 +96,7 @@ def by_the_words(config: dict, tensors: dict, states, embeds, distributions, tok
     return 1 / (1 + np.exp(-z))
 
 
-def named_inputs(states, embeds, known: Confidences) -> dict[str, torch.Tensor]:
+def named_inputs(states, embeds, known: TokenConfidences) -> dict[str, torch.Tensor]:
     numbers = {name: feature_value(name, known)[:, None] for name in ALL}
     return {"state_before": states, "state_after": states, "embedding": embeds, **numbers}
 

@@ -17,7 +17,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.studies.policies.bars import bar_rows
-from draftsmith.eval.studies.policies.comparison import Comparison, DrafterMode, compare
+from draftsmith.eval.studies.policies.comparison import DrafterMode, PolicyComparison, compare
 from draftsmith.eval.studies.policies.families import FITTED, FIXED, KNOWN, ORACLE, Policy, PolicyGrid
 from draftsmith.eval.studies.policies.prompts import known_grams, least_third, overlap, parted, training_texts
 from draftsmith.eval.studies.policies.replayed import Gain, PolicyReplay, gain, predictors_of, rate
@@ -52,7 +52,7 @@ def scene_of(params: SamplingParams) -> DrafterMode:
 
 
 @pytest.fixture(scope="module")
-def compared() -> Comparison:
+def compared() -> PolicyComparison:
     scene = scene_of(SamplingParams(1.0))
     shares = np.linspace(0, 1, 7).tolist()
     return compare(scene, GRID, CS, shares, least_third(shares), seed=0)
