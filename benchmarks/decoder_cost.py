@@ -208,7 +208,7 @@ def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Number]:
     )
 
 
-def dispatch(repeats: int, device: str, clock: Clock) -> Iterator[Number]:
+def dispatch_time(repeats: int, device: str, clock: Clock) -> Iterator[Number]:
     """Host time of a layer so small that it computes nothing: what a framework costs."""
     weights, _ = random_pair("tiny", torch.float32, device)
     lm, hf = weights.lean(False), weights.transformers()

@@ -36,7 +36,7 @@ def peak_above(call: Callable[[], object]) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
-def in_process(what: str, shape: Shape) -> int:
+def in_new_process(what: str, shape: Shape) -> int:
     """`peak_of` in a new process, so that it begins with nothing."""
     words = [sys.executable, __file__, what, json.dumps(dataclasses.asdict(shape))]
     done = subprocess.run(words, check=False, capture_output=True, text=True)

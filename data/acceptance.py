@@ -17,7 +17,7 @@ from draftsmith.data.heads.directory import kind_at
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.mixed_text import MixedTextLabels
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity
-from draftsmith.data.prompts import check_not_negative, check_positive, numbers
+from draftsmith.data.prompts import check_not_negative, check_positive, comma_numbers
 from draftsmith.data.rollouts import Rollouts
 from draftsmith.data.settings import StageLoading
 from draftsmith.data.store.manifest import open_artefact, volatile
@@ -118,7 +118,7 @@ class AcceptanceConfig(StageLoading):
         top_k = sampled.get("top_k", 0) if self.top_k is None else self.top_k
         top_p = sampled.get("top_p", 1.0) if self.top_p is None else self.top_p
         if self.temperatures is not None:
-            several = numbers("temperatures", self.temperatures, float)
+            several = comma_numbers("temperatures", self.temperatures, float)
             if min(several) <= 0:
                 remedy = "Greedy labels are made apart, by --mode greedy."
                 raise InputError("temperatures", self.temperatures, "numbers above 0", remedy)

@@ -56,7 +56,7 @@ def run(config: InspectConfig) -> None:
     if config.rows and config.row >= len(rows):
         raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
     console = Console(highlight=False)
-    console.print(summary(config.artefact, manifest, rows, tokenizer))
+    console.print(manifest_summary(config.artefact, manifest, rows, tokenizer))
     for number in range(config.row, min(config.row + config.rows, len(rows))):
         show_row(console, number, rows.read(number, number + 1)[0], manifest, config.artefact, tokenizer)
 
@@ -76,7 +76,7 @@ def open_tokenizer(manifest: Manifest, name: str | None) -> Any:
     return load_tokenizer(name)
 
 
-def summary(directory: Path, manifest: Manifest, rows: Rows, tokenizer: Any) -> Table:
+def manifest_summary(directory: Path, manifest: Manifest, rows: Rows, tokenizer: Any) -> Table:
     """What the manifest says, and for responses how the text relates to the tokens."""
     table = Table(title=f"{manifest.kind} in {directory}", show_header=False, title_justify="left")
     table.add_column(style="cyan")
@@ -244,6 +244,6 @@ def feature_note(directory: Path, row: dict[str, Any]) -> str:
     from draftsmith.data.store import feature_codec
 
     with open_tensors(Path(directory) / row["shard"]) as file:
-        features = feature_codec.read(file, key(row["row"])).float()
+        features = feature_codec.read_features(file, key(row["row"])).float()
     finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
     return f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}"

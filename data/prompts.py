@@ -23,9 +23,9 @@ from draftsmith.data.text.conversations import (
     label_columns,
     label_of,
     layout_of,
-    listed,
     parse_columns,
     recognise,
+    shortened_names,
     up_to_last,
 )
 from draftsmith.data.text.sources import Row, RowSource, first_rows, named_split, open_source
@@ -102,7 +102,7 @@ class PromptsConfig(RemoteCode):
             raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
 
 
-def numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+def comma_numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     """Numbers separated by commas.
 
     Raises:
@@ -264,7 +264,7 @@ def select(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig)
         if len(rows) == config.limit:
             break
     for name in allowed.keys() - labelled:
-        found = f"rows without it: {listed(source.columns)}"
+        found = f"rows without it: {shortened_names(source.columns)}"
         raise InputError(name, found, f"a column {name}", f"Map it (--columns {name}=NAME) or drop the filter.")
     if not rows:
         found = f"no rows with {', '.join(f'{name} {filters[name]}' for name in allowed)}"

@@ -49,7 +49,7 @@ def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[
     try:
         return app(words, exit_on_error=False, print_error=False, verbose=False)
     except CycloptsError as error:
-        raise UsageError(f"{explain(error)} Run `{prog} --help`.") from error
+        raise UsageError(f"{explain_error(error)} Run `{prog} --help`.") from error
 
 
 def application(prog: str, config_class: type, positional: tuple[str, ...] = (), printing: bool = False) -> App:
@@ -285,7 +285,7 @@ def as_yaml(settings: Mapping[str, Any]) -> str:
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
-def explain(error: CycloptsError) -> str:
+def explain_error(error: CycloptsError) -> str:
     """cyclopts' message in one line, with the name of what is wrong."""
     text = one_line(str(error))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:

@@ -81,7 +81,7 @@ def make(config: DemoConfig) -> Path:
     for step in steps:
         execute(step, console)
     execute(bench_step(config, profile, sized, "dev", dev_methods(), profile.dev_prompts, repeats=1), console)
-    chosen = choose(read_results(sized / "dev"))
+    chosen = choose_methods(read_results(sized / "dev"))
     methods = [*chosen.values(), "hf", "hf-assisted:k=5"]
     execute(bench_step(config, profile, sized, "test", methods, profile.test_prompts, profile.repeats), console)
     execute(export_step(sized), console)
@@ -167,7 +167,7 @@ def read_results(directory: Path) -> dict[str, Any]:
     return read_object(directory / "results.json", {"methods": [{"method": str, "tokens_per_s": float}]})
 
 
-def choose(dev: Mapping[str, Any]) -> dict[str, str]:
+def choose_methods(dev: Mapping[str, Any]) -> dict[str, str]:
     """The fastest setting of each method on the dev prompts."""
     best: dict[str, Any] = {}
     for row in dev["methods"]:

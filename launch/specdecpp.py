@@ -28,15 +28,15 @@ def run(config: SpecDecPPConfig) -> Path:
 def make(config: SpecDecPPConfig) -> Path:
     """Run the study, alone in its output."""
     config = config.sized()
-    begin(config)
+    remember_settings(config)
     console = Console(highlight=False)
     for step in [*label_steps(config), *training_steps(config)]:
         execute(step, console)
-    measure(config, console)
+    measure_study(config, console)
     return config.output
 
 
-def begin(config: SpecDecPPConfig) -> None:
+def remember_settings(config: SpecDecPPConfig) -> None:
     """Remember the settings, so that stages of other settings are never mixed.
 
     Raises:
@@ -124,13 +124,13 @@ def sampling(config: SpecDecPPConfig) -> dict[str, object]:
     return {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
 
 
-def measure(config: SpecDecPPConfig, console: Console) -> None:
+def measure_study(config: SpecDecPPConfig, console: Console) -> None:
     """Rollouts and sweep, times, choice on the dev prompts, bench on the reported ones, results."""
     from draftsmith.data.progress import say
     from draftsmith.data.store.reading import read_object
     from draftsmith.eval.studies.forward_times import bench_rows, fit_forward_times
-    from draftsmith.eval.studies.specdecpp.found import Measurements, drafting, write_results
-    from draftsmith.eval.studies.specdecpp.study import choose, dev_methods, load_study, rollouts_of
+    from draftsmith.eval.studies.specdecpp.found import Measurements, drafting, write_study_results
+    from draftsmith.eval.studies.specdecpp.study import choose_fastest, dev_methods, load_study, rollouts_of
     from draftsmith.eval.studies.specdecpp.sweep import published_head, sweep
 
     study = load_study(config, config.heads or config.output / "heads")
@@ -142,7 +142,7 @@ def measure(config: SpecDecPPConfig, console: Console) -> None:
     times = fit_forward_times(drafting(dev_rows), clock)
     rollouts = {split: rollouts_of(study, split) for split in (config.dev_split, config.split)}
     say("Replaying every K, and every h of every head")
-    choice = choose(study, sweep(rollouts[config.dev_split], study.grid, study.heads), times)
+    choice = choose_fastest(study, sweep(rollouts[config.dev_split], study.grid, study.heads), times)
     tests = [
         bench_step(study, config.split, config.test_prompts, methods, head)
         for head, methods in choice.methods(config).items()
@@ -153,4 +153,4 @@ def measure(config: SpecDecPPConfig, console: Console) -> None:
     places = {name: config.output / "data" / name / "acceptance" for name in ("train", "eval")}
     labels = {name: place for name, place in places.items() if place.exists()}
     runs = [step.done.parent for step in tests]
-    write_results(study, Measurements(rollouts, reported, choice, times, dev_rows, clock, runs, labels))
+    write_study_results(study, Measurements(rollouts, reported, choice, times, dev_rows, clock, runs, labels))

@@ -27,7 +27,7 @@ class AcceptanceCard(ModelCard):
     @property
     def about(self) -> HeadCard:
         method = method_of(self.head, self.drafter)
-        return HeadCard("Acceptance head", WHAT, ("specdec++",), method, shape=described(self.head))
+        return HeadCard("Acceptance head", WHAT, ("specdec++",), method, shape=describe_head(self.head))
 
     @cached_property
     def drafter(self) -> str | None:
@@ -76,7 +76,7 @@ class AcceptanceCard(ModelCard):
         return super().licence_section(others)
 
 
-def described(head: Mapping[str, Any]) -> tuple[str, ...]:
+def describe_head(head: Mapping[str, Any]) -> tuple[str, ...]:
     """Lines on what the head is."""
     if "num_blocks" not in head:
         return ()

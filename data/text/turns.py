@@ -166,13 +166,13 @@ Talks = Callable[[Mapping[str, Any]], Talk]  # of a row of prompts
 def shard_content(held: Sequence[Mapping[str, Any]]) -> ShardContent:
     """The shard of conversations that were held, as `Talk.held` has them."""
     rows = [row for talk in held for row in talk["rows"]]
-    counts: Counter[str] = Counter(count(rows))
+    counts: Counter[str] = Counter(count_responses(rows))
     for talk in held:
         counts.update(talk["counts"])
     return ShardContent(rows, dict(counts))
 
 
-def count(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def count_responses(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Counts of a shard of responses."""
     masks = [answer_mask(row) for row in rows]
     return {

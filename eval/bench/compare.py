@@ -80,7 +80,7 @@ def run(config: CompareConfig) -> None:
     first, second = (open_bench(path) for path in config.runs)
     check_comparable(first, second)
     notes = [f"A: {first.name}. B: {second.name}. Ratios are B / A, differences B - A.", *notes_of(first, second)]
-    tables = compare(first, second, config.seed)
+    tables = compare_runs(first, second, config.seed)
     console = Console(highlight=False)
     for note in notes:
         say(note)
@@ -195,7 +195,7 @@ def auto_notes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]
     return [f"They measured other costs for auto ({'; '.join(found)}): {why}"] if found else []
 
 
-def compare(first: Bench, second: Bench, seed: int) -> list[Table]:
+def compare_runs(first: Bench, second: Bench, seed: int) -> list[Table]:
     """A table for each temperature that both have."""
     comparable = not speed_differences(first, second)
     clock: ClockName = first.meta["clock"]

@@ -54,7 +54,7 @@ def answered(
         raise Failed(f"{label}{together}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-def measure(
+def measure_group(
     runners: Mapping[str, Runner],
     group: Sequence[BenchPrompt],
     number: int,
@@ -153,7 +153,7 @@ class PromptRunner:
             try:
                 if fitting:
                     seeds = self.seeds(fitting)
-                    found = measure(runners, fitting, number, self.max_new_tokens, self.repeats, seeds)
+                    found = measure_group(runners, fitting, number, self.max_new_tokens, self.repeats, seeds)
             except Failed as failure:
                 failures += [(prompt, str(failure)) for prompt in fitting]
             for label, items in found.items():

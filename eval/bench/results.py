@@ -119,7 +119,7 @@ def failed_row(prompt: BenchPrompt, group: int, method: str, temperature: float,
     return {**measured_row(nothing, method, temperature), "error": error}
 
 
-def measured_of(row: Mapping[str, Any]) -> MeasuredPrompt:
+def measured_prompt_of(row: Mapping[str, Any]) -> MeasuredPrompt:
     """What `measured_row` was given; the prompt without its tokens where the row has none."""
     prompt = BenchPrompt(row["id"], list(row["prompt_ids"] or []), row["task"], turn=row["turn"], number=row["prompt"])
     steps = [DecodeStep(**step) for step in row["rounds"]]
@@ -137,7 +137,7 @@ def of_methods(rows: Sequence[Mapping[str, Any]], temperature: float) -> dict[st
         if row["temperature"] == temperature:
             own = found.setdefault(row["method"], [])
             if row["error"] is None:
-                own.append(measured_of(row))
+                own.append(measured_prompt_of(row))
     return found
 
 

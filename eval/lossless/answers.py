@@ -116,7 +116,7 @@ def places_of(done: Round) -> list[DraftedPlace]:
     return found
 
 
-def seed_of(*of: Any) -> int:
+def answer_seed(*of: Any) -> int:
     """63 bits of what makes an answer's random numbers its own: the run's seed, method, loop, prompt and number."""
     return int.from_bytes(hashlib.sha256(repr(of).encode()).digest()[:8], "big") >> 1
 

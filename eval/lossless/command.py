@@ -131,7 +131,7 @@ def certify(
     plain = SingleLoop(target, None, ends)
     expected = greedy_answers(plain, prompts, config.max_new_tokens, 1, config.seed)
     batched = {item.label: in_batches(item.method, models) for item in named}
-    asked = asked_of(config, target, sum(1 + both for both in batched.values()), config.seed)
+    asked = asked_tests(config, target, sum(1 + both for both in batched.values()), config.seed)
     found = []
     for item in named:
         loops = []
@@ -157,7 +157,7 @@ def ends_of(config: LosslessConfig, target: CausalLM) -> tuple[int, ...]:
     return () if config.ignore_eos else tuple(target.info.eos_ids)
 
 
-def asked_of(config: LosslessConfig, target: CausalLM, tests: int, seed: int) -> Asked:
+def asked_tests(config: LosslessConfig, target: CausalLM, tests: int, seed: int) -> Asked:
     """What is asked of each of so many tests, which share alpha."""
     return Asked(
         config.sampling,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.lossless.answers import DecodingLoop, PlacedAnswer, ends_as_asked, seed_of
+from draftsmith.eval.lossless.answers import DecodingLoop, PlacedAnswer, answer_seed, ends_as_asked
 from draftsmith.eval.lossless.evidence import Decided, Evidence
 from draftsmith.eval.lossless.power import Growth, Power, power_of
 from draftsmith.modules.decoding.loop import room_for
@@ -103,7 +103,7 @@ class SamplingTest:
         which = [number % len(self.prompts) for number in numbers]
         prompts = [self.prompts[i] for i in which]
         seeds = [
-            seed_of(asked.seed, self.label, self.loop.name, prompt.id, number)
+            answer_seed(asked.seed, self.label, self.loop.name, prompt.id, number)
             for prompt, number in zip(prompts, numbers, strict=True)
         ]
         ids = [prompt.prompt_ids for prompt in prompts]

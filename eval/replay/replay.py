@@ -48,7 +48,7 @@ def threshold(rollouts: ChainRollouts, probs: Floats, h: float, limits: tuple[in
     return first_true(rollouts, 1 - survival > h, *limits)
 
 
-def confidence(rollouts: ChainRollouts, t: float, minimum: int, maximum: int) -> Ints:
+def confidence_lengths(rollouts: ChainRollouts, t: float, minimum: int, maximum: int) -> Ints:
     """[S]: the first length of `minimum` or more whose last token's probability is below t, else `maximum`."""
     return first_true(rollouts, np.exp(rollouts.log_q) < t, minimum, maximum)
 
@@ -80,7 +80,7 @@ def replay(rollouts: ChainRollouts, lengths: Ints, calls_per_token: int = 1) -> 
         drafted = min(int(available[row]), most)
         return drafted, min(drafted, int(accepted[row])), drafted * calls_per_token
 
-    return [walk_rounds(answer, first, play) for answer, first in first_rows(rollouts)]
+    return [walk_rounds(answer, first, play) for answer, first in first_rounds(rollouts)]
 
 
 def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
@@ -100,7 +100,7 @@ def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
         return drafted, kept, drafted
 
     traces = []
-    for answer, first in first_rows(rollouts):
+    for answer, first in first_rounds(rollouts):
         policy.reset()
         traces.append(walk_rounds(answer, first, play))
     return traces
@@ -136,7 +136,7 @@ def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int, rule: TreeRule |
             rule.observe(taken, levels, accepted)
         return taken, accepted, levels
 
-    return [walk_rounds(answer, first, play) for answer, first in first_rows(rollouts)]
+    return [walk_rounds(answer, first, play) for answer, first in first_rounds(rollouts)]
 
 
 def accepted_of(rollouts: ChainRollouts) -> Ints:
@@ -144,7 +144,7 @@ def accepted_of(rollouts: ChainRollouts) -> Ints:
     return rollouts.num_accepted if rollouts.past_end is None else rollouts.num_accepted + rollouts.past_end
 
 
-def first_rows(rollouts: ChainRollouts | TreeRollouts) -> list[tuple[TargetAnswer, int]]:
+def first_rounds(rollouts: ChainRollouts | TreeRollouts) -> list[tuple[TargetAnswer, int]]:
     """Every answer with the row of the round that begins before its token 1."""
     counts = np.bincount(rollouts.answer, minlength=len(rollouts.answers))
     first = np.concatenate([[0], counts.cumsum()[:-1]])

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from draftsmith.eval.replay.replay import accepted_of, first_rows, walk_rounds
+from draftsmith.eval.replay.replay import accepted_of, first_rounds, walk_rounds
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
 from draftsmith.modules.acceptance.policies import (
     ConfidenceName,
@@ -87,7 +87,7 @@ def replay_by_prediction(
     views = [DraftView(n + 1, -1, nothing, nothing, None) for n in range(max_drafted)]
     available, accepted = np.minimum(rollouts.available(), max_drafted).tolist(), accepted_of(rollouts).tolist()
     traces = []
-    for answer, first in first_rows(rollouts):
+    for answer, first in first_rounds(rollouts):
         last = (0, 0)  # drafted and accepted in the round before, which the policy has yet to hear of
 
         def play(row: int, most: int) -> tuple[int, int, int]:

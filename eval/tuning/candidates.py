@@ -117,7 +117,7 @@ class Recorded:
     def _lengths(self, named: Named, rollouts: ChainRollouts) -> Ints:
         method = named.method
         if isinstance(method, ConfidenceStop):
-            return replay.confidence(rollouts, method.t, method.min, method.max)
+            return replay.confidence_lengths(rollouts, method.t, method.min, method.max)
         assert isinstance(method, FixedK)
         return replay.fixed_k(rollouts, method.k)
 

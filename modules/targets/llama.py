@@ -12,7 +12,7 @@ from torch import Tensor
 from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_settings, rope_table
 from draftsmith.modules.lean import LeanNorm, LeanStack, Taps
-from draftsmith.modules.lean_rows import OneRow, Run, at, cached_rows
+from draftsmith.modules.lean_rows import OneRow, Run, cached_rows, picked_of
 from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture
 from draftsmith.modules.types import InputError
@@ -169,9 +169,9 @@ class LlamaSession:
             x = lm.embed(torch.tensor(tokens, device=lm.device))
         if not self.capture:
             hidden = lm.norm(run(x))
-            return lm.lm_head(at(hidden, picked)), hidden
+            return lm.lm_head(picked_of(hidden, picked)), hidden
         taps: Taps = dict.fromkeys(self.capture, x)
-        logits = lm.lm_head(at(lm.norm(run(x, taps)), picked))
+        logits = lm.lm_head(picked_of(lm.norm(run(x, taps)), picked))
         return logits, torch.cat([*taps.values()], -1).view(*x.shape[:-1], -1)
 
     @torch.inference_mode()

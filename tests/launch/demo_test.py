@@ -42,7 +42,7 @@ def test_full_differs_only_where_it_says():
 def test_the_fastest_setting_of_each_method_is_chosen():
     speeds = {"ar": 9.0, "spec:k=3": 1.0, "spec:k=5": 2.0, "eagle:k=3": 4.0, "eagle:k=5": 3.0}
     rows = [{"method": name, "tokens_per_s": speed} for name, speed in speeds.items()]
-    assert demo.choose({"methods": rows}) == {"spec": "spec:k=5", "eagle": "eagle:k=3"}
+    assert demo.choose_methods({"methods": rows}) == {"spec": "spec:k=5", "eagle": "eagle:k=3"}
 
 
 def test_a_finished_step_is_shown_and_not_run_again(tmp_path, capsys):

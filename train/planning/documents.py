@@ -47,7 +47,7 @@ class _Texts:
         self.lengths = lengths
 
 
-def documents_of(config: TrainConfig, subject: Subject, samples: int, length: int) -> TrainingDocuments:
+def training_documents(config: TrainConfig, subject: Subject, samples: int, length: int) -> TrainingDocuments:
     """The training samples of the artefact, split at the context where they are longer, and without held-out ones.
 
     samples, length: what is assumed where there is no artefact.

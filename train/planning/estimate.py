@@ -22,7 +22,7 @@ from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.planning.documents import TrainingDocuments, documents_of
+from draftsmith.train.planning.documents import TrainingDocuments, training_documents
 from draftsmith.train.planning.dry_run import DryRun, NotRehearsed
 from draftsmith.train.planning.frozen import FROZEN, frozen_model
 from draftsmith.train.planning.memory import LAYOUTS, Memory, Resident, Strategy, memory
@@ -83,14 +83,14 @@ Training = DrafterTraining | AcceptanceTraining
 def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: int = 512) -> TrainingPlan:
     """The plan of a training, by its settings.
 
-    world: ranks; 0 takes what a launcher has set, or the config's. samples, length: as of `documents_of`.
+    world: ranks; 0 takes what a launcher has set, or the config's. samples, length: as of `training_documents`.
 
     Raises:
         InputError: a model that is none, or of a family that the head cannot take its layer from; NotRehearsed: one
             whose code cannot run without numbers.
     """
     training = training_of(config)
-    documents = documents_of(config, training, samples, length)
+    documents = training_documents(config, training, samples, length)
     world = planned_world(config, world)
     order = order_of(config, documents.lengths)
     part = largest_part(order, documents, world * config.accumulate, training.packed)

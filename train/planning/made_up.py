@@ -13,7 +13,7 @@ import torch
 from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.responses import FIELDS, ResponsesConfig
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
-from draftsmith.data.text.turns import count
+from draftsmith.data.text.turns import count_responses
 
 # Lengths of conversations in tokens: log-normal, the median and spread of shared chats, cut at both ends.
 DIALOGUE_MEDIAN, DIALOGUE_SIGMA = 400, 0.9
@@ -23,7 +23,7 @@ PROMPT_SHARE = 0.3
 
 
 def dialogue_lengths(count: int, seed: int = 0, scale: float = 1.0) -> list[int]:
-    """Tokens of `count` conversations; scale: of all lengths, for small runs."""
+    """Tokens of `count_responses` conversations; scale: of all lengths, for small runs."""
     rng = random.Random(f"dialogue/{seed}")
     drawn = (rng.lognormvariate(math.log(DIALOGUE_MEDIAN), DIALOGUE_SIGMA) for _ in range(count))
     return [max(4, round(min(max(length, DIALOGUE_SHORTEST), DIALOGUE_LONGEST) * scale)) for length in drawn]
@@ -60,7 +60,7 @@ def write_responses(directory: Path, target: str, lengths: Sequence[int], vocab:
             }
             for number in range(shard.start, shard.stop)
         ]
-        return ShardContent(rows, count(rows))
+        return ShardContent(rows, count_responses(rows))
 
     run_stage(plan, make)
     return directory

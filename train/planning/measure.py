@@ -71,7 +71,7 @@ class Timing(pl.Callback):
             self.numbers = self.telemetry.take(pl_module.device)
 
 
-def measure(config: TrainConfig, plan: TrainingPlan) -> MeasuredSteps:
+def measure_steps(config: TrainConfig, plan: TrainingPlan) -> MeasuredSteps:
     """Train for a few steps on the first batches; on made-up responses where the data is not there.
 
     Raises:

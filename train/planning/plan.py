@@ -46,7 +46,7 @@ class PlanOptions:
     data: Path = volatile(Path("runs/data"))
     output: Path = volatile(Path("runs/heads"))
     world: int = volatile(0)
-    measure: bool = volatile(False)
+    measure_steps: bool = volatile(False)
     assume_samples: int = volatile(60_000)
     assume_length: int = volatile(512)
     json: Path | None = volatile(None)
@@ -87,9 +87,9 @@ def run(config: Any) -> Path | None:
     print_plan(plan, config, console)
     measured = None
     if config.measure:
-        from draftsmith.train.planning.measure import measure
+        from draftsmith.train.planning.measure import measure_steps
 
-        measured = measure(config, plan)
+        measured = measure_steps(config, plan)
         console.print(measured.text(plan), markup=False)
     if config.json is None:
         return None
@@ -132,18 +132,18 @@ def announce(config: TrainConfig) -> None:
             say(f"no plan: {error}")
         return
     if is_first_process():
-        say(short(plan))
+        say(short_plan(plan))
     check_room(plan, config.output)
 
 
-def short(plan: TrainingPlan) -> str:
+def short_plan(plan: TrainingPlan) -> str:
     """Two lines."""
     own = plan.own
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
     return (
-        f"plan: {count(plan.trained).strip()} trained and {count(plan.frozen).strip()} frozen parameters, about "
-        f"{size(own.peak)} of memory a rank ({ranks}, {LAYOUTS[plan.strategy]}; most in: {own.phase})\n"
-        f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {count(plan.step_flops)}FLOPs each; "
+        f"plan: {short_count(plan.trained).strip()} trained and {short_count(plan.frozen).strip()} frozen parameters, "
+        f"about {size(own.peak)} of memory a rank ({ranks}, {LAYOUTS[plan.strategy]}; most in: {own.phase})\n"
+        f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {short_count(plan.step_flops)}FLOPs each; "
         f"checkpoints {size(plan.checkpoint_bytes)} each, {size(plan.disk_bytes)} at most"
     )
 
@@ -163,14 +163,17 @@ def print_plan(plan: TrainingPlan, config: TrainConfig, console: Console) -> Non
 def fact_rows(plan: TrainingPlan, config: TrainConfig) -> list[tuple[str, str]]:
     documents, per_step = plan.documents, plan.documents.tokens / plan.steps_per_epoch
     rows = [
-        ("parameters", f"{count(plan.trained).strip()} trained, {count(plan.frozen).strip()} frozen"),
+        ("parameters", f"{short_count(plan.trained).strip()} trained, {short_count(plan.frozen).strip()} frozen"),
         ("data", f"{documents.source}: {len(documents.lengths):,} training samples, {documents.tokens:,} tokens"),
         (
             "steps",
             f"{plan.steps:,} of {per_step:,.0f} tokens: {plan.epochs:.3g} epochs of {plan.steps_per_epoch:,} steps; "
             f"{per_step * plan.steps:,.0f} tokens in all",
         ),
-        ("compute", f"{count(plan.step_flops)}FLOPs a step, {count(plan.step_flops * plan.steps)}FLOPs in all"),
+        (
+            "compute",
+            f"{short_count(plan.step_flops)}FLOPs a step, {short_count(plan.step_flops * plan.steps)}FLOPs in all",
+        ),
         (
             "largest part",
             f"{plan.part.tokens:,} tokens on a rank at once ({plan.world} ranks, {config.accumulate} parts)",
@@ -221,7 +224,7 @@ def as_numbers(plan: TrainingPlan) -> dict[str, Any]:
     return numbers
 
 
-def count(number: float) -> str:
+def short_count(number: float) -> str:
     """1234567 -> `1.23 M`, to be followed by a unit or a noun."""
     for step, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if number >= step:

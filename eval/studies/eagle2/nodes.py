@@ -31,7 +31,7 @@ class Node:
     prompt: str
     task: str
     index: int
-    confidence: float | None
+    node_confidence: float | None
     accepted: float
 
 
@@ -55,10 +55,10 @@ def nodes_of(prompt: BenchPrompt, done: Round, params: SamplingParams, eos_ids: 
         for node in children.get(parent, []):
             token = tree.tokens[node]
             accepted = float(token == best) if probs is None else float(probs[token])
-            yield Node(prompt.id, prompt.task, node, confidence(tree, node), accepted)
+            yield Node(prompt.id, prompt.task, node, node_confidence(tree, node), accepted)
 
 
-def confidence(tree: DraftTree, node: int) -> float | None:
+def node_confidence(tree: DraftTree, node: int) -> float | None:
     """Probability by the head: a node's value is the log-probability of its path (EAGLE-2, section 4.1)."""
     if tree.values is None:
         return None
@@ -66,7 +66,7 @@ def confidence(tree: DraftTree, node: int) -> float | None:
     return math.exp(tree.values[node] - (tree.values[parent] if parent >= 0 else 0.0))
 
 
-def positions(shape: StaticTree) -> list[str]:
+def node_names(shape: StaticTree) -> list[str]:
     """Name of every node: the ranks on its path, `0.1` is the second child of the root's best child."""
     names: list[str] = []
     for parent, rank in zip(shape.parents, shape.ranks, strict=True):
@@ -78,7 +78,7 @@ def positions(shape: StaticTree) -> list[str]:
 class Bin:
     """Nodes of similar confidence: means, and a 95 % bootstrap interval of acceptance over prompts."""
 
-    confidence: float
+    node_confidence: float
     accepted: float
     low: float | None
     high: float | None
@@ -121,7 +121,7 @@ class TreePosition:
 
 def by_position(nodes: Sequence[Node], shape: StaticTree) -> list[TreePosition]:
     """Acceptance at every position that was reached, given that its parent was accepted."""
-    names, found = positions(shape), []
+    names, found = node_names(shape), []
     for index, name in enumerate(names):
         own = [node for node in nodes if node.index == index]
         if not own:

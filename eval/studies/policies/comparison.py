@@ -107,18 +107,18 @@ class PolicyComparison:
         return pool(self.test.traces(own.policy, at.c)[:first])
 
 
-def compare(
+def compare_policies(
     scene: DrafterMode, grid: PolicyGrid, cs: Sequence[float], overlaps: Sequence[float], least: Mask, seed: int
 ) -> PolicyComparison:
     """cs: the last one is this machine's own."""
     families = grid.families(scene.heads, scene.dev.accept_along is not None)
     dev = PolicyReplay(scene.dev, predictors_of(scene.dev, scene.dev, scene.heads))
     test = PolicyReplay(scene.test, predictors_of(scene.test, scene.dev, scene.heads))
-    at = [choose(dev, families, c, number == len(cs) - 1) for number, c in enumerate(cs)]
+    at = [choose_settings(dev, families, c, number == len(cs) - 1) for number, c in enumerate(cs)]
     return PolicyComparison(scene, at, test, overlaps, least, seed)
 
 
-def choose(dev: PolicyReplay, families: Sequence[PolicyFamily], c: float, own: bool) -> AtCost:
+def choose_settings(dev: PolicyReplay, families: Sequence[PolicyFamily], c: float, own: bool) -> AtCost:
     best = {family.name: dev.best(family.policies, c) for family in families}
     base = rate(dev.pairs(best[FIXED], c))
     chosen = {

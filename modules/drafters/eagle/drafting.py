@@ -21,7 +21,7 @@ from draftsmith.modules.drafters.eagle.net import EagleNet
 from draftsmith.modules.finite import blame
 from draftsmith.modules.kv_cache import KVCache
 from draftsmith.modules.lean import LeanStack, as_bias
-from draftsmith.modules.lean_rows import CachedRows, Run, at, cached_rows
+from draftsmith.modules.lean_rows import CachedRows, Run, cached_rows, picked_of
 from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
@@ -45,7 +45,7 @@ class LeanHead:
         """Feed pairs (x_{t+1}, f_t): logits and states of what is picked (`lean_rows.Forward`)."""
         if not isinstance(ids, Tensor):
             ids = torch.tensor(ids, device=self._target.device)
-        hidden = at(run(self.fuse(ids, features)), picked)
+        hidden = picked_of(run(self.fuse(ids, features)), picked)
         return self._target.lm_head(hidden), hidden
 
 

@@ -48,7 +48,7 @@ def test_a_confidence_that_equals_the_threshold_goes_on(t, minimum, maximum, len
     rollouts = rows()
     rollouts.log_q[:] = np.log(PROBS)
     assert set(np.exp(rollouts.log_q).flat) == {0.5, 0.75}  # no rounding decides
-    assert replay.confidence(rollouts, t, minimum, maximum).tolist() == [length] * len(rollouts.start)
+    assert replay.confidence_lengths(rollouts, t, minimum, maximum).tolist() == [length] * len(rollouts.start)
 
 
 def test_self_verification_goes_on_at_an_entropy_that_equals_the_mean():

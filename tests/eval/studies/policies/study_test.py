@@ -17,7 +17,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.studies.policies.bars import bar_rows
-from draftsmith.eval.studies.policies.comparison import DrafterMode, PolicyComparison, compare
+from draftsmith.eval.studies.policies.comparison import DrafterMode, PolicyComparison, compare_policies
 from draftsmith.eval.studies.policies.families import FITTED, FIXED, KNOWN, ORACLE, Policy, PolicyGrid
 from draftsmith.eval.studies.policies.prompts import known_grams, least_third, overlap, parted, training_texts
 from draftsmith.eval.studies.policies.replayed import Gain, PolicyReplay, gain, predictors_of, rate
@@ -55,7 +55,7 @@ def scene_of(params: SamplingParams) -> DrafterMode:
 def compared() -> PolicyComparison:
     scene = scene_of(SamplingParams(1.0))
     shares = np.linspace(0, 1, 7).tolist()
-    return compare(scene, GRID, CS, shares, least_third(shares), seed=0)
+    return compare_policies(scene, GRID, CS, shares, least_third(shares), seed=0)
 
 
 def player(agreed: list[list[bool]], **kwargs) -> PolicyReplay:
@@ -159,7 +159,7 @@ def test_bars_say_what_was_reached(compared):
         assert over[at.name]["value"] == pytest.approx(compared.gain(at, head).value, rel=1e-4)
         assert over[at.name]["bar"] == 0.035
         assert head.dev_gain == max(chosen.dev_gain for chosen in at.of("head"))
-    greedy = compare(scene_of(GREEDY), GRID, CS, [0.0] * 7, least_third([0.0] * 7), 0)
+    greedy = compare_policies(scene_of(GREEDY), GRID, CS, [0.0] * 7, least_third([0.0] * 7), 0)
     assert {row["bar"] for row in bar_rows([greedy], [])} == {0.08, 0.03}
     assert bar_rows([dataclasses.replace(greedy, scene=dataclasses.replace(greedy.scene, heads={}))], []) == []
 

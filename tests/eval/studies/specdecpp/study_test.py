@@ -25,7 +25,7 @@ from draftsmith.eval.studies.specdecpp.study import (
     ChosenRules,
     LoadedStudy,
     SpecDecPPConfig,
-    choose,
+    choose_fastest,
     theorem_h,
 )
 from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, best, front, published_head, replayed, sweep
@@ -138,10 +138,10 @@ def test_a_rule_that_knows_p_ends_with_the_token_that_is_rejected():
 def test_the_theorems_threshold_is_chosen_where_it_is_one(settings):
     heads = {"w6-d3": head_of()}
     study = LoadedStudy(config_of(), None, heads, {}, {})
-    rule = choose(study, settings, ForwardTimes(0.2, 1.0, 1.0, 9)).settings[BOUND]
+    rule = choose_fastest(study, settings, ForwardTimes(0.2, 1.0, 1.0, 9)).settings[BOUND]
     assert (rule.head, rule.h, rule.calibrated) == ("w6-d3", 0.8, True)
     assert theorem_h(ForwardTimes(1.0, 0.5, 1.0, 9)) is None and theorem_h(ForwardTimes(-0.1, 1.0, 1.0, 9)) is None
-    assert BOUND not in choose(study, settings, ForwardTimes(1.0, 0.5, 1.0, 9)).settings
+    assert BOUND not in choose_fastest(study, settings, ForwardTimes(1.0, 0.5, 1.0, 9)).settings
 
 
 @pytest.mark.parametrize("more", [{"state": "before", "features": ("log_q",)}, {"features": ("entropy",)}])
@@ -176,10 +176,10 @@ def test_heads_that_exist_need_no_training_labels():
 
 
 def test_a_directory_is_of_one_study(tmp_path):
-    specdecpp.begin(config_of(output=tmp_path, epochs=2))
-    specdecpp.begin(config_of(output=tmp_path, epochs=2, num_threads=1))
+    specdecpp.remember_settings(config_of(output=tmp_path, epochs=2))
+    specdecpp.remember_settings(config_of(output=tmp_path, epochs=2, num_threads=1))
     with pytest.raises(InputError, match=r"begun with epochs 2, expected epochs 3"):
-        specdecpp.begin(config_of(output=tmp_path, epochs=3))
+        specdecpp.remember_settings(config_of(output=tmp_path, epochs=3))
 
 
 @pytest.mark.parametrize(
