@@ -78,7 +78,7 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     tree_depth: int = 6
     topk: str = "4,8"
     grid: Literal["full", "coarse"] = "full"
-    decode_finalists: int = 4
+    verify: int = 4
     repeats: int = 2
     output: Path = dataclasses.field(kw_only=True)
 

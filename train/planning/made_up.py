@@ -23,7 +23,7 @@ PROMPT_SHARE = 0.3
 
 
 def dialogue_lengths(count: int, seed: int = 0, scale: float = 1.0) -> list[int]:
-    """Tokens of `count_responses` conversations; scale: of all lengths, for small runs."""
+    """Tokens of `count` conversations; scale: of all lengths, for small runs."""
     rng = random.Random(f"dialogue/{seed}")
     drawn = (rng.lognormvariate(math.log(DIALOGUE_MEDIAN), DIALOGUE_SIGMA) for _ in range(count))
     return [max(4, round(min(max(length, DIALOGUE_SHORTEST), DIALOGUE_LONGEST) * scale)) for length in drawn]

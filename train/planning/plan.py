@@ -46,7 +46,7 @@ class PlanOptions:
     data: Path = volatile(Path("runs/data"))
     output: Path = volatile(Path("runs/heads"))
     world: int = volatile(0)
-    measure_steps: bool = volatile(False)
+    measure: bool = volatile(False)
     assume_samples: int = volatile(60_000)
     assume_length: int = volatile(512)
     json: Path | None = volatile(None)

@@ -31,7 +31,7 @@ class Node:
     prompt: str
     task: str
     index: int
-    node_confidence: float | None
+    confidence: float | None
     accepted: float
 
 
@@ -78,7 +78,7 @@ def node_names(shape: StaticTree) -> list[str]:
 class Bin:
     """Nodes of similar confidence: means, and a 95 % bootstrap interval of acceptance over prompts."""
 
-    node_confidence: float
+    confidence: float
     accepted: float
     low: float | None
     high: float | None
