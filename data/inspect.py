@@ -244,6 +244,6 @@ def feature_note(directory: Path, row: dict[str, Any]) -> str:
     from draftsmith.data.store import feature_codec
 
     with open_tensors(Path(directory) / row["shard"]) as file:
-        features = feature_codec.read_features(file, key(row["row"])).float()
+        features = feature_codec.stored_features(file, key(row["row"])).float()
     finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
     return f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}"

@@ -87,7 +87,7 @@ class FeatureCache:
         shard = self._where.get(name)
         if shard is None:
             return None
-        features = feature_codec.read_features(self._open(shard), name)
+        features = feature_codec.stored_features(self._open(shard), name)
         place = first_broken(features)
         if place is not None:
             raise broken_features(self._directory / shard, f"row {name}", place)

@@ -134,7 +134,7 @@ class FeatureDataset(ArtefactDataset):
     def __getitem__(self, row: int) -> Item:
         """Fields of FeatureBatch for one row: input_ids [T], features [T, H] bf16, loss_mask [T], position_ids [T]."""
         ids = torch.from_numpy(self._ids[row].astype(np.int64))
-        features = feature_codec.read_features(self._open(self._shards[row]), key(int(self._rows[row])))
+        features = feature_codec.stored_features(self._open(self._shards[row]), key(int(self._rows[row])))
         place = first_broken(features)
         if place is not None:
             raise broken_features(self._directory / self._shards[row], f"row {self.name(row)}", place)

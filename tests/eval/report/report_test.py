@@ -42,7 +42,7 @@ from draftsmith.eval.report.page import VEGA_LITE, json_text
 from draftsmith.eval.report.runs import comparable, read_runs
 from draftsmith.eval.report.sections import STUDIES, make_sections
 from draftsmith.eval.report.tables import Table
-from draftsmith.eval.report.viewer import choose_prompts, kinds, viewer_data
+from draftsmith.eval.report.viewer import kinds, shown_prompts, viewer_data
 from draftsmith.launch.cli import configure, main
 
 
@@ -68,9 +68,9 @@ def test_the_viewer_has_every_answer_of_the_trace_with_its_text(tmp_path):
 def test_prompts_are_taken_task_by_task_until_the_bytes_are_used():
     tasks = {(0, 1): "a", (1, 1): "a", (2, 1): "a", (3, 1): "b"}
     sizes = {(0, 1): 10, (1, 1): 50, (2, 1): 5, (3, 1): 10}
-    assert choose_prompts(sizes, tasks, 100) == [(0, 1), (3, 1), (1, 1), (2, 1)]
-    assert choose_prompts(sizes, tasks, 30) == [(0, 1), (3, 1), (2, 1)]
-    assert choose_prompts(sizes, tasks, 4) == []
+    assert shown_prompts(sizes, tasks, 100) == [(0, 1), (3, 1), (1, 1), (2, 1)]
+    assert shown_prompts(sizes, tasks, 30) == [(0, 1), (3, 1), (2, 1)]
+    assert shown_prompts(sizes, tasks, 4) == []
 
 
 def test_what_is_embedded_keeps_to_its_bytes(tmp_path):
