@@ -13,7 +13,7 @@ from draftsmith.data.models.loading import text_identity
 from draftsmith.data.progress import Advance
 from draftsmith.data.settings import RemoteCode
 from draftsmith.data.store.manifest import Field, volatile
-from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
+from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import (
     Layout,
@@ -23,12 +23,12 @@ from draftsmith.data.text.conversations import (
     label_columns,
     label_of,
     layout_of,
-    listed,
     parse_columns,
     recognise,
+    shortened_names,
     up_to_last,
 )
-from draftsmith.data.text.sources import Row, Source, first_rows, named_split, open_source
+from draftsmith.data.text.sources import Row, RowSource, first_rows, named_split, open_source
 from draftsmith.data.text.template import (
     RowError,
     context_length,
@@ -102,7 +102,7 @@ class PromptsConfig(RemoteCode):
             raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
 
 
-def numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+def comma_numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     """Numbers separated by commas.
 
     Raises:
@@ -142,7 +142,7 @@ def run(config: PromptsConfig) -> Path:
     tokenizer = load_chat_tokenizer(config.target, config.chat_template, config.supervised)
     context = config.max_length or context_length(config.target)
     identity = {**text_identity(config.target), "chat_template": template_hash(tokenizer)}
-    plan = Plan(
+    plan = StagePlan(
         kind="prompts",
         stage="data prompts",
         directory=config.output,
@@ -212,7 +212,7 @@ class Selection:
     repeated: frozenset[int]
 
 
-def check_columns(source: Source, mapping: Mapping[str, str]) -> None:
+def check_columns(source: RowSource, mapping: Mapping[str, str]) -> None:
     """Raises InputError where no row has a mapped column, or none a shape that is known."""
     absent, fits = set(mapping.values()), False
     for _, row in first_rows(source):
@@ -232,7 +232,7 @@ def check_columns(source: Source, mapping: Mapping[str, str]) -> None:
     recognise(source.columns, {}, mapping)
 
 
-def select(source: Source, mapping: Mapping[str, str], config: PromptsConfig) -> Selection:
+def select(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig) -> Selection:
     """The rows that pass split, task and limit.
 
     Raises:
@@ -264,7 +264,7 @@ def select(source: Source, mapping: Mapping[str, str], config: PromptsConfig) ->
         if len(rows) == config.limit:
             break
     for name in allowed.keys() - labelled:
-        found = f"rows without it: {listed(source.columns)}"
+        found = f"rows without it: {shortened_names(source.columns)}"
         raise InputError(name, found, f"a column {name}", f"Map it (--columns {name}=NAME) or drop the filter.")
     if not rows:
         found = f"no rows with {', '.join(f'{name} {filters[name]}' for name in allowed)}"

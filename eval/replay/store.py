@@ -29,7 +29,7 @@ def save(rollouts: Rollouts, directory: Path) -> None:
         write_answer(of_answer(rollouts, number), _file(directory, number))
 
 
-def load(directory: Path) -> Any:
+def load_rollouts(directory: Path) -> Any:
     """The `ChainRollouts` or `TreeRollouts` of a directory.
 
     Raises:

@@ -55,21 +55,21 @@ def draft_chains(
     if fixed and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
         return draft_unseen(logits, step, ends, params, sources)
     tokens: list[list[int]] = [[] for _ in ends]
-    laws: list[list[Tensor]] = [[] for _ in ends]
+    distributions: list[list[Tensor]] = [[] for _ in ends]
     rows = [row for row, end in enumerate(ends) if end > 0]
     count = 0  # tokens of the rows that go on
     while rows:
         own_logits = logits.unbind()
-        drawn, own_laws = _choose(logits, own_logits, rows, count, params, sources)
+        drawn, own_distributions = _choose(logits, own_logits, rows, count, params, sources)
         count += 1
         more: list[list[int]] = [[] for _ in ends]
         going = []
-        for row, token, law in zip(rows, drawn, own_laws, strict=True):
+        for row, token, distribution in zip(rows, drawn, own_distributions, strict=True):
             tokens[row].append(token)
-            if law is not None:
-                laws[row].append(law)
+            if distribution is not None:
+                distributions[row].append(distribution)
             own_states = states if len(ends) == 1 else states[row : row + 1]
-            view = DraftView(count, token, own_states, own_logits[row], law, params.temperature, contexts[row])
+            view = DraftView(count, token, own_states, own_logits[row], distribution, params.temperature, contexts[row])
             try:  # a context manager here is measurable on small models
                 stopped = stops[row].should_stop(view)
             except NonFinite as error:
@@ -81,12 +81,14 @@ def draft_chains(
         rows = going
         if rows:
             logits, states = step(more)
-    return [_chain(drafted, torch.stack(own) if own else None) for drafted, own in zip(tokens, laws, strict=True)]
+    return [
+        _chain(drafted, torch.stack(own) if own else None) for drafted, own in zip(tokens, distributions, strict=True)
+    ]
 
 
-def _chain(tokens: Sequence[int], laws: Tensor | None) -> DraftTree:
+def _chain(tokens: Sequence[int], distributions: Tensor | None) -> DraftTree:
     count = len(tokens)
-    return DraftTree(tuple(tokens), chain_parents(count), laws, draft_calls=count) if count else NO_DRAFT
+    return DraftTree(tuple(tokens), chain_parents(count), distributions, draft_calls=count) if count else NO_DRAFT
 
 
 def _choose(
@@ -97,8 +99,8 @@ def _choose(
     params: SamplingParams,
     sources: Sequence[Source],
 ) -> tuple[list[int], Sequence[Tensor | None]]:
-    """A token for each of `rows`, and the laws that they were drawn from; own_logits: each row's. place: of the tokens
-    in their drafts."""
+    """A token for each of `rows`, and the distributions that they were drawn from; own_logits: each row's. place: of
+    the tokens in their drafts."""
     tokens: list[int] = []
     try:
         if params.greedy:
@@ -108,9 +110,10 @@ def _choose(
                 for row in rows:
                     tokens.append(best_token(own_logits[row]))
             return tokens, [None] * len(rows)
-        laws = probabilities(logits if len(rows) == len(own_logits) else logits[list(rows)], params)
-        own_laws = laws.unbind()
-        return draw_each(laws if laws.is_cuda else own_laws, [sources[row] for row in rows]), own_laws
+        distributions = probabilities(logits if len(rows) == len(own_logits) else logits[list(rows)], params)
+        own = distributions.unbind()
+        tokens = draw_each(distributions if distributions.is_cuda else own, [sources[row] for row in rows])
+        return tokens, own
     except NonFinite as error:
         # Greedy on a CPU, those before it have a token; else it says itself which one has none.
         error.row = rows[len(tokens) if error.row is None else error.row]
@@ -127,18 +130,18 @@ def draft_unseen(
         return [NO_DRAFT] * len(ends)
     uniforms = None if params.greedy else own_uniforms(sources, [max(end, 0) for end in ends], logits.device)
     drawn: list[Tensor] = []
-    laws: list[Tensor] = []
+    distributions: list[Tensor] = []
     while True:
         if uniforms is None:
             drawn.append(best_tokens(logits))
         else:
-            laws.append(probabilities(logits, params))
-            drawn.append(draw_rows(laws[-1], uniforms[:, len(drawn)]))
+            distributions.append(probabilities(logits, params))
+            drawn.append(draw_rows(distributions[-1], uniforms[:, len(drawn)]))
         if len(drawn) == most:
             break
         logits, _ = step(drawn[-1].clamp_min(0)[:, None])  # what stands for no token cannot be read
     tokens = torch.stack(drawn, 1).tolist()
-    stacked = torch.stack(laws, 1) if laws else None
+    stacked = torch.stack(distributions, 1) if distributions else None
     for row, end in enumerate(ends):
         if NO_TOKEN in tokens[row][: max(end, 0)]:
             what = "logits" if stacked is None else "probabilities"

@@ -20,6 +20,7 @@ from run_models import run_models
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
 from draftsmith.modules.decoding.loop import generate, generate_one
+from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaHead
 from draftsmith.modules.drafters.methods import known_methods, parse_method
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -68,18 +69,20 @@ class World:
     small: Any = field(default_factory=lambda: load_lm("embedded:draft-small"))
     answers: list[list[int]] = field(default_factory=list)
     eagle: Any = None
+    medusa: Any = None
 
     def drafter(self, name: str) -> Any:
         method = parse_method(name)
-        reads_target = "eagle" in method.needs and method.eagle_for == "target"
+        reads_target = "eagle" in method.needs and method.drafts_for == "target"
         acceptance = varied_acceptance_head((self.target if reads_target else self.draft).info.hidden_size)
-        if method.eagle_for == "mid" and "eagle" in method.needs:
+        if method.drafts_for == "mid" and "eagle" in method.needs:
             # The head knows the target's features, so M2 is the target itself: what M1 drafts is verified twice.
             models = run_models(self.target, None, self.target, eagle=self.eagle, capacity=CAPACITY)
         elif "mid" in method.needs:
             models = run_models(self.target, self.small, self.draft, capacity=CAPACITY)
         else:
-            models = run_models(self.target, self.draft, eagle=self.eagle, acceptance=acceptance, capacity=CAPACITY)
+            heads = {"eagle": self.eagle, "medusa": self.medusa, "acceptance": acceptance}
+            models = run_models(self.target, self.draft, **heads, capacity=CAPACITY)
         return method.build(models)
 
 
@@ -125,6 +128,9 @@ def world():
     assert {len(answer) for answer in WORLD.answers} == {NEW_TOKENS} and len(prompts) == NUM_PROMPTS
     rows = [[*prompt, *answer][-160:] for prompt, answer in zip(prompts, WORLD.answers, strict=True)]
     WORLD.eagle = quick_eagle_head(WORLD.target, rows, steps=240, batch_size=7)
+    info = WORLD.target.info
+    # Untrained: every head's state is the target's own, which is right where the text repeats itself.
+    WORLD.medusa = MedusaHead(MedusaConfig(info.hidden_size, info.vocab_size, info.max_position)).requires_grad_(False)
     yield WORLD
     WORLD = None
 

@@ -16,9 +16,9 @@ from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.studies.common import (
     StudyConfig,
     StudyContext,
-    decode,
+    comma_numbers,
+    decode_prompts,
     measured,
-    numbers,
     prepare,
     reduced,
     write_results,
@@ -61,13 +61,13 @@ class Eagle2Config(StudyConfig):
     @property
     def sizes(self) -> list[TreeSize]:
         """Sizes of the trees whose counts are replayed."""
-        counts, depths = numbers("nodes", self.nodes, int), numbers("depths", self.depths, int)
+        counts, depths = comma_numbers("nodes", self.nodes, int), comma_numbers("depths", self.depths, int)
         return [TreeSize(count, depth, self.topk) for depth in depths for count in counts]
 
     @property
     def measured_sizes(self) -> list[TreeSize]:
-        counts = numbers("measured_nodes", self.measured_nodes, int)
-        depths = numbers("measured_depths", self.measured_depths, int)
+        counts = comma_numbers("measured_nodes", self.measured_nodes, int)
+        depths = comma_numbers("measured_depths", self.measured_depths, int)
         return [TreeSize(count, depth, self.topk) for depth in depths for count in counts]
 
     @property
@@ -117,7 +117,7 @@ def run(config: Eagle2Config) -> Path:
 
 
 def ablation_labels(config: Eagle2Config) -> list[str]:
-    """Both parts on and off, at every size."""
+    """Labels of both parts on and off, at every size."""
     return [label for size in config.ablated_sizes for label in size.ablations.values()]
 
 
@@ -141,7 +141,7 @@ def watch(config: Eagle2Config, context: StudyContext, label: str, params: Sampl
     def on_round(prompt: BenchPrompt, done: Round) -> None:
         seen.extend(nodes_of(prompt, done, params, context.eos_ids))
 
-    decode(config, context, label, params, on_round)
+    decode_prompts(config, context, label, params, on_round)
     return seen
 
 

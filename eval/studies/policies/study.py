@@ -10,22 +10,22 @@ from typing import Any
 from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.progress import say
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import reads
+from draftsmith.eval.bench.load import trained_for
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.studies.common import (
     StudyConfig,
     StudyContext,
+    comma_numbers,
     head_directories,
     load_heads,
-    numbers,
     prepare,
     recorded_chains,
     reduced,
     write_results,
 )
-from draftsmith.eval.studies.policies.comparison import Comparison, DrafterMode, compare
+from draftsmith.eval.studies.policies.comparison import DrafterMode, PolicyComparison, compare_policies
 from draftsmith.eval.studies.policies.families import PolicyGrid
 from draftsmith.eval.studies.policies.measured import cross_check, own_c
 from draftsmith.eval.studies.policies.prompts import known_grams, least_third, overlap, parted, training_texts
@@ -97,8 +97,8 @@ class PoliciesConfig(StudyConfig):
         deepest = self.max_drafted
         return PolicyGrid(
             tuple(range(1, deepest + 1)),
-            tuple(numbers("ts", self.ts, float)),
-            tuple(numbers("hs", self.hs, float)),
+            tuple(comma_numbers("ts", self.ts, float)),
+            tuple(comma_numbers("hs", self.hs, float)),
             tuple(sorted({max(1, deepest // 2), deepest})),
         )
 
@@ -112,7 +112,7 @@ class PoliciesConfig(StudyConfig):
         for name in ("dev_limit", "bench_limit"):
             at_least(name, getattr(self, name), 0)
         for name in ("hs", "ts", "cs"):
-            for value in numbers(name, getattr(self, name), float):
+            for value in comma_numbers(name, getattr(self, name), float):
                 between(name, value, 0, 10 if name == "cs" else 1)
         if not self.chain_drafters:
             raise InputError("draft", "nothing", "a drafter", "Pass --draft: a draft model, a head, or several.")
@@ -121,8 +121,8 @@ class PoliciesConfig(StudyConfig):
                 found, expected = f"heads of what {name} drafts without it", "--draft with it"
                 raise InputError(f"{name}_heads", found, expected, "Pass --draft DIR too.")
         for place in (place for folder in self.heads for place in head_directories(folder).values()):
-            if reads(str(place)) not in self.chain_drafters:
-                found = f"{place}, for what {reads(str(place))} drafts, which is not given"
+            if trained_for(str(place)) not in self.chain_drafters:
+                found = f"{place}, for what {trained_for(str(place))} drafts, which is not given"
                 raise InputError("heads", found, "--draft with it", "Pass --draft DIR too.")
 
 
@@ -157,15 +157,15 @@ def run(config: PoliciesConfig) -> Path:
     if both := sum(tuple(prompt.prompt_ids) in known for prompt in context.prompts):
         total = len(context.prompts)
         say(f"{both} of {total} reported prompts are among those that settings are chosen on: gains flatter.")
-    heads = {name: heads_of(config, context.models, name) for name in config.chain_drafters}
+    heads = {name: drafter_heads(config, context.models, name) for name in config.chain_drafters}
     train = known_grams(training_texts(config), config.ngram)
     own = {name: own_c(config, context.models, name) for name in config.chain_drafters}
     found = []
     for scene in scenes(config, context, dev, heads):
         overlaps = [overlap(answer.tokens, train, config.ngram) for answer in scene.test.answers]
         say(f"{scene.title}: {', '.join(scene.heads) or 'no head'}; c = {own[scene.drafter]:.3f} here")
-        cs = (*numbers("cs", config.cs, float), own[scene.drafter])
-        found.append(compare(scene, config.grid, cs, overlaps, least_third(overlaps), config.seed))
+        cs = (*comma_numbers("cs", config.cs, float), own[scene.drafter])
+        found.append(compare_policies(scene, config.grid, cs, overlaps, least_third(overlaps), config.seed))
     measured = [row for compared in found for row in timed(config, compared, heads)]
     tables, summary = tables_of(found, measured), summary_of(found, measured)
     if not train:
@@ -174,21 +174,23 @@ def run(config: PoliciesConfig) -> Path:
     return write_results("policies", config, context, tables, summary, shown_first(tables), c=own)
 
 
-def timed(config: PoliciesConfig, compared: Comparison, heads: Mapping[str, DrafterHeads]) -> list[dict[str, Any]]:
+def timed(
+    config: PoliciesConfig, compared: PolicyComparison, heads: Mapping[str, DrafterHeads]
+) -> list[dict[str, Any]]:
     """The chosen settings, decoded for real; nothing with bench_limit 0."""
     if not config.bench_limit:
         return []
     return cross_check(config, compared, heads[compared.scene.drafter].places, config.bench_limit)
 
 
-def heads_of(config: PoliciesConfig, models: Models, drafter: str) -> DrafterHeads:
+def drafter_heads(config: PoliciesConfig, models: Models, drafter: str) -> DrafterHeads:
     """Raises:
     InputError: a folder without heads, or a head that was trained for another drafter.
     """
     old = {"draft": config.draft_heads, "eagle": config.eagle_heads}.get(drafter)
     places = head_directories(old) if old is not None else {}
     for folder in config.heads:
-        own = {name: place for name, place in head_directories(folder).items() if reads(str(place)) == drafter}
+        own = {name: place for name, place in head_directories(folder).items() if trained_for(str(place)) == drafter}
         for name in own.keys() & places.keys():
             raise InputError("heads", f"{own[name]} and {places[name]}", "one head of a name", "Rename one of them.")
         places |= own

@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, TreeRollouts, joined
-from draftsmith.eval.replay.store import load, recorded, save
+from draftsmith.eval.replay.store import load_rollouts, recorded, save
 from draftsmith.modules.types import InputError
 
 
@@ -58,7 +58,7 @@ def test_a_round_trip_changes_nothing(tmp_path, make):
     whole = joined([make(0, 5), make(1, 0), make(2, 2)])
     assert whole.answer.tolist() == [0, 0, 0, 0, 0, 2, 2]
     save(whole, tmp_path)
-    assert_same(load(tmp_path), whole)
+    assert_same(load_rollouts(tmp_path), whole)
 
 
 def test_recording_goes_on_with_the_answers_that_are_missing(tmp_path):
@@ -83,4 +83,4 @@ def test_rollouts_of_other_settings_are_not_taken(tmp_path):
     with pytest.raises(InputError, match="depth"):
         recorded(tmp_path, prompts, {"depth": 4}, lambda prompt, number: chains(0, 4))
     with pytest.raises(InputError, match="none in"):
-        load(tmp_path / "elsewhere")
+        load_rollouts(tmp_path / "elsewhere")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from quick_heads import specdecpp
-from table_models import H, TableLM, V, decoded_law, target_law, total_variation
+from table_models import H, TableLM, V, decoded_distribution, target_distribution, total_variation
 from torch import Tensor, nn
 
 from draftsmith.data.heads.directory import class_of, head_kinds, kind_at, load_head, save_head
@@ -158,8 +158,10 @@ def test_saving_and_loading_is_exact(head, tmp_path):
 def test_decoding_with_it_is_lossless(head, tmp_path):
     loaded = load_head(save_head(tmp_path / "head", head, {}, "# A head\n"))
     target = TableLM(1)
-    law = decoded_law(target, lambda: drafter_of(loaded, target), SAMPLING, length=3, max_new_tokens=8)
-    assert total_variation(law, target_law(target, SAMPLING, 3)) < 1e-10  # float64, every branch
+    distribution = decoded_distribution(
+        target, lambda: drafter_of(loaded, target), SAMPLING, length=3, max_new_tokens=8
+    )
+    assert total_variation(distribution, target_distribution(target, SAMPLING, 3)) < 1e-10  # float64, every branch
 
 
 def test_the_loss_is_a_mean_over_the_tokens_that_count_however_they_are_laid(drafter):
