@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
-from draftsmith.data.prompts import check_not_negative
+from draftsmith.data.settings import check_not_negative
 from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.store.reading import open_tensors
 from draftsmith.data.store.shards import Rows
