@@ -210,9 +210,10 @@ class MedusaDrafter:
             trees = [NO_DRAFT] * len(limits)
         else:
             states = self._head(torch.stack(self._features))
-            trees = (
-                self._chains(states, limits, params, sources) if self._shape is None else self._trees(states, limits)
-            )
+            if self._shape is None:
+                trees = self._chains(states, limits, params, sources)
+            else:
+                trees = self._trees(self._shape, states, limits)
             trees = [dataclasses.replace(tree, draft_calls=1) if tree.tokens else tree for tree in trees]
         self._num_drafted = [len(tree.tokens) for tree in trees]
         return trees
