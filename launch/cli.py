@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,8 +60,6 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
         if message is None:
             raise
         if debug:
-            import traceback
-
             traceback.print_exc()
         print(f"draftsmith: error: {message}", file=sys.stderr)
         return 2

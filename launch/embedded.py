@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 import random
 import time
 from collections import Counter, defaultdict
@@ -252,8 +253,6 @@ def card_questions(path: Path, tokenizer: Any) -> list[Question]:
 
 def source_versions() -> dict[str, str]:
     """Installed version of each source package."""
-    import platform
-
     from draftsmith.data.embedded.corpus import SOURCES
 
     found = {"stdlib": platform.python_version()}

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from draftsmith.data.models.hub import EMBEDDED, resolve_model
 from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
@@ -143,8 +145,6 @@ def artefact_prompt(turns: Turns) -> Callable[[PromptRow], BenchPrompt]:
 
 def artefact_rows(directory: Path, target: str, turns: Turns = "last") -> Iterator[PromptRow]:
     """Rows of a prompts artefact made with the target's tokenizer, and where later turns are asked its template."""
-    import pyarrow.parquet as pq
-
     manifest = open_artefact(directory, "prompts", text_identity(target))
     if turns == "all" and has_later_turns(manifest):
         ours, theirs = template_hash(load_chat_tokenizer(target)), manifest.identity.get("chat_template")

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from draftsmith.data.store.files import make_directory, write_json, write_table
 from draftsmith.data.store.manifest import differences, flatten, warn_not_compared, without_unrecorded
@@ -82,8 +84,6 @@ def _file(directory: Path, number: int) -> Path:
 
 def write_answer(rollouts: ChainRollouts | TreeRollouts, path: Path) -> None:
     """One answer's rounds; the answer itself, and the arrays' shapes, go into the file's metadata."""
-    import pyarrow as pa
-
     assert len(rollouts.answers) == 1
     arrays: dict[str, np.ndarray] = {}
     scalars: dict[str, Any] = {}
@@ -126,8 +126,6 @@ def read_answer(path: Path) -> Any:
 
 
 def _answer(path: Path) -> Any:
-    import pyarrow.parquet as pq
-
     table = pq.read_table(path)
     meta = json.loads(table.schema.metadata[META])
     values: dict[str, Any] = dict(meta["scalars"])
