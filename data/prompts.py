@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from draftsmith.data.models.identity import template_hash
 from draftsmith.data.models.loading import text_identity
 from draftsmith.data.progress import Advance
 from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
@@ -29,14 +30,7 @@ from draftsmith.data.text.conversations import (
     up_to_last,
 )
 from draftsmith.data.text.sources import Row, Source, first_rows, named_split, open_source
-from draftsmith.data.text.template import (
-    RowError,
-    context_length,
-    load_chat_tokenizer,
-    prompt_ids,
-    supervised_ids,
-    template_hash,
-)
+from draftsmith.data.text.template import RowError, context_length, load_chat_tokenizer, prompt_ids, supervised_ids
 from draftsmith.modules.types import InputError
 
 FIELDS = (

@@ -14,11 +14,12 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from draftsmith.data.models.hub import EMBEDDED, resolve_model
+from draftsmith.data.models.identity import template_hash
 from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
 from draftsmith.data.text.conversations import Turns, label_columns, label_of, layout_of, up_to_last, user_turns
 from draftsmith.data.text.sources import OPENERS, named_split, open_source, plain_stem, suffix_of
-from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids, template_hash
+from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.data.text.turns import has_later_turns, later_turns
 from draftsmith.modules.types import InputError
 

@@ -19,6 +19,7 @@ from draftsmith.train.metrics import is_first_process
 from draftsmith.train.planning.documents import has_texts
 from draftsmith.train.planning.dry_run import NotRehearsed
 from draftsmith.train.planning.estimate import Plan, check_room, plan_of, planned_device
+from draftsmith.train.planning.measure import measure
 from draftsmith.train.planning.memory import LAYOUTS
 
 WIDEST = 100  # longer lines are hard to read
@@ -27,15 +28,13 @@ WIDEST = 100  # longer lines are hard to read
 def run(config: Any) -> Path | None:
     """Print the plan; returns the file with its numbers, if one was asked for."""
     set_threads(config.num_threads)
-    import_training(config)
+    import_deepspeed(config)
     plan = plan_of(config, config.world, config.assume_samples, config.assume_length)
     screen = Console(highlight=False)
     console = Console(highlight=False, width=min(screen.width, WIDEST))
     print_plan(plan, config, console)
     measured = None
     if config.measure:
-        from draftsmith.train.planning.measure import measure
-
         measured = measure(config, plan)
         console.print(measured.text(plan), markup=False)
     if config.json is None:
@@ -45,12 +44,8 @@ def run(config: Any) -> Path | None:
     return config.json
 
 
-def import_training(config: TrainConfig) -> None:
-    """What a training has imported by the time it reads its models: part of its memory."""
-    import lightning.pytorch  # noqa: F401
-
-    from draftsmith.train import acceptance_objective, drafter_objective, fit  # noqa: F401
-
+def import_deepspeed(config: TrainConfig) -> None:
+    """What a training on it has imported by the time it reads its models: part of its memory."""
     if str(config.strategy).startswith("deepspeed"):
         if planned_device(config) == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"  # as the strategy does: else it looks for a GPU and warns

@@ -7,22 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.data.settings import numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.trees import read_tree
 from draftsmith.eval.replay.record import Recording, record_all
 from draftsmith.eval.replay.replay import replay_tree
 from draftsmith.eval.replay.trees import TreeRecorder
-from draftsmith.eval.studies.common import (
-    StudyConfig,
-    StudyContext,
-    decode,
-    measured,
-    numbers,
-    prepare,
-    reduced,
-    write_results,
-)
+from draftsmith.eval.studies.common import StudyConfig, StudyContext, decode, measured, prepare, reduced, write_results
 from draftsmith.eval.studies.eagle2.found import ModeResults, TreeSize, summary_of, tables_of
 from draftsmith.eval.studies.eagle2.nodes import Node, nodes_of
 from draftsmith.modules.decoding.loop import Round

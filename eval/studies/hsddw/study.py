@@ -8,18 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.data.settings import numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.studies.common import (
-    StudyConfig,
-    StudyContext,
-    decode,
-    measured,
-    numbers,
-    prepare,
-    reduced,
-    write_results,
-)
+from draftsmith.eval.studies.common import StudyConfig, StudyContext, decode, measured, prepare, reduced, write_results
 from draftsmith.eval.studies.hsddw.found import WatchedMethod, WindowSpeed, summary_of, tables_of
 from draftsmith.eval.studies.hsddw.watch import Watcher
 from draftsmith.modules.decoding.loop import Round

@@ -20,7 +20,8 @@ from tiny_world import make_tiny_world
 
 from draftsmith.data.store import writer
 from draftsmith.data.store.writer import HOLDER, LOCK, occupied, read_holder, sole_writer, writing_alone
-from draftsmith.launch.cli import COMMANDS, main
+from draftsmith.launch.cli import main
+from draftsmith.launch.commands import COMMANDS
 from draftsmith.modules.types import InputError
 
 HOLD = """
