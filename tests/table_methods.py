@@ -18,6 +18,7 @@ from draftsmith.modules.drafters.eagle.drafting import EagleDrafter, EagleTreeDr
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 from draftsmith.modules.drafters.lookahead import LookaheadDrafter
+from draftsmith.modules.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaHead
 from draftsmith.modules.drafters.pearl import PearlDrafter
 from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
 from draftsmith.modules.layers import LlamaConfig
@@ -43,6 +44,14 @@ def random_eagle_head(seed: int) -> EagleHead:
     head = EagleHead(EagleConfig(llama)).double().requires_grad_(False)
     head.fc.weight.normal_()
     return head
+
+
+def random_medusa_heads(seed: int) -> MedusaHead:
+    torch.manual_seed(seed)
+    heads = MedusaHead(MedusaConfig(H, V, CAPACITY, num_heads=3)).double().requires_grad_(False)
+    for weight in heads.parameters():
+        weight.normal_()
+    return heads
 
 
 class TableTrees:
@@ -94,6 +103,9 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
             head = random_eagle_head(seed)
             return lambda: EagleDrafter(head, target, policies(name, seed, target, rows), CAPACITY)
         return lambda: DraftModelDrafter(draft, policies(name, seed, draft, rows), CAPACITY)
+    if name.startswith("medusa"):
+        shape = None if "k=" in name else EAGLE_TREES["eagle-tree"]
+        return lambda: MedusaDrafter(random_medusa_heads(seed), target, [FixedLength(2) for _ in range(rows)], shape)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
         judge = random_acceptance_head(seed, **TREE_JUDGE) if "value=head" in name else None
@@ -149,4 +161,4 @@ METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++cali
            "specdec++early:eagle", "cost:eagle", "cost:early:eagle", "online:eagle",
            "eagle:k=2", "specdec++:eagle", "specdec++calibrated:eagle", "confidence:eagle", "self-verify:eagle", "tree",
            *EAGLE_TREES, "pre-verify", "pre+self-verify", "hsddw", "pre-verify:eagle", "pre+self-verify:eagle",
-           "hsddw:eagle", "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip
+           "hsddw:eagle", "medusa", "medusa-chain:k=2", "pld", "lookahead", "pearl:k=1", "pearl:k=2"]  # fmt: skip

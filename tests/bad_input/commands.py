@@ -92,7 +92,6 @@ ROWS = [
     Row("bench: no such prompts", f"eval bench {TARGET}--methods ar --prompts ./nosuch.jsonl {OUT}", ("nosuch.jsonl",)),
     Row("bench: no such split", BENCH + "--methods ar --split nosuch", ("prompts", "--split")),
     Row("bench: no methods", BENCH + "--methods ,", ("methods",)),
-    Row("bench: trees in batches", BENCH + "--methods eagle2 --eagle {eagle} --batch-size 4", ("eagle2",)),
     Row("bench: two runs, one temperature", BENCH + "--methods ar --temperatures 0,0", ("temperatures",)),
     Row("compare: one run", "eval compare {bench}", ("runs",)),
     Row("compare: no run", "eval compare {bench} {target}", ("target", "results.json")),

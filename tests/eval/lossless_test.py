@@ -137,7 +137,7 @@ def test_a_biased_sampler_fails_with_exit_code_1_and_the_result_says_by_what(mod
     row = rows(tmp_path)["spec:k=3, single"]
     assert row["greedy"]["passed"] and not row["sampling"]["passed"]
     assert row["sampling"]["strongest_bet"] and row["sampling"]["p_value"] < row["sampling"]["level"]
-    assert rows(tmp_path)["spec:k=3, batched"]["passed"]
+    assert not rows(tmp_path)["spec:k=3, batched"]["passed"]  # there is one loop
 
 
 def test_a_token_that_the_target_cannot_emit_is_found_at_once(loaded, tmp_path, monkeypatch):

@@ -183,6 +183,7 @@ def counted(monkeypatch) -> Counted:
         return real(self, input_ids, position_ids)
 
     monkeypatch.setattr(LlamaLM, "features", features)
+    monkeypatch.setattr("draftsmith.train.planning.plan.announce", lambda config: None)  # which tries a step
     return counter
 
 

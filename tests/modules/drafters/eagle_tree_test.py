@@ -221,4 +221,4 @@ def tree_paths(slow: SlowHead, shape: StaticTree) -> list[tuple[int, ...]]:
 def test_the_trees_rows_leave_the_cache_when_the_round_ends():
     head, lm = random_head(0), TableLM(0, support=(V,))
     _, drafter = propose(head, lm, DynamicTree(8, 3, 3), 6, [*PROMPT, 1])
-    assert drafter._rows.lengths == [len(PROMPT)]
+    assert drafter.rows.lengths == [len(PROMPT)]
