@@ -102,7 +102,7 @@ class ForwardCosts:
         return self._cost("draft", size, lambda: self._reading(self._pair.packed[1], size))
 
     def head(self, size: int) -> float:
-        """Of the EAGLE head, its logits for all rows included."""
+        """The EAGLE head's cost a step, its logits for all rows included."""
         return self._cost("head", size, lambda: self._level(self._pair.tree_drafter(), size))
 
     def _cost(self, model: str, size: int, make: Callable[[], Callable[[], None]]) -> float:
@@ -208,7 +208,7 @@ def fixed_shapes(pair: Pair, repeats: int) -> Iterator[Number]:
     )
 
 
-def dispatch(repeats: int, device: str, clock: Clock) -> Iterator[Number]:
+def dispatch_time(repeats: int, device: str, clock: Clock) -> Iterator[Number]:
     """Host time of a layer so small that it computes nothing: what a framework costs."""
     weights, _ = random_pair("tiny", torch.float32, device)
     lm, hf = weights.lean(False), weights.transformers()

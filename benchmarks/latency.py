@@ -18,7 +18,7 @@ from rich.console import Console
 
 from draftsmith.benchmarks.decoder_cost import (
     Number,
-    dispatch,
+    dispatch_time,
     fixed_shapes,
     ideals,
     long_context,
@@ -113,7 +113,7 @@ def measure_all(config: LatencyConfig) -> Iterator[Number]:
     if config.what == "predictors":
         yield from predictors(embedded_models(config.new_tokens, clock), config.repeats)
         return
-    yield from dispatch(config.repeats, config.device, clock)
+    yield from dispatch_time(config.repeats, config.device, clock)
     if config.embedded and on_cpu:
         pair = embedded_models(config.new_tokens, clock)
         yield from end_to_end(pair, config.repeats)

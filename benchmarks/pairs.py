@@ -79,7 +79,7 @@ class Pair:
 
     @cached_property
     def session(self) -> Session | None:
-        """On a GPU one session serves all runs, for the graphs that it holds."""
+        """A session; on a GPU one serves all runs, for the graphs that it holds."""
         target = self.packed[0]
         return target.session(1, self.capacity) if target.device.type == "cuda" else None
 
@@ -88,7 +88,7 @@ class Pair:
         return EngineRunner(models[0], drafter, params, (), session=self.session)
 
     def timed_chain(self, params: SamplingParams, forwards: Stopwatch) -> EngineRunner:
-        """As `chain`, with all forwards of both models timed."""
+        """The same as `chain`, with all forwards of both models timed."""
         target, draft = (timed_copy(lm, forwards) for lm in self.packed)
         return self.chain((target, draft), params)
 

@@ -83,14 +83,14 @@ def run(config: PlanCheckConfig) -> int:
     worst = 0.0
     for shape in config.shapes.split(","):
         with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder:
-            for checked in check(shape, config, Path(folder)):
+            for checked in checked_plans(shape, config, Path(folder)):
                 say(" | ".join(checked.cells))
                 worst = max(worst, abs(checked.ratio - 1))
     return int(worst > TOLERANCE)
 
 
-def check(shape: str, config: PlanCheckConfig, folder: Path) -> Iterator[Checked]:
-    """With stored features, and with those that the target makes in the training process."""
+def checked_plans(shape: str, config: PlanCheckConfig, folder: Path) -> Iterator[Checked]:
+    """Checks of plans with stored features, and with those that the target makes in the training process."""
     hidden, layers = SHAPES[shape]
     target = training_data.write_target(folder / "target", training_data.raw_config(hidden, layers, VOCAB))
     lengths = dialogue_lengths(config.documents)

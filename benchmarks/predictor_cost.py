@@ -33,7 +33,7 @@ def random_head(hidden_size: int, **settings: Any) -> AcceptanceHead:
 
 
 def predictors(pair: Pair, repeats: int) -> Iterator[Number]:
-    """Of a draft model's tokens and of an EAGLE head's: heads of both kinds, and no head at all."""
+    """Predictors of a draft model's tokens and of an EAGLE head's: heads of both kinds, and no head at all."""
     target, draft = pair.packed
     eagle = random_eagle_head(target)
 
@@ -76,7 +76,7 @@ class TimedPredictor:
         return found
 
 
-class TimedDrafter:
+class TimedWithoutPredictor:
     """A drafter whose proposals are timed by their tokens, without what was asked of the predictor."""
 
     def __init__(self, drafter: Drafter, asked: TimedPredictor):
@@ -100,7 +100,7 @@ def share_of_a_step(
     a predictor that is asked over and over finds everything at hand, and takes a fraction of this. Medians of the
     wall's seconds: the CPU time's clock is a system call, which disturbs what is as short as this."""
     asked = TimedPredictor(predictor)
-    drafter = TimedDrafter(make(PredictorStop(asked, ThresholdRule(1.0), DRAFTED, DRAFTED)), asked)
+    drafter = TimedWithoutPredictor(make(PredictorStop(asked, ThresholdRule(1.0), DRAFTED, DRAFTED)), asked)
     runner = EngineRunner(pair.packed[0], drafter, params, ())
     runner([pair.prompts[0]], DRAFTED, [0])  # uncounted: what is made once
     asked.seconds.clear()

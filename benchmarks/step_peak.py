@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftsmith.benchmarks.step_variants import Bare, Loop, Padded, Shape, Work, padded_loss, train_ours
+from draftsmith.benchmarks.step_variants import Bare, Padded, PlainLoop, Shape, Work, padded_loss, train_ours
 from draftsmith.modules.drafters.eagle.head import eagle_loss
 from draftsmith.train.planning.estimate import own_memory
 
@@ -36,7 +36,7 @@ def peak_above(call: Callable[[], object]) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
-def in_process(what: str, shape: Shape) -> int:
+def in_new_process(what: str, shape: Shape) -> int:
     """`peak_of` in a new process, so that it begins with nothing."""
     words = [sys.executable, __file__, what, json.dumps(dataclasses.asdict(shape))]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
@@ -63,7 +63,7 @@ def _steps(what: str, shape: Shape) -> Callable[[], object]:
                 train_ours(work, settings)
 
         return ours
-    kinds: dict[str, type[Loop]] = {"bare": Bare, "padded": Padded}
+    kinds: dict[str, type[PlainLoop]] = {"bare": Bare, "padded": Padded}
     loop = kinds[what](work, settings)
 
     def steps() -> None:

@@ -39,8 +39,8 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a measured training. hidden, vocab: the target's; layers: the head's. tokens: in a batch; documents: in all,
-    with the lengths of dialogues times `scale`."""
+    """Sizes of a measured training. hidden, vocab: the target's; layers: the head's. tokens: in a batch; documents: in
+    all, with the lengths of dialogues times `scale`."""
 
     hidden: int = 512
     vocab: int = 32_000
@@ -91,7 +91,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Step:
+class TakenStep:
     """One step that was taken: documents' own tokens, without padding; the loss; CPU seconds."""
 
     tokens: int
@@ -110,7 +110,7 @@ def adamw(head: EagleHead, config: Any, steps: int) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
 
-class Loop(ABC):
+class PlainLoop(ABC):
     """A plain loop. A subclass says what a batch is and what its loss is."""
 
     def __init__(self, work: Work, config: Any, compiled: bool = False):
@@ -128,7 +128,7 @@ class Loop(ABC):
     def loss(self, pair: EagleInputs, hidden: Tensor) -> Tensor:
         """The mean over the loss tokens; each variant writes it in its own way."""
 
-    def step(self, clock: Clock = time.process_time) -> Step:
+    def step(self, clock: Clock = time.process_time) -> TakenStep:
         """Forward, backward, clipping and update of the next batch."""
         started = clock()
         batch = next(self._batches)
@@ -140,7 +140,7 @@ class Loop(ABC):
         self.schedule.step()
         self.optimizer.zero_grad()
         assert batch.attention_mask is not None
-        return Step(int(batch.attention_mask.sum()), float(loss.detach()), clock() - started)
+        return TakenStep(int(batch.attention_mask.sum()), float(loss.detach()), clock() - started)
 
     def loss_of(self, batch: FeatureBatch) -> Tensor:
         pair = shift(batch)
@@ -158,7 +158,7 @@ class Loop(ABC):
         return iter(DataLoader(dataset, batch_sampler=steps, collate_fn=collate))
 
 
-class Bare(Loop):
+class Bare(PlainLoop):
     """The same batches, head and loss as ours, without Lightning."""
 
     def batches(self) -> Iterator[FeatureBatch]:
@@ -173,8 +173,8 @@ class Bare(Loop):
         ).loss
 
 
-class Padded(Loop):
-    """As many documents a batch as ours has on average, at random, padded to the longest."""
+class Padded(PlainLoop):
+    """Batches of as many documents as ours has on average, at random, padded to the longest."""
 
     @property
     def batch_size(self) -> int:
@@ -221,7 +221,7 @@ class PairedEagle(LitHead):
 
     def __init__(self, *args: Any, others: Callable[[], None], clock: Clock = time.process_time, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.steps_taken: list[Step] = []
+        self.steps_taken: list[TakenStep] = []
         self._others, self._clock, self._resumed = others, clock, 0.0
         self._before: tuple[int, Tensor] | None = None
 
@@ -229,7 +229,7 @@ class PairedEagle(LitHead):
         arrived = self._clock()
         if self._before is not None:
             tokens, loss = self._before
-            self.steps_taken.append(Step(tokens, float(loss), arrived - self._resumed))
+            self.steps_taken.append(TakenStep(tokens, float(loss), arrived - self._resumed))
         self._others()
         self._resumed = self._clock()
         loss = super().training_step(part, batch_idx)
@@ -237,7 +237,7 @@ class PairedEagle(LitHead):
         return loss
 
 
-def train_ours(work: Work, config: Any, others: Callable[[], None] = lambda: None) -> list[Step]:
+def train_ours(work: Work, config: Any, others: Callable[[], None] = lambda: None) -> list[TakenStep]:
     """Our training by `fit`, all of it; its steps but the last, from the beginning of one to that of the next.
 
     others: called before each step, off the clock.

@@ -22,8 +22,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.benchmarks.step_peak import in_process
-from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, Step, Work, train_ours
+from draftsmith.benchmarks.step_peak import in_new_process
+from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, TakenStep, Work, train_ours
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import git_commit, package_versions, resolved
@@ -82,7 +82,7 @@ class ThroughputConfig:
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredNumber:
     """One number, and what is aimed at."""
 
     what: str
@@ -96,23 +96,23 @@ class Row:
         return self.what, f"{self.value:,.{digits}f}{'' if self.unit in 'x%' else ' '}{self.unit}", self.aim
 
 
-def tokens_per_s(steps: Sequence[Step]) -> float:
-    """Of documents' own tokens, over all steps: a ratio of sums."""
+def tokens_per_s(steps: Sequence[TakenStep]) -> float:
+    """Documents' own tokens a second, over all steps: a ratio of sums."""
     return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
 
 
-def slower(ours: Sequence[Step], theirs: Sequence[Step]) -> float:
+def slower(ours: Sequence[TakenStep], theirs: Sequence[TakenStep]) -> float:
     """Per cent by which our steps take longer than theirs on the same batches: the median over pairs."""
     return 100 * (statistics.median(a.seconds / b.seconds for a, b in zip(ours, theirs, strict=True)) - 1)
 
 
-def paired_steps(work: Work, steps: int, other: str, warm_up: int = WARM_UP) -> tuple[list[Step], list[Step]]:
+def paired_steps(work: Work, steps: int, other: str, warm_up: int = WARM_UP) -> tuple[list[TakenStep], list[TakenStep]]:
     """Counted steps of ours and of another variant, which take turns."""
     total = warm_up + steps + 1
     with tempfile.TemporaryDirectory(prefix="draftsmith-throughput-") as folder:
         config = work.settings(Path(folder) / "run", total)
         loop = Padded(work, config) if other == "padded" else Bare(work, config, compiled="compiled" in other)
-        theirs: list[Step] = []
+        theirs: list[TakenStep] = []
 
         def step() -> None:
             if len(theirs) < total - 1:  # our last step is not timed to its end
@@ -130,44 +130,46 @@ def step_flops(work: Work, config: ThroughputConfig) -> float:
     return flops.eagle_training(work.head.config.llama, rows, counted) / sum(lengths)
 
 
-def speed(config: ThroughputConfig) -> Iterator[Row]:
+def speed(config: ThroughputConfig) -> Iterator[MeasuredNumber]:
     work = Work(config.shape)
     steps = config.steps or -(-sum(work.samples.lengths) // config.tokens)
     ours, bare = paired_steps(work, steps, "bare")
-    yield Row("bare: tokens a CPU second", tokens_per_s(bare), "tokens/s")
-    yield Row("ours: tokens a CPU second", tokens_per_s(ours), "tokens/s")
-    yield Row("ours takes longer than the bare loop by", slower(ours, bare), "%", "<= 3")
+    yield MeasuredNumber("bare: tokens a CPU second", tokens_per_s(bare), "tokens/s")
+    yield MeasuredNumber("ours: tokens a CPU second", tokens_per_s(ours), "tokens/s")
+    yield MeasuredNumber("ours takes longer than the bare loop by", slower(ours, bare), "%", "<= 3")
     again, padded = paired_steps(work, steps, "padded")
-    yield Row("padded: tokens a CPU second", tokens_per_s(padded), "tokens/s")
-    yield Row("ours / padded, tokens a CPU second", tokens_per_s(again) / tokens_per_s(padded), "x", ">= 1.5")
+    yield MeasuredNumber("padded: tokens a CPU second", tokens_per_s(padded), "tokens/s")
+    yield MeasuredNumber(
+        "ours / padded, tokens a CPU second", tokens_per_s(again) / tokens_per_s(padded), "x", ">= 1.5"
+    )
     if config.compile_head:
         third, compiled = paired_steps(work, steps, "bare, compiled")
         # Each against ours of its own run, as the machine may have changed its speed between them.
         ratio = (1 + slower(third, compiled) / 100) / (1 + slower(ours, bare) / 100)
-        yield Row("bare with torch.compile for the head / without", ratio, "x")
+        yield MeasuredNumber("bare with torch.compile for the head / without", ratio, "x")
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     most = measured_peak(torch.device("cpu"), dtype, time.process_time, PEAK_FOR_S)
     utilisation = 100 * step_flops(work, config) * tokens_per_s(ours) / most
-    yield Row("ours: model FLOPs of what matrix products reach here", utilisation, "%")
+    yield MeasuredNumber("ours: model FLOPs of what matrix products reach here", utilisation, "%")
 
 
-def memory(config: ThroughputConfig) -> Iterator[Row]:
-    peaks = {name: in_process(name, config.shape) for name in ("ours", "bare", "padded")}
+def measured_memory(config: ThroughputConfig) -> Iterator[MeasuredNumber]:
+    peaks = {name: in_new_process(name, config.shape) for name in ("ours", "bare", "padded")}
     for name, peak in peaks.items():
-        yield Row(f"{name}: peak memory of a step", peak / 1e6, "MB")
-    yield Row("padded / ours, peak memory", peaks["padded"] / peaks["ours"], "x", ">= 2")
+        yield MeasuredNumber(f"{name}: peak memory of a step", peak / 1e6, "MB")
+    yield MeasuredNumber("padded / ours, peak memory", peaks["padded"] / peaks["ours"], "x", ">= 2")
 
 
-def loss_memory(config: ThroughputConfig) -> Iterator[Row]:
+def loss_memory(config: ThroughputConfig) -> Iterator[MeasuredNumber]:
     shape = replace(LOSS_SHAPE, seed=config.seed)
     where = f"{shape.tokens} tokens, {shape.vocab // 1000}k vocabulary"
-    peaks = {name: in_process(name, shape) for name in ("loss", "naive loss")}
-    yield Row(f"EAGLE loss in chunks: peak memory, {where}", peaks["loss"] / 1e6, "MB")
-    yield Row(f"the naive form: peak memory, {where}", peaks["naive loss"] / 1e6, "MB")
-    yield Row("in chunks / naive, peak memory", 100 * peaks["loss"] / peaks["naive loss"], "%", "<= 33")
+    peaks = {name: in_new_process(name, shape) for name in ("loss", "naive loss")}
+    yield MeasuredNumber(f"EAGLE loss in chunks: peak memory, {where}", peaks["loss"] / 1e6, "MB")
+    yield MeasuredNumber(f"the naive form: peak memory, {where}", peaks["naive loss"] / 1e6, "MB")
+    yield MeasuredNumber("in chunks / naive, peak memory", 100 * peaks["loss"] / peaks["naive loss"], "%", "<= 33")
 
 
-PARTS = {"speed": speed, "memory": memory, "loss-memory": loss_memory}
+PARTS = {"speed": speed, "memory": measured_memory, "loss-memory": loss_memory}
 
 
 @sole_writer()

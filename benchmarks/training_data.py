@@ -15,7 +15,7 @@ from draftsmith.data.models.hub import model_directory
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import Item
 from draftsmith.data.store.files import copy_file, make_directory, write_json, write_tensors
-from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
+from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.llama import LlamaLM, llama_config
 from draftsmith.train.planning.made_up import PROMPT_SHARE
@@ -106,7 +106,7 @@ def write_features(
 ) -> Path:
     """A real `features` artefact of random documents, for the target with this identity."""
     documents = SyntheticFeatures(lengths, hidden, vocab, seed)
-    plan = Plan(
+    plan = StagePlan(
         kind="features",
         stage="data features",
         directory=directory,

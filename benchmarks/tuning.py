@@ -62,13 +62,13 @@ def run(config: TuneCheckConfig) -> int:
     """Print both, write `output`/check.json; 1 where the choice is off by more than 3 %, or took more than a tenth."""
     for field in ("sweep_repeats", "finalists", "final_repeats"):
         at_least(field, getattr(config, field), 1)
-    compared = check(config)
+    compared = check_choice(config)
     say(json.dumps(asdict(compared), indent=1))
     write_json(config.output / "check.json", asdict(compared))
     return int(not compared.passed)
 
 
-def check(config: TuneCheckConfig) -> TuneCheck:
+def check_choice(config: TuneCheckConfig) -> TuneCheck:
     setup = prepare(config)
     clock = clock_of(config.device, config.num_threads)
     started = clock()

@@ -18,9 +18,9 @@ from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.mixed_text import MixedTextLabels
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity
 from draftsmith.data.rollouts import Rollouts
-from draftsmith.data.settings import StageLoading, check_not_negative, check_positive, numbers
+from draftsmith.data.settings import StageLoading, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.manifest import open_artefact, volatile
-from draftsmith.data.store.shards import Plan, Rows, run_stage
+from draftsmith.data.store.shards import Rows, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -55,7 +55,8 @@ class AcceptanceConfig(StageLoading):
         top_p: As temperature; 1 is all.
         depth: rollout: tokens of a draft.
         stride: rollout: a draft begins at every so many tokens of the answer.
-        children: rollout: label also so many most probable tokens beside every drafted one, for heads that judge trees.
+        children: rollout: label also so many most probable tokens beside every drafted one, for heads of trees
+            (--judges tree).
         greedy_label: rollout, greedy: agreement of the token with the target's argmax, or prob, its probability at
             temperature 1.
         seed: Of the drafted tokens. Each row has random numbers of its own.
@@ -116,7 +117,7 @@ class AcceptanceConfig(StageLoading):
         top_k = sampled.get("top_k", 0) if self.top_k is None else self.top_k
         top_p = sampled.get("top_p", 1.0) if self.top_p is None else self.top_p
         if self.temperatures is not None:
-            several = numbers("temperatures", self.temperatures, float)
+            several = comma_numbers("temperatures", self.temperatures, float)
             if min(several) <= 0:
                 remedy = "Greedy labels are made apart, by --mode greedy."
                 raise InputError("temperatures", self.temperatures, "numbers above 0", remedy)
@@ -159,7 +160,7 @@ def run(config: AcceptanceConfig) -> Path:
         labels = rollout_labels(config, sampling, target, drafter)
     else:
         labels = mixed_text_labels(config, sampling, target, drafter)
-    plan = Plan(
+    plan = StagePlan(
         kind=labels.kind,
         stage="data acceptance",
         directory=config.output,

@@ -26,7 +26,7 @@ from draftsmith.data.ranks import place
 from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
-from draftsmith.data.store.shards import Plan, Rows, Shard, ShardContent, read_done, run_stage
+from draftsmith.data.store.shards import Rows, Shard, ShardContent, StagePlan, read_done, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import answer_mask
 from draftsmith.modules import drafters
@@ -97,7 +97,7 @@ def run(config: FeaturesConfig) -> Path:
     rows = Rows(config.responses, manifest)
     capture = () if config.drafter is None else drafters.head_class(config.drafter).capture(lm.info.num_layers)
     shared = config.target_parallel == "tensor"  # all processes are one target, and the first one writes
-    plan = Plan(
+    plan = StagePlan(
         kind="features",
         stage="data features",
         directory=config.output,
@@ -148,7 +148,7 @@ def open_texts(
     return manifest
 
 
-def check_room(plan: Plan, rows: Rows, token_bytes: int, max_bytes: int) -> None:
+def check_room(plan: StagePlan, rows: Rows, token_bytes: int, max_bytes: int) -> None:
     """Say how much will be written, and stop before the first byte where that is too much.
 
     token_bytes: of a token's features.

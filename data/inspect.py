@@ -58,7 +58,7 @@ def run(config: InspectConfig) -> None:
     if config.rows and config.row >= len(rows):
         raise InputError("row", config.row, f"less than {len(rows)}, the number of rows", "Pass a smaller number.")
     console = Console(highlight=False)
-    console.print(summary(config.artefact, manifest, rows, tokenizer))
+    console.print(manifest_summary(config.artefact, manifest, rows, tokenizer))
     for number in range(config.row, min(config.row + config.rows, len(rows))):
         show_row(console, number, rows.read(number, number + 1)[0], manifest, config.artefact, tokenizer)
 
@@ -78,7 +78,7 @@ def open_tokenizer(manifest: Manifest, name: str | None) -> Any:
     return load_tokenizer(name)
 
 
-def summary(directory: Path, manifest: Manifest, rows: Rows, tokenizer: Any) -> Table:
+def manifest_summary(directory: Path, manifest: Manifest, rows: Rows, tokenizer: Any) -> Table:
     """What the manifest says, and for responses how the text relates to the tokens."""
     table = Table(title=f"{manifest.kind} in {directory}", show_header=False, title_justify="left")
     table.add_column(style="cyan")
@@ -204,7 +204,7 @@ def show_labels(console: Console, row: dict[str, Any], tokenizer: Any) -> None:
 
 def show_drafts(console: Console, row: dict[str, Any], depth: int, tokenizer: Any) -> None:
     """The text with the places where drafts begin; the first drafts beside what the target says there, each token by
-    how likely it is kept once it is judged; and how likely that is by depth, on the average."""
+    how likely it is kept once it is verified; and how likely that is by depth, on the average."""
     ids, starts = row["input_ids"], row["starts"]
     console.print(masked_text(ids, [at in starts for at in range(len(ids))], tokenizer, marked=not console.is_terminal))
     table = Table("start", "temperature", "target X", "draft Y", "P of each")
@@ -218,12 +218,12 @@ def show_drafts(console: Console, row: dict[str, Any], depth: int, tokenizer: An
         table.add_row(str(start), at, said, drafted, " ".join(f"{prob:.2f}" for prob in probs))
     console.print(table)
     legend = bands()
-    legend.append("mean of those that are judged, by depth:")
+    legend.append("mean of those that are verified, by depth:")
     for level in range(depth):
         weights, probs = row["reached"][level::depth], row["accept_prob"][level::depth]
-        judged = sum(weights)
+        verified = sum(weights)
         kept = sum(weight * prob for weight, prob in zip(weights, probs, strict=True))
-        legend.append(f" {kept / judged:.3f}" if judged else " -")
+        legend.append(f" {kept / verified:.3f}" if verified else " -")
     console.print(legend)
 
 
@@ -243,6 +243,6 @@ def band(prob: float) -> str:
 def feature_note(directory: Path, row: dict[str, Any]) -> str:
     """Shape and scale of a row's features, and whether all are finite."""
     with open_tensors(Path(directory) / row["shard"]) as file:
-        features = feature_codec.read(file, key(row["row"])).float()
+        features = feature_codec.stored_features(file, key(row["row"])).float()
     finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"
     return f"features {list(features.shape)}, standard deviation {features.std():.3f}, {finite}"

@@ -14,7 +14,7 @@ from draftsmith.data.models.loading import text_identity
 from draftsmith.data.progress import Advance
 from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
 from draftsmith.data.store.manifest import Field, volatile
-from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
+from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import (
     Layout,
@@ -24,12 +24,12 @@ from draftsmith.data.text.conversations import (
     label_columns,
     label_of,
     layout_of,
-    listed,
     parse_columns,
     recognise,
+    shortened_names,
     up_to_last,
 )
-from draftsmith.data.text.sources import Row, Source, first_rows, named_split, open_source
+from draftsmith.data.text.sources import Row, RowSource, first_rows, named_split, open_source
 from draftsmith.data.text.template import RowError, context_length, load_chat_tokenizer, prompt_ids, supervised_ids
 from draftsmith.modules.types import InputError
 
@@ -106,7 +106,7 @@ def run(config: PromptsConfig) -> Path:
     tokenizer = load_chat_tokenizer(config.target, config.chat_template, config.supervised)
     context = config.max_length or context_length(config.target)
     identity = {**text_identity(config.target), "chat_template": template_hash(tokenizer)}
-    plan = Plan(
+    plan = StagePlan(
         kind="prompts",
         stage="data prompts",
         directory=config.output,
@@ -176,7 +176,7 @@ class Selection:
     repeated: frozenset[int]
 
 
-def check_columns(source: Source, mapping: Mapping[str, str]) -> None:
+def check_columns(source: RowSource, mapping: Mapping[str, str]) -> None:
     """Raises InputError where no row has a mapped column, or none a shape that is known."""
     absent, fits = set(mapping.values()), False
     for _, row in first_rows(source):
@@ -196,7 +196,7 @@ def check_columns(source: Source, mapping: Mapping[str, str]) -> None:
     recognise(source.columns, {}, mapping)
 
 
-def select(source: Source, mapping: Mapping[str, str], config: PromptsConfig) -> Selection:
+def select(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig) -> Selection:
     """The rows that pass split, task and limit.
 
     Raises:
@@ -228,7 +228,7 @@ def select(source: Source, mapping: Mapping[str, str], config: PromptsConfig) ->
         if len(rows) == config.limit:
             break
     for name in allowed.keys() - labelled:
-        found = f"rows without it: {listed(source.columns)}"
+        found = f"rows without it: {shortened_names(source.columns)}"
         raise InputError(name, found, f"a column {name}", f"Map it (--columns {name}=NAME) or drop the filter.")
     if not rows:
         found = f"no rows with {', '.join(f'{name} {filters[name]}' for name in allowed)}"

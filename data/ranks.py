@@ -13,7 +13,7 @@ REMEDY = "Launch with draftsmith launch, or torchrun."
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """A process among those of its job, and among those of its machine.
 
     launched: a launcher outside of this process started all of them.
@@ -26,9 +26,9 @@ class Place:
     launched: bool = False
 
 
-def place(environment: Mapping[str, str] | None = None) -> Place:
-    """As torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), the DeepSpeed launcher (LOCAL_SIZE in place of the
-    last) or srun (SLURM_*) say it; rank 0 of 1 without any of them.
+def place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
+    """The place that torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), the DeepSpeed launcher (LOCAL_SIZE in
+    place of the last) or srun (SLURM_*) say; rank 0 of 1 without any of them.
 
     torchrun inside of an srun step counts: what it sets is nearer to the process.
 
@@ -40,13 +40,15 @@ def place(environment: Mapping[str, str] | None = None) -> Place:
         if "RANK" in env:
             world = int(env.get("WORLD_SIZE", 1))
             local_world = int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", world)))
-            found = Place(int(env["RANK"]), world, int(env.get("LOCAL_RANK", 0)), local_world, True)
+            found = ProcessPlace(int(env["RANK"]), world, int(env.get("LOCAL_RANK", 0)), local_world, True)
         elif in_srun(env):
             # SLURM_NTASKS may still be the whole job's; SLURM_STEP_* are this step's.
             world = int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
-            found = Place(int(env["SLURM_PROCID"]), world, int(env["SLURM_LOCALID"]), _tasks_here(env, world), True)
+            found = ProcessPlace(
+                int(env["SLURM_PROCID"]), world, int(env["SLURM_LOCALID"]), _tasks_here(env, world), True
+            )
         else:
-            return Place(local_rank=int(env.get("LOCAL_RANK", 0)))  # Lightning's own subprocesses have it
+            return ProcessPlace(local_rank=int(env.get("LOCAL_RANK", 0)))  # Lightning's own subprocesses have it
     except (ValueError, KeyError, IndexError) as error:
         raise InputError("RANK, WORLD_SIZE", repr(error), "what a launcher sets, integers", REMEDY) from error
     if not 0 <= found.rank < found.world:

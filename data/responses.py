@@ -20,15 +20,15 @@ from draftsmith.data.ranks import place
 from draftsmith.data.settings import RemoteCode, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.datasets import Lists
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
-from draftsmith.data.store.shards import Plan, Rows, Shard, ShardContent, run_stage
+from draftsmith.data.store.shards import Rows, Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.answers import Supervision
 from draftsmith.data.text.template import check_context
 from draftsmith.data.text.turns import (
-    Answer,
     AnswerSettings,
     Talk,
     Talks,
+    TargetTurn,
     has_later_turns,
     shard_content,
     turns_tokenizer,
@@ -119,7 +119,7 @@ def run(config: ResponsesConfig) -> Path:
         lm = load_lm(config.target, config.dtype, device, config.lm_engine, config.trust_remote_code, packed=True)
         make = in_process(lm, prompts, talks_of(config, manifest, lm.info.max_position), config)
         target = lm.info.identity
-    plan = Plan(
+    plan = StagePlan(
         kind="responses",
         stage="data responses",
         directory=config.output,
@@ -190,7 +190,7 @@ def answer_turns(
             lm, asked, config.sampling, config.max_new_tokens, config.batch_size, uniforms, advance, eos_ids=ends
         )
     for (_, talk), tokens in zip(waiting, answers, strict=True):
-        talk.hear(Answer(tokens, ended=tokens[-1] in ends))
+        talk.hear(TargetTurn(tokens, ended=tokens[-1] in ends))
 
 
 def tell_supervision(directory: Path, manifest: Manifest) -> None:

@@ -214,7 +214,7 @@ def label_drafts(
 
 
 def reached(accept_prob: Tensor, drafted: Tensor, eos_ids: Sequence[int]) -> Tensor:
-    """[S, K]: the probability that a round judges each token of drafts [S, K]: that all before it are kept, none of
+    """[S, K]: the probability that a round verifies each token of drafts [S, K]: that all before it are kept, none of
     them an end token."""
     ends = torch.isin(drafted, torch.tensor(eos_ids, dtype=drafted.dtype))
     passed = (accept_prob * ~ends).cumprod(-1)

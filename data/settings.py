@@ -88,7 +88,7 @@ class Sampling:
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
 
-def numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+def comma_numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     """Numbers separated by commas.
 
     Raises:

@@ -43,7 +43,7 @@ def has_wandb_key() -> bool:
 
 
 def switched_off(choice: Choice) -> bool:
-    """By the setting, or by the client's own environment variable."""
+    """Whether tracking is off by the setting, or by the client's own environment variable."""
     return choice == "off" or os.environ.get("WANDB_MODE") == "disabled"
 
 

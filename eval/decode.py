@@ -20,11 +20,11 @@ from draftsmith.data.models.naming import naming
 from draftsmith.data.settings import Sampling
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
-from draftsmith.eval.bench.load import load_models, reads
+from draftsmith.eval.bench.load import load_models, trained_for
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.bench.trace import TracedRunner, TraceFile, place_of
-from draftsmith.eval.settings import Answers, Running
+from draftsmith.eval.settings import AnswerLength, Running
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.chains import by_drafter, chain_methods
@@ -36,7 +36,7 @@ Policy = Literal["auto", "fixed", "threshold", "cost", "online"]
 
 
 @dataclass(frozen=True)
-class DecodeConfig(DraftSettings, Answers, Sampling, Running):
+class DecodeConfig(DraftSettings, AnswerLength, Sampling, Running):
     """Answers one prompt and shows which of its tokens were drafted and accepted, and which the target gave itself.
 
     Attributes:
@@ -135,7 +135,7 @@ def chain_method(config: DecodeConfig) -> str:
         policy = "online" if config.acceptance is None else "cost"
     drafter = given[-1]
     if config.acceptance is not None and len(given) > 1 and policy in ("threshold", "cost"):
-        drafter = reads(config.acceptance)
+        drafter = trained_for(config.acceptance)
     if policy == "fixed":
         return chain_methods()[drafter]
     return f"{'specdec++' if policy == 'threshold' else policy}{by_drafter(drafter)}"

@@ -29,7 +29,7 @@ BATCH = 64
 
 
 @dataclass(frozen=True)
-class Question:
+class HeldOutPrompt:
     """A held-out prompt and the right answer, end token included."""
 
     task: str
@@ -70,7 +70,7 @@ class TaskScore:
         }
 
 
-def answers_to(lm: CausalLM, questions: Sequence[Question], temperature: float, seed: int) -> list[list[int]]:
+def answers_to(lm: CausalLM, questions: Sequence[HeldOutPrompt], temperature: float, seed: int) -> list[list[int]]:
     """The target's answers up to MAX_NEW_TOKENS."""
     prompts = [question.prompt_ids for question in questions]
     params = SamplingParams(temperature)
@@ -89,7 +89,7 @@ def _compare(target: CausalLM, draft: CausalLM, prompt: Sequence[int], answer: S
 
 
 def score_pair(
-    target: CausalLM, draft: CausalLM, questions: Sequence[Question], seed: int, chain_prompts_per_task: int = 12
+    target: CausalLM, draft: CausalLM, questions: Sequence[HeldOutPrompt], seed: int, chain_prompts_per_task: int = 12
 ) -> dict[str, TaskScore]:
     """Scores by task. Answers are the target's; nothing after their end token is counted."""
     greedy, sampled = answers_to(target, questions, 0.0, seed), answers_to(target, questions, 1.0, seed)
@@ -136,8 +136,8 @@ def markdown_table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def verbatim_samples(
-    target: CausalLM, tokenizer: Any, questions: Sequence[Question], seed: int, count: int = 5
-) -> list[tuple[Question, str, str]]:
+    target: CausalLM, tokenizer: Any, questions: Sequence[HeldOutPrompt], seed: int, count: int = 5
+) -> list[tuple[HeldOutPrompt, str, str]]:
     """`count` questions chosen by seed, with prompt and greedy answer as text."""
     chosen = random.Random(seed).sample(list(questions), count)
     answers = answers_to(target, chosen, 0.0, seed)
@@ -171,7 +171,7 @@ def card_numbers(facts: BuildFacts, scores: dict[str, dict[str, TaskScore]]) -> 
     return numbers
 
 
-def render(facts: BuildFacts, numbers: dict[str, Any], samples: Sequence[tuple[Question, str, str]]) -> str:
+def render(facts: BuildFacts, numbers: dict[str, Any], samples: Sequence[tuple[HeldOutPrompt, str, str]]) -> str:
     """The card as Markdown."""
     tables = [f"### Target with `{draft}`\n\n{markdown_table(rows)}\n" for draft, rows in numbers["tasks"].items()]
     stages = (

@@ -51,7 +51,7 @@ class PromptChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
+class AnswerLength:
     """How long answers are.
 
     Attributes:

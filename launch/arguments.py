@@ -1,4 +1,4 @@
-"""From command-line words to a frozen dataclass of settings.
+"""A frozen dataclass of settings from command-line words.
 
 To cyclopts a command is a function whose parameters are the fields of its dataclass: it reads words, YAML files and
 defaults into them, checks their types, explains them in --help and completes them in a shell. Ours are the shipped
@@ -49,7 +49,7 @@ def parse(prog: str, config_class: type, args: Sequence[str], positional: tuple[
     try:
         return app(words, exit_on_error=False, print_error=False, verbose=False)
     except CycloptsError as error:
-        raise UsageError(f"{explain(error)} Run `{prog} --help`.") from error
+        raise UsageError(f"{explain_error(error)} Run `{prog} --help`.") from error
 
 
 def application(prog: str, config_class: type, positional: tuple[str, ...] = (), printing: bool = False) -> App:
@@ -135,7 +135,7 @@ def keyword(name: str, kind: Any, default: Any, group: Group, **options: Any) ->
 
 
 def help_columns(console: Any, options: Any, entries: Any) -> tuple[ColumnSpec, ...]:
-    """Of a table of settings: names of moderate width, and all the rest of the line for what they mean."""
+    """Columns of a table of settings: names of moderate width, and all the rest of the line for what they mean."""
     names = ColumnSpec(renderer=NameRenderer(NAME_WIDTH), max_width=NAME_WIDTH, style="cyclopts.name")
     return names, ColumnSpec(renderer=DescriptionRenderer(), overflow="fold")
 
@@ -158,7 +158,7 @@ def field_names(config_class: type) -> list[str]:
 
 
 def defaults_of(config_class: type) -> dict[str, Any]:
-    """Of the fields that have one."""
+    """Defaults of the fields that have one."""
     fields = dataclasses.fields(config_class)
     made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
     given = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
@@ -170,7 +170,7 @@ def is_list(kind: Any) -> bool:
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    """Of a union, or the type itself."""
+    """Types of a union, or the type itself."""
     return get_args(kind) if get_origin(kind) in {Union, UnionType} else (kind,)
 
 
@@ -278,14 +278,14 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def as_yaml(settings: Mapping[str, Any]) -> str:
-    """As --config reads them."""
+    """The settings as --config reads them."""
     plain = json.loads(
         json.dumps(settings, default=lambda value: vars(value) if dataclasses.is_dataclass(value) else str(value))
     )
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
-def explain(error: CycloptsError) -> str:
+def explain_error(error: CycloptsError) -> str:
     """cyclopts' message in one line, with the name of what is wrong."""
     text = one_line(str(error))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:

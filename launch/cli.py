@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def main_of(config_class: type, run: Callable[[Any], Any], argv: Sequence[str] | None = None) -> int:
-    """The same for a script outside the package, whose only command is this one."""
+    """Run a script outside the package, whose only command is this one."""
 
     def work(args: list[str]) -> int:
         from draftsmith.launch.arguments import parse
@@ -46,7 +46,7 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
     before, after = (args[: args.index("--")], args[args.index("--") :]) if "--" in args else (args, [])
     debug = "--debug" in before
     try:
-        code = recorded(work)([arg for arg in before if arg != "--debug"] + after)
+        code = with_recorded_failures(work)([arg for arg in before if arg != "--debug"] + after)
         sys.stdout.flush()  # here, where a closed pipe is caught, and not while Python shuts down
         return code or 0
     except KeyboardInterrupt:
@@ -66,8 +66,8 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
         return 2
 
 
-def recorded(work: Callable[[list[str]], int]) -> Callable[[list[str]], int | None]:
-    """Under torchrun, what a rank fails with is written where torchrun's report looks for it."""
+def with_recorded_failures(work: Callable[[list[str]], int]) -> Callable[[list[str]], int | None]:
+    """Under torchrun, a rank's failure is written where torchrun's report looks for it."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return work
     from torch.distributed.elastic.multiprocessing.errors import record

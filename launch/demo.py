@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from draftsmith.launch.steps import Step, execute
+from draftsmith.launch.steps import PipelineStep, execute
 
 TARGET, DRAFT, PROMPTS = "embedded:target", "embedded:draft", "embedded:prompts"
 SPEC_K = (4, 6, 8)
@@ -70,7 +70,7 @@ def run(config: DemoConfig) -> Path:
 
 
 def make(config: DemoConfig) -> Path:
-    """The same, alone in its output."""
+    """Run the demo, alone in its output."""
     from draftsmith.eval.report.command import missing_packages
 
     profile = load_profile(config.full)
@@ -81,7 +81,7 @@ def make(config: DemoConfig) -> Path:
     for step in steps:
         execute(step, console)
     execute(bench_step(config, profile, sized, "dev", dev_methods(), profile.dev_prompts, repeats=1), console)
-    chosen = choose(read_results(sized / "dev"))
+    chosen = choose_methods(read_results(sized / "dev"))
     methods = [*chosen.values(), "hf", "hf-assisted:k=5"]
     execute(bench_step(config, profile, sized, "test", methods, profile.test_prompts, profile.repeats), console)
     execute(export_step(sized), console)
@@ -93,12 +93,12 @@ def make(config: DemoConfig) -> Path:
     return config.output
 
 
-def data_steps(config: DemoConfig, profile: Profile, sized: Path) -> list[Step]:
+def data_steps(config: DemoConfig, profile: Profile, sized: Path) -> list[PipelineStep]:
     """Prompts, the target's own greedy answers, labels for greedy decoding, and features."""
 
-    def stage(title: str, name: str, **settings: object) -> Step:
+    def stage(title: str, name: str, **settings: object) -> PipelineStep:
         done = sized / name / "manifest.json"
-        return Step.of(title, f"data {name}", done, target=TARGET, **settings, output=sized / name)
+        return PipelineStep.of(title, f"data {name}", done, target=TARGET, **settings, output=sized / name)
 
     reads = {"responses": sized / "responses", "num_threads": config.num_threads}
     answers = {"temperature": 0, "batch_size": 128, "max_new_tokens": profile.max_new_tokens}
@@ -111,13 +111,15 @@ def data_steps(config: DemoConfig, profile: Profile, sized: Path) -> list[Step]:
     ]  # fmt: skip
 
 
-def training_steps(config: DemoConfig, profile: Profile, sized: Path) -> list[Step]:
+def training_steps(config: DemoConfig, profile: Profile, sized: Path) -> list[PipelineStep]:
     """The acceptance head for the draft, and the EAGLE head for the target."""
 
-    def training(title: str, kind: str, **settings: object) -> Step:
+    def training(title: str, kind: str, **settings: object) -> PipelineStep:
         output = sized / f"{kind}-head"
         common = {"output": output, "seed": config.seed, "resume": True}
-        return Step.of(title, f"train {kind}", output / "training.json", config=f"{kind}-small", **settings, **common)
+        return PipelineStep.of(
+            title, f"train {kind}", output / "training.json", config=f"{kind}-small", **settings, **common
+        )
 
     steps, epochs = profile.eagle_steps, profile.acceptance_epochs
     return [
@@ -128,28 +130,28 @@ def training_steps(config: DemoConfig, profile: Profile, sized: Path) -> list[St
 
 def bench_step(
     config: DemoConfig, profile: Profile, sized: Path, split: str, methods: Sequence[str], limit: int, repeats: int
-) -> Step:
+) -> PipelineStep:
     """Methods against each other on held-out prompts, answers to the end token."""
     title = "Settings, chosen on the dev prompts" if split == "dev" else "Measurement on the test prompts"
     heads = {"draft": [DRAFT, sized / "eagle-head" / "best"], "acceptance": sized / "acceptance-head" / "best"}
     prompts = {"prompts": PROMPTS, "split": split, "keep_tasks": profile.tasks, "limit": limit}
     how = {"max_new_tokens": profile.max_new_tokens, "repeats": repeats, "seed": config.seed}
     more = {} if split == "dev" else {"card": True, "traces": 1}
-    return Step.of(title, "eval bench", sized / split / "results.json", target=TARGET, **heads,
+    return PipelineStep.of(title, "eval bench", sized / split / "results.json", target=TARGET, **heads,
                 methods=methods, **prompts, **how, output=sized / split, **more)  # fmt: skip
 
 
-def export_step(sized: Path) -> Step:
+def export_step(sized: Path) -> PipelineStep:
     """The EAGLE head as vLLM loads it, read back by vLLM's rules."""
     head, output = sized / "eagle-head" / "best", sized / "vllm"
     title = "The EAGLE head for vLLM, checked"
-    return Step.of(title, "export", output / "README.md", format="vllm", head=head, output=output)
+    return PipelineStep.of(title, "export", output / "README.md", format="vllm", head=head, output=output)
 
 
-def page_step(sized: Path) -> Step:
+def page_step(sized: Path) -> PipelineStep:
     """The measurement as a page to look at, with an answer of each task round by round."""
     page = sized / "report.html"
-    return Step.of("The report", "eval report", page, runs=sized / "test", title="Draftsmith demo", output=page)
+    return PipelineStep.of("The report", "eval report", page, runs=sized / "test", title="Draftsmith demo", output=page)
 
 
 def dev_methods() -> list[str]:
@@ -165,7 +167,7 @@ def read_results(directory: Path) -> dict[str, Any]:
     return read_object(directory / "results.json", {"methods": [{"method": str, "tokens_per_s": float}]})
 
 
-def choose(dev: Mapping[str, Any]) -> dict[str, str]:
+def choose_methods(dev: Mapping[str, Any]) -> dict[str, str]:
     """The fastest setting of each method on the dev prompts."""
     best: dict[str, Any] = {}
     for row in dev["methods"]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from draftsmith.data.embedded.tasks import Turn
-    from draftsmith.eval.embedded_card import Question
+    from draftsmith.eval.embedded_card import HeldOutPrompt
     from draftsmith.modules.layers import LlamaModel
     from draftsmith.modules.targets.base import CausalLM
     from draftsmith.train.language_model import TokenRow
@@ -186,7 +186,7 @@ def distillation_rows(
     config: BuildConfig, turns: list[Turn], tokenizer: Any, target: CausalLM, log: Callable[[str], None]
 ) -> list[TokenRow]:
     """What the target itself answers to training prompts, sampled and greedy; from `work`/own_text.jsonl when there."""
-    from draftsmith.eval.embedded_card import Question, answers_to
+    from draftsmith.eval.embedded_card import HeldOutPrompt, answers_to
     from draftsmith.train.language_model import TokenRow
 
     path = config.work / "own_text.jsonl"
@@ -194,7 +194,7 @@ def distillation_rows(
         rng = random.Random(config.seed + 1)
         chosen = rng.sample([t for t in turns if t.split == "train" and t.task != "complete"], DISTIL_PROMPTS)
         rows = [row for row in fitting(chosen, tokenizer)]
-        questions = [Question("", row.ids[: row.answer_start], ()) for row in rows]
+        questions = [HeldOutPrompt("", row.ids[: row.answer_start], ()) for row in rows]
         num_greedy = round(DISTIL_GREEDY_SHARE * len(questions))
         answers = answers_to(target, questions[:num_greedy], 0.0, config.seed)
         answers += answers_to(target, questions[num_greedy:], 1.0, config.seed)
@@ -234,10 +234,10 @@ def write_prompts(path: Path, turns: list[Turn], tokenizer: Any, seed: int) -> N
     _write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def card_questions(path: Path, tokenizer: Any) -> list[Question]:
+def card_questions(path: Path, tokenizer: Any) -> list[HeldOutPrompt]:
     """Held-out prompts for the card: CARD_PROMPTS a task from the shipped test split."""
     from draftsmith.data.embedded.tasks import Turn
-    from draftsmith.eval.embedded_card import Question
+    from draftsmith.eval.embedded_card import HeldOutPrompt
 
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     fields = [field.name for field in dataclasses.fields(Turn) if field.name != "key"]
@@ -247,7 +247,7 @@ def card_questions(path: Path, tokenizer: Any) -> list[Question]:
     for turn, row in zip(test, token_rows(test, tokenizer), strict=True):
         taken[turn.task] += 1
         if taken[turn.task] <= CARD_PROMPTS:
-            questions.append(Question(turn.task, row.ids[: row.answer_start], row.ids[row.answer_start :]))
+            questions.append(HeldOutPrompt(turn.task, row.ids[: row.answer_start], row.ids[row.answer_start :]))
     return questions
 
 

@@ -26,7 +26,7 @@ class UsageError(Exception):
 
 
 def wrong(field: str, found: object, expected: str, remedy: str) -> UsageError:
-    """In the form of InputError, which lives beside the tensors' types and would load torch."""
+    """A message in the form of InputError, which lives beside the tensors' types and would load torch."""
     return UsageError(f"{field}: found {found}, expected {expected}. {remedy}")
 
 
@@ -57,7 +57,7 @@ def yaml_message(error: yaml.YAMLError, path: str | None = None) -> str:
 
 
 def name_model(error: BaseException, config: object) -> None:
-    """Where a model's numbers are none: what the user passed as that model."""
+    """Name in the error the model whose numbers are none, as the user passed it."""
     finite = sys.modules.get("draftsmith.modules.finite")  # see `_is_input_error`
     if finite is not None and isinstance(error, finite.NonFinite) and error.path is None:
         paths = getattr(config, "paths", None)  # of a command that uses drafters

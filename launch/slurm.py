@@ -93,7 +93,7 @@ class SlurmConfig(Launched):
         for word in self.sbatch_args:
             if not re.fullmatch(OPTION, word, re.ASCII):
                 raise wrong("sbatch_args", repr(word), "--name or --name=value, without blanks", "Correct it.")
-        if self.time is not None and seconds(self.time) <= self.signal_before + 60:
+        if self.time is not None and time_limit_seconds(self.time) <= self.signal_before + 60:
             found, expected = f"{self.time}", f"more than signal_before = {self.signal_before} seconds and a minute"
             raise wrong("time", found, expected, "Raise it, or lower --signal-before.")
 
@@ -132,7 +132,7 @@ def run(config: SlurmConfig) -> int:
         return 130
 
 
-def seconds(time_limit: str) -> int:
+def time_limit_seconds(time_limit: str) -> int:
     """A time limit in SLURM's forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
 
     Raises:
@@ -215,7 +215,7 @@ def restarts(config: SlurmConfig) -> list[str]:
 
 
 def write_script(config: SlurmConfig, script: str) -> Path:
-    """In log_dir, under a name that no other script has."""
+    """Write the script to log_dir, under a name that no other script has."""
     from draftsmith.data.store.files import cannot_write, make_directory
 
     make_directory(config.log_dir)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from draftsmith.launch.steps import Step, execute
+from draftsmith.launch.steps import PipelineStep, execute
 
 if TYPE_CHECKING:
     from draftsmith.eval.studies.specdecpp.study import LoadedStudy, SpecDecPPConfig
@@ -26,17 +26,17 @@ def run(config: SpecDecPPConfig) -> Path:
 
 
 def make(config: SpecDecPPConfig) -> Path:
-    """The same, alone in its output."""
+    """Run the study, alone in its output."""
     config = config.sized()
-    begin(config)
+    remember_settings(config)
     console = Console(highlight=False)
     for step in [*label_steps(config), *training_steps(config)]:
         execute(step, console)
-    measure(config, console)
+    measure_study(config, console)
     return config.output
 
 
-def begin(config: SpecDecPPConfig) -> None:
+def remember_settings(config: SpecDecPPConfig) -> None:
     """Remember the settings, so that stages of other settings are never mixed.
 
     Raises:
@@ -59,7 +59,7 @@ def begin(config: SpecDecPPConfig) -> None:
     write_json(started, decisive(config))
 
 
-def label_steps(config: SpecDecPPConfig) -> list[Step]:
+def label_steps(config: SpecDecPPConfig) -> list[PipelineStep]:
     """Prompts, the target's answers and acceptance labels, of the prompts to train on and of dev prompts. Heads that
     exist need the latter only."""
     sets = {"eval": (config.dev_split, config.label_prompts)}
@@ -68,13 +68,15 @@ def label_steps(config: SpecDecPPConfig) -> list[Step]:
     return [step for name, (split, limit) in sets.items() for step in data_steps(config, name, split, limit)]
 
 
-def data_steps(config: SpecDecPPConfig, name: str, split: str, limit: int) -> list[Step]:
+def data_steps(config: SpecDecPPConfig, name: str, split: str, limit: int) -> list[PipelineStep]:
     """Those of one set of prompts."""
     root = config.output / "data" / name
 
-    def stage(title: str, kind: str, **settings: object) -> Step:
+    def stage(title: str, kind: str, **settings: object) -> PipelineStep:
         done = root / kind / "manifest.json"
-        return Step.of(f"{title} ({name})", f"data {kind}", done, target=config.target, **settings, output=root / kind)
+        return PipelineStep.of(
+            f"{title} ({name})", f"data {kind}", done, target=config.target, **settings, output=root / kind
+        )
 
     common = sampling(config) | {name: getattr(config, name) for name in ("seed", "dtype", "device", "num_threads")}
     answers = {"prompts": root / "prompts", "max_new_tokens": config.max_new_tokens, "batch_size": 128}
@@ -86,7 +88,7 @@ def data_steps(config: SpecDecPPConfig, name: str, split: str, limit: int) -> li
     ]  # fmt: skip
 
 
-def training_steps(config: SpecDecPPConfig) -> list[Step]:
+def training_steps(config: SpecDecPPConfig) -> list[PipelineStep]:
     """One head for every depth and weight."""
     if config.heads is not None:
         return []
@@ -95,7 +97,7 @@ def training_steps(config: SpecDecPPConfig) -> list[Step]:
     common |= {"config": "acceptance-small", "draft": config.draft, "track": "csv", "resume": True}
     common |= {"data": data / "train" / "acceptance", "val": data / "eval" / "acceptance"}
     return [
-        Step.of(f"Acceptance head: w_rej {weight:g}, D {depth}", "train acceptance", output / "training.json",
+        PipelineStep.of(f"Acceptance head: w_rej {weight:g}, D {depth}", "train acceptance", output / "training.json",
                 w_rej=weight, num_blocks=depth, **common, output=output)
         for weight in config.weights
         for depth in config.depths
@@ -103,7 +105,7 @@ def training_steps(config: SpecDecPPConfig) -> list[Step]:
     ]  # fmt: skip
 
 
-def bench_step(study: LoadedStudy, split: str, limit: int, methods: Sequence[str], head: str) -> Step:
+def bench_step(study: LoadedStudy, split: str, limit: int, methods: Sequence[str], head: str) -> PipelineStep:
     """Real decoding of these methods, with one head, one thread and its CPU time."""
     from draftsmith.eval.studies.specdecpp.found import run_name
 
@@ -112,21 +114,23 @@ def bench_step(study: LoadedStudy, split: str, limit: int, methods: Sequence[str
     names = "target draft prompts keep_tasks max_new_tokens repeats seed dtype device engine"
     settings = {name: getattr(config, name) for name in names.split()} | sampling(config)
     settings |= {"acceptance": study.places[head], "methods": methods, "split": split, "limit": limit, "output": output}
-    return Step.of(f"Bench on the {split} prompts, head {head}", "eval bench", output / "results.json", **settings)
+    return PipelineStep.of(
+        f"Bench on the {split} prompts, head {head}", "eval bench", output / "results.json", **settings
+    )
 
 
 def sampling(config: SpecDecPPConfig) -> dict[str, object]:
-    """As every stage takes it."""
+    """The sampling as every stage takes it."""
     return {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
 
 
-def measure(config: SpecDecPPConfig, console: Console) -> None:
+def measure_study(config: SpecDecPPConfig, console: Console) -> None:
     """Rollouts and sweep, times, choice on the dev prompts, bench on the reported ones, results."""
     from draftsmith.data.progress import say
     from draftsmith.data.store.reading import read_object
     from draftsmith.eval.studies.forward_times import bench_rows, fit_forward_times
-    from draftsmith.eval.studies.specdecpp.found import Measurements, drafting, write_results
-    from draftsmith.eval.studies.specdecpp.study import choose, dev_methods, load_study, rollouts_of
+    from draftsmith.eval.studies.specdecpp.found import Measurements, drafting, write_study_results
+    from draftsmith.eval.studies.specdecpp.study import choose_fastest, dev_methods, load_study, rollouts_of
     from draftsmith.eval.studies.specdecpp.sweep import published_head, sweep
 
     study = load_study(config, config.heads or config.output / "heads")
@@ -138,7 +142,7 @@ def measure(config: SpecDecPPConfig, console: Console) -> None:
     times = fit_forward_times(drafting(dev_rows), clock)
     rollouts = {split: rollouts_of(study, split) for split in (config.dev_split, config.split)}
     say("Replaying every K, and every h of every head")
-    choice = choose(study, sweep(rollouts[config.dev_split], study.grid, study.heads), times)
+    choice = choose_fastest(study, sweep(rollouts[config.dev_split], study.grid, study.heads), times)
     tests = [
         bench_step(study, config.split, config.test_prompts, methods, head)
         for head, methods in choice.methods(config).items()
@@ -149,4 +153,4 @@ def measure(config: SpecDecPPConfig, console: Console) -> None:
     places = {name: config.output / "data" / name / "acceptance" for name in ("train", "eval")}
     labels = {name: place for name, place in places.items() if place.exists()}
     runs = [step.done.parent for step in tests]
-    write_results(study, Measurements(rollouts, reported, choice, times, dev_rows, clock, runs, labels))
+    write_study_results(study, Measurements(rollouts, reported, choice, times, dev_rows, clock, runs, labels))

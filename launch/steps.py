@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """One command of a pipeline. It is done when `done` exists, which its command writes last."""
 
     title: str
@@ -21,7 +21,7 @@ class Step:
     done: Path
 
     @classmethod
-    def of(cls, title: str, command: str, done: Path, /, **settings: object) -> Step:
+    def of(cls, title: str, command: str, done: Path, /, **settings: object) -> PipelineStep:
         """The step of `draftsmith COMMAND --name value ...`. Settings that are None are left out, those that are True
         are flags, and several values are joined by commas."""
         argv = command.split()
@@ -32,7 +32,7 @@ class Step:
         return cls(title, tuple(argv), done)
 
 
-def execute(step: Step, console: Console) -> None:
+def execute(step: PipelineStep, console: Console) -> None:
     """Run a step's command through the command line's own parser, unless it is done."""
     from draftsmith.launch.cli import dispatch
 

@@ -24,7 +24,7 @@ class NonFinite(InputError):
     """A model gave NaN or infinite numbers. (A logit of -inf is a token that cannot come; but some token must.)
 
     what: the numbers. model: the flag of the model: target, draft, mid, eagle or acceptance. position: of the token
-    that they were to choose or to judge, counted from 0 at the beginning of the prompt; None where it is not known.
+    that they were to choose or to verify, counted from 0 at the beginning of the prompt; None where it is not known.
     row: the prompt's place in a batch. prompt: its id. path: what the user passed the model as.
     """
 
@@ -37,14 +37,14 @@ class NonFinite(InputError):
         self.path: str | None = None
 
     def passed(self, model: str | None = None, offset: int = 0) -> NonFinite:
-        """The same, of this model where it has none yet, and so many tokens further on."""
+        """This error, of this model where it has none yet, and so many tokens further on."""
         self.model = self.model or model
         if self.position is not None:
             self.position += offset
         return self
 
     def of(self, prompts: Sequence[str]) -> NonFinite:
-        """The same, of one of these prompts, of which a message names a few."""
+        """This error, of one of these prompts, of which a message names a few."""
         more = f" and {len(prompts) - NAMED} more" if len(prompts) > NAMED else ""
         self.prompt = ", ".join(prompts[:NAMED]) + more
         return self

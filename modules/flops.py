@@ -14,8 +14,8 @@ from typing import Protocol
 from draftsmith.modules.layers import LlamaConfig
 
 
-class JudgeShape(Protocol):
-    """Of an acceptance head: what flops ask of its settings (modules/acceptance/head.py)."""
+class PredictorShape(Protocol):
+    """Settings of an acceptance head that its FLOPs depend on (modules/acceptance/head.py)."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -102,14 +102,14 @@ def eagle_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
     return fusion_forward(config, sum(lengths)) + layers_forward(config, lengths)
 
 
-def acceptance_forward(head: JudgeShape, rows: int) -> float:
+def acceptance_forward(head: PredictorShape, rows: int) -> float:
     """An acceptance head; tied blocks compute as much as others."""
     size = head.inner_size
     read = linear(head.input_size, size, rows) if head.joins else 0.0
     return read + head.num_blocks * linear(size, size, rows) + linear(size, 1, rows) + _direct(head, rows)
 
 
-def _direct(head: JudgeShape, rows: int) -> float:
+def _direct(head: PredictorShape, rows: int) -> float:
     """Numbers that go straight to the logit."""
     return linear(len(head.features), 1, rows)
 
@@ -126,7 +126,7 @@ def eagle_training(config: LlamaConfig, lengths: Sequence[int], loss_tokens: int
     return head + (1 + passes * FROZEN_PASSING) * lm_head_forward(config, loss_tokens)
 
 
-def acceptance_training(head: JudgeShape, rows: int) -> float:
+def acceptance_training(head: PredictorShape, rows: int) -> float:
     """Forward and backward of an acceptance head over `rows` tokens whose inputs are there."""
     wide = head.num_blocks or head.joins
     first = linear(head.input_size, head.inner_size if wide else 1, rows) + _direct(head, rows)

@@ -21,7 +21,7 @@ class Graphed:
     good until the next call, to which it may be an input.
     """
 
-    WARM_UPS = 3  # libraries choose and allocate on first calls, which can not be captured
+    WARM_UPS = 3  # libraries choose and allocate on first calls, which cannot be captured
 
     def __init__(self, fn: Callable[..., Outputs]):
         self._fn = fn
@@ -41,7 +41,8 @@ class Graphed:
         return outputs
 
     def _capture(self, inputs: Outputs, static: tuple[Hashable, ...]) -> tuple[torch.cuda.CUDAGraph, Outputs, Outputs]:
-        """As in torch's notes on CUDA graphs: warm up on a side stream, then record over copies of the inputs."""
+        """Capture as torch's notes on CUDA graphs say: warm up on a side stream, then record over copies of the
+        inputs."""
         buffers = tuple(tensor.clone() for tensor in inputs)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

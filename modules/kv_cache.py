@@ -100,7 +100,7 @@ class KVCache:
 
 
 class RowsCache(KVCache):
-    """The same for rows of their own lengths, which only the caller knows: `length` stays 0.
+    """A cache for rows of their own lengths, which only the caller knows: `length` stays 0.
 
     `place` says which slots the next forward writes and how many it reads. A row's slots past its kept tokens hold what
     was last written there; a mask hides them, so that dropping tokens moves nothing. Fewer rows than were allocated may

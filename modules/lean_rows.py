@@ -31,16 +31,16 @@ class Forward(Protocol):
     """The computation around the layers.
 
     run(x, taps): the layers over inputs x [T, H] of one row or [B, n, H], `LeanStack.run`'s output and taps. picked:
-    which outputs are asked for, as `at` takes it. inputs: of one row a list or a tensor [T, ..], else [B, n, ..].
-    Returns logits of what is picked, and states: of what is picked, or of all.
+    which outputs are asked for, as `picked_of` takes it. inputs: of one row a list or a tensor [T, ..], else [B, n,
+    ..]. Returns logits of what is picked, and states: of what is picked, or of all.
     """
 
     def __call__(self, run: Run, picked: Tensor | slice | None, *inputs: Any) -> tuple[Tensor, Tensor]:
         """The logits and the states."""
 
 
-def at(hidden: Tensor, picked: Tensor | slice | None) -> Tensor:
-    """Of hidden [T, H] a slice, of [B, n, H] those at picked [B, m]; None picks all."""
+def picked_of(hidden: Tensor, picked: Tensor | slice | None) -> Tensor:
+    """A slice of hidden [T, H], or those of [B, n, H] at picked [B, m]; None picks all."""
     if picked is None:
         return hidden
     if isinstance(picked, slice):

@@ -1,7 +1,7 @@
 """How good a predicted acceptance probability is, from vectors of scores and soft labels.
 
 A label P in [0, 1] is the probability that a drafted token is accepted (SpecDec++ section 3.3). Each token counts as
-P of a positive and 1 - P of a negative, which is what drawing the accept coin many times would converge to. N tokens;
+P of a positive and 1 - P of a negative, which is what drawing acceptance many times would converge to. N tokens;
 where a weight [N] is given each counts that much.
 """
 
@@ -24,8 +24,8 @@ def binary_kl(logit: Tensor, accept_prob: Tensor, weight: Tensor | None = None) 
 
 
 def brier(prob: Tensor, accept_prob: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Mean squared distance of the predicted probability [N] from P [N], which is the coin's Brier score less the
-    coin's own variance."""
+    """Mean squared distance of the predicted probability [N] from P [N], which is the Brier score of accept draws
+    less their own variance."""
     return _mean((prob.double() - accept_prob.double()).square(), weight)
 
 

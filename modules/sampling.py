@@ -22,11 +22,11 @@ TOP_MIN_SIZE, TOP_BLOCK = 8192, 128
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The next-token law [..., V] of logits [..., V], in float32 or wider (a bf16 softmax is off by 7e-4).
+    """The next-token distribution [..., V] of logits [..., V], in float32 or wider (a bf16 softmax is off by 7e-4).
 
     Order as in transformers: temperature, then top-k, then top-p on what is left, then renormalised. Greedy is all mass
     on the argmax, the lowest index on ties. Tokens of equal logit at the top-k boundary are all kept. A row with a NaN,
-    with +inf or of nothing but -inf has no law: NaN is in it, and nothing can be drawn from it.
+    with +inf or of nothing but -inf has no distribution: NaN is in it, and nothing can be drawn from it.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if params.greedy:
@@ -52,11 +52,11 @@ def row_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tenso
     """`probabilities` of logits [N, V] where every row has settings of its own."""
     if len(set(params)) == 1:
         return probabilities(logits, params[0])
-    laws = logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+    distributions = logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
     for same in dict.fromkeys(params):
         rows = torch.tensor([i for i, own in enumerate(params) if own == same], device=logits.device)
-        laws[rows] = probabilities(logits[rows], same)
-    return laws
+        distributions[rows] = probabilities(logits[rows], same)
+    return distributions
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
@@ -112,11 +112,11 @@ def top_values(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def residual(target_prob: Tensor, draft_prob: Tensor) -> Tensor:
-    """norm((p - q)+), the law of the token that replaces a rejected one (Leviathan et al. 2023). Both are [..., V]. NaN
-    where one of them has a NaN."""
+    """norm((p - q)+), the distribution of the token that replaces a rejected one (Leviathan et al. 2023). Both are
+    [..., V]. NaN where one of them has a NaN."""
     excess = (target_prob - draft_prob).clamp_min(0)
     total = excess.sum(-1, keepdim=True)
-    # p == q up to rounding: nothing is ever rejected, so any law will do; the target's is the safe one.
+    # p == q up to rounding: nothing is ever rejected, so any distribution will do; the target's is the safe one.
     return torch.where(total == 0, target_prob, excess / total)
 
 
@@ -219,20 +219,20 @@ def draw_rows(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def draw_each(probs: Sequence[Tensor] | Tensor, sources: Sequence[Source]) -> list[int]:
-    """A draw of each row's own source from its law; probs [B, V], or so many of [V]. On a GPU all rows' come in one
-    transfer.
+    """A draw of each row's own source from its distribution; probs [B, V], or so many of [V]. On a GPU all rows' come
+    in one transfer.
 
     Raises:
-        NonFinite: of the first row that has no law.
+        NonFinite: of the first row that has no distribution.
     """
     if len(probs) and probs[0].is_cuda and all(isinstance(source, TorchSource) for source in sources):
         stacked = probs if isinstance(probs, Tensor) else torch.stack(list(probs))
         uniforms = own_uniforms(sources, [1] * len(sources), stacked.device)
         return chosen(draw_rows(stacked, uniforms[:, 0]), "probabilities")
     tokens = []
-    for row, (law, source) in enumerate(zip(probs, sources, strict=True)):
+    for row, (distribution, source) in enumerate(zip(probs, sources, strict=True)):
         try:
-            tokens.append(source.draw(law))
+            tokens.append(source.draw(distribution))
         except NonFinite as error:
             error.row = row
             raise

@@ -73,7 +73,7 @@ class AcceptanceBatch:
     loss_mask: Tensor  # [B, T] bool, true where z_t is a drafted token y_t
     weight: Tensor | None = None  # [B, T] float32, how much each token counts; None: all alike
     embeds: Tensor | None = None  # [B, T, H] embeddings of the tokens, for a head that reads the state before them
-    features: Tensor | None = None  # [B, T, F] numbers of the law that each was drawn from
+    features: Tensor | None = None  # [B, T, F] numbers of the distribution that each was drawn from
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def small_lm(seed: int, nan_in: tuple[str, tuple[int, ...]] | None = None) -> Ll
 
 
 def models(broken: str | None = None, tree: bool = False) -> Models:
-    """All models that methods use, one of them with a NaN. tree: the acceptance head judges trees."""
+    """All models that methods use, one of them with a NaN. tree: the acceptance head is one of trees."""
     inner = ("layers.0.mlp.down_proj.weight", (0, 0))
     lms = {
         name: small_lm(seed, inner if name == broken else None)

@@ -26,9 +26,9 @@ def hand_rollouts(agreed: Sequence[Sequence[bool]], depth: int, seed: int = 0, h
         for start in range(1, length):
             left = list(own[start:])[:depth]
             accepted = left.index(False) if False in left else len(left)
-            judged = min(accepted + 1, len(left))
+            verified = min(accepted + 1, len(left))
             prob = np.full(depth, np.nan)
-            prob[:judged] = left[:judged]
+            prob[:verified] = left[:verified]
             columns["answer"].append(number)
             columns["start"].append(start)
             columns["num_accepted"].append(accepted)

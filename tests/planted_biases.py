@@ -22,12 +22,13 @@ def no_residual(patch) -> None:
     patch.setattr(verify, "residual", lambda p, q: p)
 
 
-def flattened(law, factor: float):
-    """The law that a draft drawn at `factor` of the temperature should have stated at the temperature itself."""
-    if law is None:  # greedy
+def flattened(distribution, factor: float):
+    """The distribution that a draft drawn at `factor` of the temperature should have stated at the temperature
+    itself."""
+    if distribution is None:  # greedy
         return None
-    powered = law.double().pow(factor)
-    return (powered / powered.sum(-1, keepdim=True)).to(law.dtype)
+    powered = distribution.double().pow(factor)
+    return (powered / powered.sum(-1, keepdim=True)).to(distribution.dtype)
 
 
 def wrong_q(patch) -> None:
@@ -54,7 +55,7 @@ def dropping(patch, low) -> None:
 
 
 def drops_unlikely(patch) -> None:
-    dropping(patch, lambda token, law: law[token] < 0.15)
+    dropping(patch, lambda token, distribution: distribution[token] < 0.15)
 
 
 def accepts_too_often(patch) -> None:
@@ -67,12 +68,12 @@ def reused_accept_draws(patch) -> None:
     def draw(self, probs):
         value = self.uniform()
         self.drawn = [*getattr(self, "drawn", []), value]
-        if getattr(self, "judging", False):  # the target's own token: the round is over
-            self.drawn, self.judging = [], False
+        if getattr(self, "verifying", False):  # the target's own token: the round is over
+            self.drawn, self.verifying = [], False
         return pick(probs, value)
 
     def accept(self, prob):
-        self.judging = True
+        self.verifying = True
         return self.drawn.pop(0) < prob
 
     patch.setattr(TorchSource, "draw", draw)
@@ -123,7 +124,7 @@ def same_seed(patch) -> None:
 
 def past_the_end(patch) -> None:
     """A drafted end token does not end the answer where it is not the last of its round."""
-    real = loop.Answer.emit
+    real = loop.RowAnswer.emit
 
     def emit(self, tokens):
         tokens = tokens[: self.room - len(self.tokens)]
@@ -132,7 +133,7 @@ def past_the_end(patch) -> None:
             return tokens
         return real(self, tokens)
 
-    patch.setattr(loop.Answer, "emit", emit)
+    patch.setattr(loop.RowAnswer, "emit", emit)
 
 
 @dataclass(frozen=True)

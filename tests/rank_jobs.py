@@ -4,7 +4,7 @@ A job is {"head": "eagle" or "acceptance", "config": {...}} and what it says bes
     resumes: {"output", "step"}: goes on from what a run killed with -9 after that step has left.
     poison: {"row", "how"}: the sample of that dataset row gives a `loss` or a `gradient` that is not finite.
     signal: {"step", "rank"}: that rank is sent SIGTERM during that step.
-    full: {"from", "to"}: in steps from..to files can not grow beyond a few hundred bytes.
+    full: {"from", "to"}: in steps from..to files cannot grow beyond a few hundred bytes.
 facts-RANK.json in its output tells what the trainer's state was. A job that is refused or stopped leaves its message in
 stopped-RANK.txt. All this in one launch, because it is starting processes that costs time.
 """

@@ -80,9 +80,9 @@ def stop_policy(name: str, seed: int, reader: TableLM):
         early = name.startswith("cost:early")
         by = "max_q" if "max_q" in name else "q"
         head = random_acceptance_head(seed, **(EARLY if early else {}))
-        judge = HeadPredictor(head, reader.embed) if "cost" in name else OnlinePredictor(by)
+        predictor = HeadPredictor(head, reader.embed) if "cost" in name else OnlinePredictor(by)
         # Such heads say little that is right, and such drafts are seldom accepted: drafting has to be cheap.
-        return PredictorStop(judge, CostRule(0.15 if early else 0.1), min_drafted=1, max_drafted=3)
+        return PredictorStop(predictor, CostRule(0.15 if early else 0.1), min_drafted=1, max_drafted=3)
     if name.startswith("specdec++early"):
         return specdecpp(random_acceptance_head(seed, **EARLY), 0.6, 1, 3, calibrated=True, embed=reader.embed)
     if name.startswith("specdec++"):
@@ -108,11 +108,11 @@ def method(name: str, target: TableLM, seed: int = 7, rows: int = 1):
         return lambda: MedusaDrafter(random_medusa_heads(seed), target, [FixedLength(2) for _ in range(rows)], shape)
     if name in EAGLE_TREES:
         head = random_eagle_head(seed)
-        judge = random_acceptance_head(seed, **TREE_JUDGE) if "value=head" in name else None
+        acceptance = random_acceptance_head(seed, **TREE_PREDICTOR) if "value=head" in name else None
 
         def tree_drafter():
             rules = [TreeRule(TREE_TIMES, "depth=auto" in name) for _ in range(rows)] if "nodes=auto" in name else None
-            return EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY, rows, judge=judge, rules=rules)
+            return EagleTreeDrafter(head, target, EAGLE_TREES[name], CAPACITY, rows, acceptance=acceptance, rules=rules)
 
         return tree_drafter
     return lambda: EachRow([sequence_drafter(name, target, draft, seed) for _ in range(rows)])
@@ -153,7 +153,7 @@ EAGLE_TREES = {
 }
 FEATURES = ("log_q", "logit_q", "logit_max_q", "entropy", "depth", "temperature")
 EARLY = {"state": "before", "features": FEATURES}
-TREE_JUDGE = {**EARLY, "judges": "tree"}
+TREE_PREDICTOR = {**EARLY, "judges": "tree"}
 # A node costs enough for few to be taken at a good pace, and many at a bad one.
 TREE_TIMES = TreeTimes(0.2, 0.2, tuple(1 + 0.2 * nodes for nodes in range(10)))
 METHODS = ["ar", "spec:k=1", "spec:k=2", "spec:k=3", "specdec++", "specdec++calibrated", "confidence", "self-verify",

@@ -1,4 +1,5 @@
-"""Language models that are tables of laws, and a source that follows every branch: decodings can be enumerated."""
+"""Language models that are tables of distributions, and a source that follows every branch: decodings can be
+enumerated."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ def enumerate_branches(run: Callable[[Branches], Any]) -> Iterator[tuple[Any, fl
 class TableLM:
     """A `CausalLM` whose logits and features are arbitrary functions of the whole prefix, in float64.
 
-    A law depends on every token and on their order, so a decoder that keeps, feeds or scores a wrong token is found.
-    Two or three tokens of the V have mass, others than the next model's: p and q have zeros in different places.
+    A distribution depends on every token and on their order, so a decoder that keeps, feeds or scores a wrong token is
+    found. Two or three tokens of the V have mass, others than the next model's: p and q have zeros in different places.
     """
 
     packed = False
@@ -163,7 +164,8 @@ class TableSession:
 
 
 def warped(logits: Tensor, params: SamplingParams) -> list[float]:
-    """The law [V] of logits [V] by the definition, in Python floats: no code shared with `modules/sampling.py`."""
+    """The distribution [V] of logits [V] by the definition, in Python floats: no code shared with
+    `modules/sampling.py`."""
     weights = [(float(x) / params.temperature) for x in logits]
     top = max(weights)
     probs = [2.718281828459045 ** (w - top) for w in weights]
@@ -181,29 +183,30 @@ def warped(logits: Tensor, params: SamplingParams) -> list[float]:
     return [p / sum(probs) for p in probs]
 
 
-def target_law(
+def target_distribution(
     target: TableLM, params: SamplingParams, length: int, eos_ids: Sequence[int] = ()
 ) -> dict[tuple[int, ...], float]:
-    """The exact law of the first `length` tokens after PROMPT, cut after an end token: the definition of lossless."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    """The exact distribution of the first `length` tokens after PROMPT, cut after an end token: the definition of
+    lossless."""
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         grown: dict[tuple[int, ...], float] = defaultdict(float)
-        for tokens, weight in law.items():
+        for tokens, weight in distribution.items():
             if tokens and tokens[-1] in eos_ids:
                 grown[tokens] += weight
                 continue
             for token, p in enumerate(warped(target.row((*PROMPT, *tokens))[0], params)):
                 if p > 0:
                     grown[(*tokens, token)] += weight * p
-        law = grown
-    return dict(law)
+        distribution = grown
+    return dict(distribution)
 
 
 class _Enough(Exception):
     """Raised by the observer of rounds: the tokens under test have been emitted."""
 
 
-def decoded_law(
+def decoded_distribution(
     target: TableLM,
     make_drafter: Callable[[], Any],
     params: SamplingParams,
@@ -211,7 +214,7 @@ def decoded_law(
     max_new_tokens: int,
     eos_ids: Sequence[int] = (),
 ) -> dict[tuple[int, ...], float]:
-    """The law of the first `length` tokens that the production loop emits, every branch followed.
+    """The distribution of the first `length` tokens that the production loop emits, every branch followed.
 
     A branch ends with the round that emits the last of them: what comes later sums to one.
     """
@@ -230,12 +233,12 @@ def decoded_law(
             pass
         return tuple(emitted[:length])
 
-    law: dict[tuple[int, ...], float] = defaultdict(float)
+    distribution: dict[tuple[int, ...], float] = defaultdict(float)
     for tokens, weight in enumerate_branches(run):
-        law[tokens] += weight
-    return dict(law)
+        distribution[tokens] += weight
+    return dict(distribution)
 
 
 def total_variation(first: dict[tuple[int, ...], float], second: dict[tuple[int, ...], float]) -> float:
-    """Half the summed differences; 1 for laws that never agree."""
+    """Half the summed differences; 1 for distributions that never agree."""
     return sum(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in {*first, *second}) / 2

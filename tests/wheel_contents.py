@@ -33,7 +33,7 @@ def expected_files() -> set[str]:
 
 
 def build_wheel(out_dir: Path) -> Path:
-    """The sdist first and the wheel from it: leftovers of an earlier build in the tree can not get in."""
+    """The sdist first and the wheel from it: leftovers of an earlier build in the tree cannot get in."""
     subprocess.run([sys.executable, "-m", "build", "--outdir", str(out_dir), str(ROOT)], check=True, stdout=sys.stderr)
     (wheel,) = out_dir.glob("*.whl")
     return wheel

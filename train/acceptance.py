@@ -44,7 +44,7 @@ ROLLOUTS: dict[str, Any] = {
     "judges": "chain",
     "w_rej": 1.0,
 }
-# The width that such a head has where nothing is said: this part of the drafter's. As good, and judged faster.
+# The width that such a head has where nothing is said: this part of the drafter's. As good, and faster.
 NARROWER = 4
 # Of these, what a head to go on from brings along.
 SHAPE = ("num_blocks", "tied", "state", "features", "judges", "width")
@@ -147,7 +147,7 @@ def labels_of(config: TrainAcceptanceConfig) -> tuple[Labels, Manifest | None]:
 
 
 def filled(config: TrainAcceptanceConfig) -> TrainAcceptanceConfig:
-    """With the defaults that depend on the labels, and with the shape of the head to go on from.
+    """The settings with the defaults that depend on the labels, and with the shape of the head to go on from.
 
     Raises:
         InputError: a setting that has no meaning for these labels, not exactly one drafter, or no head to go on from.
@@ -249,7 +249,7 @@ def reader_of(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest, dr
 
 
 def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest) -> None:
-    """Raises InputError where the labels lack what the head is to read or to judge."""
+    """Raises InputError where the labels lack what the head is to read or to predict."""
     published = (head.state, head.features, head.judges) == ("after", (), "chain")
     if labels == "acceptance" and not published:
         found = f"{manifest.kind} labels of mixed text, for a head that reads more than the state after the token"
@@ -260,7 +260,7 @@ def check_labels(head: AcceptanceHeadConfig, labels: Labels, manifest: Manifest)
         remedy = "Make them: draftsmith data acceptance --labels rollout --children 10"
         raise InputError("data", "labels without children", "labels of a tree's children", remedy)
     if head.judges == "tree" and head.state != "before":
-        expected = "before: nothing has read a tree's children when they are judged"
+        expected = "before: nothing has read a tree's children when they are predicted"
         raise InputError("state", head.state, expected, "Leave it out.")
 
 

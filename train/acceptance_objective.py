@@ -115,7 +115,7 @@ def predicted(head: AcceptanceHead, batch: AcceptanceBatch) -> Tensor:
 
 
 def uncalibrated(config: AcceptanceHeadConfig) -> AcceptanceHeadConfig:
-    """Without a fit to held-out tokens."""
+    """Settings of the head without a fit to held-out tokens."""
     return dataclasses.replace(config, calibration=(1.0, 0.0), knots=())
 
 

@@ -22,7 +22,7 @@ NAMED = 20
 
 
 @dataclass
-class _Part:
+class _PartMarks:
     """Numbers of its samples; a mark that is 0 where its loss and gradients are finite, else NaN; and such marks of
     what frozen models gave, by their flags."""
 
@@ -41,7 +41,7 @@ class BadSteps:
     def __init__(self, limit: int):
         self.limit, self.count = limit, 0
         self.samples: list[str] = []
-        self._parts: list[_Part] = []
+        self._parts: list[_PartMarks] = []
         self._inputs: dict[str, Tensor] = {}
 
     def watch(self, module: nn.Module) -> None:
@@ -62,7 +62,7 @@ class BadSteps:
         """A part's loss, and the numbers of its samples; its gradients follow."""
         # 0 where everything is finite, else NaN: one number on the device, which nothing waits for. (A sum of finite
         # gradients that overflows float32 counts as bad, too.)
-        self._parts.append(_Part(samples, loss.detach().float() * 0, self._inputs))
+        self._parts.append(_PartMarks(samples, loss.detach().float() * 0, self._inputs))
         self._inputs = {}
 
     def _see(self, gradient: Tensor) -> None:
@@ -114,7 +114,7 @@ class BadSteps:
 
 
 def finite(output: LossOutput) -> LossOutput:
-    """With nothing in its sums and counts where the loss is not finite: it would make every mean so."""
+    """The output with nothing in its sums and counts where the loss is not finite: it would make every mean so."""
     keep = output.loss.detach().isfinite()
 
     def kept(values: dict[str, Tensor]) -> dict[str, Tensor]:

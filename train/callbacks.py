@@ -174,7 +174,7 @@ class BetweenSteps(pl.Callback):
 
 
 def log_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
-    """To every logger, without Lightning's per-step bookkeeping of `self.log`. A full disk does not end the run."""
+    """Log to every logger, without Lightning's per-step bookkeeping of `self.log`. A full disk does not end the run."""
     for logger in trainer.loggers:
         try:
             logger.log_metrics(metrics, step)

@@ -166,7 +166,7 @@ def _write(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     """Write and sync; what the manifest says of the file.
 
     Raises:
-        OSError: it does not fit, or can not be written.
+        OSError: it does not fit, or cannot be written.
     """
     with path.open("wb") as file:
         hashed = _Hashed(file)
@@ -180,7 +180,7 @@ def _write(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _remove(path: Path) -> None:
-    """Under another name first, so that half a checkpoint never looks like a damaged one."""
+    """Remove a checkpoint, under another name first, so that half of one never looks like a damaged one."""
     gone = path.with_name(f"{path.name}.tmp-gone")
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)

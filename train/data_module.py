@@ -2,7 +2,7 @@
 
 A step's batch is global: the same samples whatever the number of devices and of accumulated parts. A run that is
 continued starts at the step it had reached, in the middle of an epoch or not. For Lightning the whole training is one
-epoch, so that its own bookkeeping of epochs, which can not continue in the middle of one, is never asked.
+epoch, so that its own bookkeeping of epochs, which cannot continue in the middle of one, is never asked.
 """
 
 from __future__ import annotations

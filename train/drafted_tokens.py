@@ -16,7 +16,7 @@ from draftsmith.data.store.datasets import AcceptanceTokens
 from draftsmith.data.store.rollout_dataset import RolloutTokens
 from draftsmith.modules import flops
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig, feature_value
-from draftsmith.modules.decoding.confidence import Confidences
+from draftsmith.modules.decoding.confidence import TokenConfidences
 from draftsmith.modules.types import AcceptanceBatch
 from draftsmith.train.data_module import Part
 from draftsmith.train.telemetry import features_flops, llama_of
@@ -46,7 +46,7 @@ class StateReader(Protocol):
     model: str
 
     def read(self, data: Any, with_log_q: bool = False) -> DraftedTokens:
-        """Of a collated batch."""
+        """States and labels of a collated batch."""
 
     def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
         """Model FLOPs of `read`, and how many tokens it gives. lengths: of the part's rows."""
@@ -95,7 +95,7 @@ class RolloutDrafts:
         self.branches = drafter.branches(depth)
 
     def read(self, data: RolloutTokens, with_log_q: bool = False) -> DraftedTokens:
-        """Of a head for trees the children are the tokens, and a child weighs as much as its place."""
+        """The labelled tokens; of a head for trees they are the children, and a child weighs as much as its place."""
         tree, head = self.head.judges == "tree", self.head
         mask, shape = data.loss_mask, data.loss_mask.shape
         labelled = (data.child_ids, data.child_prob) if tree else (data.draft_ids, data.accept_prob)
@@ -112,7 +112,7 @@ class RolloutDrafts:
 
         ids, accept_prob = (chosen(values) for values in labelled)
         numbers = {part.name: getattr(known, part.name) for part in dataclasses.fields(known)}
-        known = Confidences(**{name: chosen(values) for name, values in numbers.items() if values is not None})
+        known = TokenConfidences(**{name: chosen(values) for name, values in numbers.items() if values is not None})
         batch = AcceptanceBatch(
             hidden=chosen(of_children(self.states(data))),
             accept_prob=accept_prob,
@@ -144,8 +144,8 @@ class RolloutDrafts:
 
     def flops(self, part: Part, lengths: Sequence[int]) -> tuple[float, int]:
         data: RolloutTokens = part.data
-        judged = data.num_judged * (data.child_ids.shape[2] if self.head.judges == "tree" else 1)
-        return self._read_flops(data), judged
+        predicted = data.num_labelled * (data.child_ids.shape[2] if self.head.judges == "tree" else 1)
+        return self._read_flops(data), predicted
 
     def _read_flops(self, data: RolloutTokens) -> float:
         texts = [starts[-1] for starts in data.starts]

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.data.store.files import write_tensors
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.train.language_model import (
-    Batch,
+    PaddedBatch,
     Recipe,
     TokenRow,
     batches,
@@ -29,7 +29,7 @@ from draftsmith.train.language_model import (
 
 MAX_POSITION = 1024
 Log = Callable[[str], None]
-LossOf = Callable[[LlamaModel, Batch], Tensor]
+LossOf = Callable[[LlamaModel, PaddedBatch], Tensor]
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ LEFTOVER_S = 3600.0
 
 
 def row_name(input_ids: Tensor) -> str:
-    """Of the row with these token ids [T]."""
+    """Name of the row with these token ids [T]."""
     return hashlib.blake2b(input_ids.to(torch.int32).numpy().tobytes(), digest_size=16).hexdigest()
 
 
@@ -88,7 +88,7 @@ class FeatureCache:
         shard = self._where.get(name)
         if shard is None:
             return None
-        features = feature_codec.read(self._open(shard), name)
+        features = feature_codec.stored_features(self._open(shard), name)
         place = first_broken(features)
         if place is not None:
             raise broken_features(self._directory / shard, f"row {name}", place)
@@ -190,7 +190,7 @@ class FeatureCache:
         return self._files[place]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a reader process: it reads what is on the disk."""
+        """State for a reader process: it reads what is on the disk."""
         return {**self.__dict__, "_files": {}, "_pending": {}, "_writing": {}, "_writer": None, "_written": None}
 
 

@@ -164,7 +164,7 @@ def fit(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what Lightning and DeepSpeed say of themselves."""
+    """Hide what Lightning and DeepSpeed say of themselves."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     with warnings.catch_warnings():

@@ -43,14 +43,14 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PaddedBatch:
     """Right-padded ids [B, T] and the loss weight of predicting each [B, T] (0 on padding and on position 0)."""
 
     ids: Tensor
     weights: Tensor
 
 
-def batches(rows: Sequence[TokenRow], recipe: Recipe, pad: int) -> Iterator[Batch]:
+def batches(rows: Sequence[TokenRow], recipe: Recipe, pad: int) -> Iterator[PaddedBatch]:
     """Endless batches of rows of like length, about `tokens_per_step` tokens each; their order depends on the seed."""
     rng = random.Random(recipe.seed)
     while True:
@@ -70,7 +70,7 @@ def batches(rows: Sequence[TokenRow], recipe: Recipe, pad: int) -> Iterator[Batc
                     yield collate([rows[i] for i in group], recipe.prompt_weight, pad)
 
 
-def collate(rows: Sequence[TokenRow], prompt_weight: float, pad: int) -> Batch:
+def collate(rows: Sequence[TokenRow], prompt_weight: float, pad: int) -> PaddedBatch:
     """Pad at the right and weigh the tokens."""
     length = max(len(row.ids) for row in rows)
     ids = torch.full((len(rows), length), pad)
@@ -79,7 +79,7 @@ def collate(rows: Sequence[TokenRow], prompt_weight: float, pad: int) -> Batch:
         ids[i, : len(row.ids)] = torch.tensor(row.ids)
         weights[i, 1 : row.answer_start] = prompt_weight
         weights[i, row.answer_start : len(row.ids)] = 1.0
-    return Batch(ids, weights)
+    return PaddedBatch(ids, weights)
 
 
 def init_weights(model: LlamaModel, seed: int) -> None:
@@ -124,9 +124,9 @@ def lr_fraction(step: int, recipe: Recipe) -> float:
 
 def train_steps(
     model: LlamaModel,
-    data: Iterator[Batch],
+    data: Iterator[PaddedBatch],
     recipe: Recipe,
-    loss_of: Callable[[LlamaModel, Batch], Tensor],
+    loss_of: Callable[[LlamaModel, PaddedBatch], Tensor],
     on_step: Callable[[int, float], None] | None = None,
 ) -> None:
     """Run `recipe.steps` optimiser steps. `on_step(step, loss)` is called after each."""
@@ -145,7 +145,7 @@ def train_steps(
     model.eval()
 
 
-def next_token_loss(model: LlamaModel, batch: Batch) -> Tensor:
+def next_token_loss(model: LlamaModel, batch: PaddedBatch) -> Tensor:
     """Weighted cross-entropy per weighted token; logits are computed only where a weight is not zero."""
     features = model.features(batch.ids[:, :-1])
     weights = batch.weights[:, 1:]
@@ -154,13 +154,13 @@ def next_token_loss(model: LlamaModel, batch: Batch) -> Tensor:
     return (losses * weights[chosen]).sum() / weights.sum()
 
 
-def distillation_loss(teacher: LlamaModel) -> Callable[[LlamaModel, Batch], Tensor]:
+def distillation_loss(teacher: LlamaModel) -> Callable[[LlamaModel, PaddedBatch], Tensor]:
     """Soft cross-entropy against the teacher's distribution on answer tokens (Hinton et al. 2015), per token.
 
     With the answers sampled from the teacher this is the on-policy objective whose optimum maximises acceptance.
     """
 
-    def loss_of(model: LlamaModel, batch: Batch) -> Tensor:
+    def loss_of(model: LlamaModel, batch: PaddedBatch) -> Tensor:
         chosen = batch.weights[:, 1:] >= 1.0
         with torch.no_grad():
             target_prob = teacher.lm_head(teacher.features(batch.ids[:, :-1])[chosen]).softmax(-1)

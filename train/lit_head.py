@@ -135,7 +135,7 @@ class LitHead(pl.LightningModule):
             yield part, given
 
     def flops(self, part: Part) -> float:
-        """As of the objective; fillers aside."""
+        """FLOPs as of the objective; fillers aside."""
         return self.objective.flops(self.head, part, self._step([key for key in part.keys if not key.filler]))
 
     def _step(self, keys: Sequence[Key]) -> TrainStep:
@@ -218,7 +218,7 @@ class LitHead(pl.LightningModule):
         return self._grad_norm if engine is None else float(engine.get_global_grad_norm())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """With what is yet to be logged, so that a continued run logs the same numbers."""
+        """Store the checkpoint with what is yet to be logged, so that a continued run logs the same numbers."""
         checkpoint["means"] = self.means.state()
         checkpoint["bad_steps"] = self.bad_steps.state()
         checkpoint |= self.objective.state(self.head)

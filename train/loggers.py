@@ -1,7 +1,7 @@
 """Where numbers go (`--track csv wandb tensorboard`).
 
 A CSV file always, as a continued run takes its curve from it; Weights & Biases where it can be reached, offline where
-it can not.
+it cannot.
 """
 
 from __future__ import annotations

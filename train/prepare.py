@@ -1,4 +1,4 @@
-"""From the settings of any head's training to its models and data."""
+"""Models and data of any head's training, from its settings."""
 
 from __future__ import annotations
 

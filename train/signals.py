@@ -61,7 +61,7 @@ def exit_code(number: int, goes_on: bool) -> int:
 
     SIGUSR1 in a SLURM job whose command goes on from a checkpoint puts the job back into the queue first. Then it is 0:
     from the moment `scontrol requeue` returns, the job is pending again whatever its processes do, but a rank that
-    ended with another code before that moment would end the step, and the job as failed. Where the job can not be
+    ended with another code before that moment would end the step, and the job as failed. Where the job cannot be
     requeued the first process says why and fails, and with it the job.
     """
     job = os.environ.get("SLURM_JOB_ID")
@@ -77,7 +77,7 @@ def exit_code(number: int, goes_on: bool) -> int:
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = str(error)
     if problem:
-        say(f"job {job} can not be requeued: {problem}")
+        say(f"job {job} cannot be requeued: {problem}")
         return 128 + number
     say(f"job {job} is requeued and goes on from there")
     return 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.ranks import Place, place
+from draftsmith.data.ranks import ProcessPlace, place
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 
@@ -103,7 +103,7 @@ def _strategy(config: TrainConfig, kind: str, world: int) -> Any:
     return "auto"
 
 
-def _environment(found: Place) -> Any:
+def _environment(found: ProcessPlace) -> Any:
     """What tells Lightning the ranks, whichever launcher has set them: they are given torchrun's names. It is not left
     to find out by itself: a batch script of SLURM, for one, looks to it like one of several processes."""
     from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment

@@ -32,7 +32,7 @@ from draftsmith.data.store.manifest import volatile
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.shards import DONE, Rows, Shard, ShardContent
 from draftsmith.data.text.template import check_context, context_length
-from draftsmith.data.text.turns import Answer, AnswerSettings, Talk, Talks, shard_content
+from draftsmith.data.text.turns import AnswerSettings, Talk, Talks, TargetTurn, shard_content
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class GaveUp(BadAnswer):
 
 
 @dataclass
-class Outcome:
+class ShardOutcome:
     """The rows of one shard by number: what `Talk.held` says of each conversation, and why there is none."""
 
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class ServerEngine:
                 for number, row in rows.items():
                     check_context(number, len(row["prompt_ids"]), self.context)
             before = output / f"{shard.name}.answers.json"
-            outcome = Outcome(_answers_before(before, rows))
+            outcome = ShardOutcome(_answers_before(before, rows))
             advance(len(outcome.answers))
             allowed = self.server.max_failed - _failed_before(output)
             try:
@@ -175,7 +175,7 @@ class ServerEngine:
             remedy = "Run the same command again, which asks for these only, or raise --server.max-failed."
             raise InputError("server", found, expected, remedy)
 
-    async def _answer_all(self, held: dict[int, Talk], outcome: Outcome, allowed: int, advance: Advance) -> None:
+    async def _answer_all(self, held: dict[int, Talk], outcome: ShardOutcome, allowed: int, advance: Advance) -> None:
         """Hold these conversations, which `outcome` lacks, and put them there. Where the server itself is in trouble no
         more is asked once the failures are more than `allowed`."""
         import httpx
@@ -249,14 +249,14 @@ class ServerEngine:
         """Its name at the server."""
         return self.server.model or self.settings.target
 
-    def read(self, number: int, row: dict[str, Any], reply: Any) -> Answer:
+    def read(self, number: int, row: dict[str, Any], reply: Any) -> TargetTurn:
         """An answer from a server's reply. row: what was asked. Errors as of `ReplyReader.read`."""
         asked = Question(f"prompt {number}", row["prompt_ids"], self.limit(row), self.model)
         found = self.reader.read(asked, reply)
         if self.context is not None and len(found["input_ids"]) > self.context:
             raise BadAnswer(f"{len(found['input_ids']):,} tokens with the prompt, more than the context")
         tokens, ended = found["input_ids"][found["prompt_length"] :], found["ended"] and not self.settings.ignore_eos
-        return Answer(tokens, ended, found["text"], found["retokenised"], found["server_tokens"])
+        return TargetTurn(tokens, ended, found["text"], found["retokenised"], found["server_tokens"])
 
     async def _ask(self, client: httpx.AsyncClient, request: tuple[str, dict[str, Any]]) -> Any:
         """One reply, asked for again while the server is not available."""

@@ -161,7 +161,7 @@ def _count(value: Any, most: int) -> int | None:
 
 
 def _bare(text: str) -> str:
-    """Without white space and replacement characters, which decoders treat differently."""
+    """The text without white space and replacement characters, which decoders treat differently."""
     return "".join(text.replace("\ufffd", "").split())
 
 

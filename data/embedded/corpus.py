@@ -85,7 +85,7 @@ def python_files(root: Path) -> list[Path]:
     return sorted(path for path in files if path.stat().st_size <= MAX_FILE_BYTES and not path.name.startswith("test_"))
 
 
-def parse(path: Path) -> ast.Module | None:
+def parse_module(path: Path) -> ast.Module | None:
     """The module's tree; None where it is not ASCII Python of this interpreter's grammar."""
     try:
         with warnings.catch_warnings():
@@ -182,7 +182,7 @@ def read_corpus(packages: list[str] | None = None) -> Corpus:
             continue
         found.append(package)
         for path in python_files(root):
-            tree = parse(path)
+            tree = parse_module(path)
             if tree is None:
                 continue
             for block in import_blocks_of(tree, package):

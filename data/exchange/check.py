@@ -143,7 +143,7 @@ def check_head(directory: Path, format: HeadFormat, source: StateSource, head: n
 
 
 def other_model(record: Mapping[str, Any], identity: Mapping[str, str]) -> list[Finding]:
-    """Where an export says that its head was trained for another model than the one that is given."""
+    """A line for an export that says that its head was trained for another model than the one that is given."""
     recorded = record["head"].get("target") or {}
     if not recorded:
         return []

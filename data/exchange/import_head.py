@@ -92,7 +92,7 @@ def run(config: ImportConfig) -> Path:
     if source is not None:
         info = source.drafter.lm.info
         check_sizes("head", config.directory, parsed.config, info.hidden_size, info.vocab_size)
-        _check_record(config, reads(format), source)
+        _check_record(config, states_flag(format), source)
     head = build(format, parsed, package)
     manifest = _manifest(config, format, parsed, source)
     save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}))
@@ -102,14 +102,14 @@ def run(config: ImportConfig) -> Path:
     return config.output
 
 
-def reads(format: HeadFormat) -> Literal["target", "draft"]:
+def states_flag(format: HeadFormat) -> Literal["target", "draft"]:
     """The flag of the model whose hidden states a head of this format reads."""
     return "draft" if format.predicts else "target"
 
 
 def _check_flags(config: ImportConfig, format: HeadFormat) -> None:
     """Raises InputError for flags of the other kind of head, which would be passed over."""
-    flag, other = reads(format), "target" if format.predicts else "draft"
+    flag, other = states_flag(format), "target" if format.predicts else "draft"
     if getattr(config, other) is not None:
         expected = f"--{flag}: this is {named_kind(format.kind)} head ({format.name})"
         raise InputError(other, getattr(config, other), expected, f"Pass --{flag} in its place.")
@@ -120,7 +120,7 @@ def _check_flags(config: ImportConfig, format: HeadFormat) -> None:
 
 def _source(config: ImportConfig, format: HeadFormat) -> StateSource | None:
     """What gives the hidden states that the head reads, where it was given."""
-    if getattr(config, reads(format)) is None:
+    if getattr(config, states_flag(format)) is None:
         return None
     own = {"engine": config.engine, "trust_remote_code": config.trust_remote_code}
     return state_source(format, config.target, config.draft, {"dtype": "auto", **own})
@@ -174,7 +174,7 @@ def build(format: HeadFormat, parsed: Parsed, package: Package) -> nn.Module:
 def _manifest(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: StateSource | None) -> dict[str, Any]:
     """What is known of the head: no settings, data or losses of a training."""
     files = weight_files(package_directory(config.directory))
-    flag, identity = reads(format), None if source is None else source.drafter.identity
+    flag, identity = states_flag(format), None if source is None else source.drafter.identity
     imported = {
         "producer": format.name,
         "path": config.directory,
@@ -197,7 +197,7 @@ def _report(config: ImportConfig, format: HeadFormat, parsed: Parsed, errors: li
 
     errors: what the system would not compute of the directory.
     """
-    out, flag = shlex.quote(str(config.output)), reads(format)
+    out, flag = shlex.quote(str(config.output)), states_flag(format)
     given = getattr(config, flag)
     path = shlex.quote(given) if given else flag.upper()
     say(f"{format.kind} head in the format of {format.system}: {config.output}")

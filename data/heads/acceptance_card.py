@@ -13,7 +13,7 @@ from draftsmith.data.heads.sections import ModelCard
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import HeadCard
 from draftsmith.modules.interop import formats_of
-from draftsmith.modules.interop.acceptance import JUDGES, LAW, inputs_of
+from draftsmith.modules.interop.acceptance import DISTRIBUTION, PREDICTED, inputs_of
 
 WHAT = (
     "Predicts from a drafter's last hidden state whether the target will keep a drafted token (SpecDec++, Huang et al. "
@@ -27,7 +27,7 @@ class AcceptanceCard(ModelCard):
     @property
     def about(self) -> HeadCard:
         method = method_of(self.head, self.drafter)
-        return HeadCard("Acceptance head", WHAT, ("specdec++",), method, shape=described(self.head))
+        return HeadCard("Acceptance head", WHAT, ("specdec++",), method, shape=describe_head(self.head))
 
     @cached_property
     def drafter(self) -> str | None:
@@ -76,14 +76,14 @@ class AcceptanceCard(ModelCard):
         return super().licence_section(others)
 
 
-def described(head: Mapping[str, Any]) -> tuple[str, ...]:
+def describe_head(head: Mapping[str, Any]) -> tuple[str, ...]:
     """Lines on what the head is."""
     if "num_blocks" not in head:
         return ()
     blocks = f"{head['num_blocks']} {'tied ' if head.get('tied') else ''}residual block(s)"
     return (
         f"- {blocks} of width {head.get('width') or head['hidden_size']}, then one logit",
-        f"- judges {JUDGES[head.get('judges', 'chain')]}",
+        f"- predicts for {PREDICTED[head.get('judges', 'chain')]}",
     )
 
 
@@ -92,11 +92,12 @@ def inputs_table(head: Mapping[str, Any]) -> str:
     inputs = inputs_of(head["hidden_size"], head.get("state", "after"), head.get("features", ()))
     rows = [(str(place), part["name"], str(part["size"]), part["is"]) for place, part in enumerate(inputs, 1)]
     table = "\n".join(markdown_lines(("input", "name", "numbers", "what it is"), rows))
-    return f"{table}\n\n{LAW}" if head.get("features") else table
+    return f"{table}\n\n{DISTRIBUTION}" if head.get("features") else table
 
 
 def calibration_text(manifest: Mapping[str, Any], unknown: str) -> str:
-    """From the output to a probability, where that holds, and how good it was. unknown: said of what is not known."""
+    """How the output becomes a probability, where that holds, and how good it was. unknown: said of what is not
+    known."""
     head, metrics = manifest.get("head") or {}, manifest.get("metrics") or {}
     sampling = manifest.get("sampling")
     lines = [f"Labels and calibration hold for this sampling only: {code(sampling)}."]
@@ -115,7 +116,7 @@ def calibration_text(manifest: Mapping[str, Any], unknown: str) -> str:
 
 
 def corrections(head: Mapping[str, Any], assumed: bool) -> str:
-    """From the raw output to a probability. assumed: the weights of the loss are those that an import takes."""
+    """Steps from the raw output to a probability. assumed: the weights of the loss are those that an import takes."""
     scale, shift = head.get("calibration", (1.0, 0.0))
     weights = f"w_acc {head['w_acc']:g} and w_rej {head['w_rej']:g}{', as its import assumes' if assumed else ''}"
     alike = head["w_acc"] == head["w_rej"]

@@ -143,8 +143,8 @@ def drafter_identity(directory: str | Path, owner: CausalLM) -> dict[str, str]:
 
 
 def another_mode(directory: str | Path, params: SamplingParams) -> str | None:
-    """A warning where an acceptance head is to judge drafts of another mode than its labels were made in, with the
-    command that makes labels of this one; None where it is the same, or none is recorded.
+    """A warning where an acceptance head is to predict for drafts of another mode than its labels were made in, with
+    the command that makes labels of this one; None where it is the same, or none is recorded.
 
     A head of several temperatures is one for all between them.
     """
@@ -262,7 +262,7 @@ def head_settings(directory: str | Path, kind: str) -> Any:
 
 
 def _read_head(directory: str | Path, config: dict[str, Any]) -> nn.Module:
-    """On the CPU, in the type of its file."""
+    """The head on the CPU, in the type of its file."""
     state = read_tensors(Path(directory) / "model.safetensors", "Copy or train the head again.")
     return build_head(config["kind"], _settings(config), state)
 

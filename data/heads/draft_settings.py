@@ -51,7 +51,7 @@ class DraftSettings:
 
 
 def drafters_by_kind(directories: Sequence[str], heads: Mapping[str, str]) -> dict[str, str]:
-    """As `DraftSettings.drafters`. heads: kind -> directory, where it is known."""
+    """The same as `DraftSettings.drafters`. heads: kind -> directory, where it is known."""
     found: dict[str, str] = {}
     for kind, directory in [*((kind_at(name) or MODEL, name) for name in directories), *heads.items()]:
         if kind == "acceptance":

@@ -249,7 +249,7 @@ class ModelCard(ABC):
         if self.measured is None:
             return f"Not measured yet. This measures it and writes it here:\n\n{shell(self.bench_command + ' --card')}"
         rows = []
-        several = len(temperatures(self.measured)) > 1
+        several = len(measured_temperatures(self.measured)) > 1
         for row in self.measured["methods"]:
             label = f"{row['method']}, temperature {row['temperature']:g}" if several else row["method"]
             rows.append(("all", *tau_cells(label, row)))
@@ -317,7 +317,7 @@ def tau_cells(method: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     return method, str(row["prompts"]), f"{row['tokens']:,}", f"{row['tau']:.3f}", f"{row['speedup']:.2f}x"
 
 
-def temperatures(measured: Mapping[str, Any]) -> list[float]:
+def measured_temperatures(measured: Mapping[str, Any]) -> list[float]:
     """The temperatures that were measured; earlier measurements have one, in their settings."""
     single = measured["settings"]["temperature"]
     return sorted({row.get("temperature", single) for row in measured["methods"]})
@@ -333,7 +333,7 @@ def sampling_mode(temperature: float, settings: Mapping[str, Any]) -> str:
 def counting_rule(measured: Mapping[str, Any]) -> str:
     """What tau counts, and how the numbers were taken."""
     settings, prompts = measured["settings"], measured["prompts"]
-    mode = " and under ".join(sampling_mode(temperature, settings) for temperature in temperatures(measured))
+    mode = " and under ".join(sampling_mode(temperature, settings) for temperature in measured_temperatures(measured))
     clock = "CPU time" if measured["clock"] == "cpu" else "wall time"
     machine = measured["hardware"].get("gpu") or measured["hardware"].get("cpu", "unknown")
     rule = (

@@ -130,7 +130,8 @@ def _load_hf(
         check_placed(model, parallel)
     text = model.config.get_text_config()  # knows each architecture's own names (GPT-2's n_embd)
     for field in LOGIT_CHANGES:
-        # These act on the logits after the output embedding, where `CausalLM.lm_head` ends: the law would be wrong.
+        # These act on the logits after the output embedding, where `CausalLM.lm_head` ends: the distribution would be
+        # wrong.
         if getattr(text, field, None) not in (None, 0, 1, 1.0):
             remedy = "This model family is not supported yet."
             raise InputError(field, getattr(text, field), "logits as the output embedding gives them", remedy)
@@ -198,7 +199,7 @@ _trusted = False
 
 
 def trust_code() -> None:
-    """From here on, code that comes with a tokenizer may run: a command's --trust-remote-code holds for all its models,
+    """Let code that comes with a tokenizer run from here on: a command's --trust-remote-code holds for all its models,
     and the command line calls this."""
     global _trusted
     _trusted = True

@@ -79,7 +79,7 @@ def check_placed(model: Any, parallel: str) -> None:
 
 
 def tell(number: int, device: torch.device) -> None:
-    """From the first process to all others: what they compute with it next, or DONE."""
+    """Send from the first process to all others what they compute with it next, or DONE."""
     dist.broadcast(torch.tensor(number, device=device), src=0)
 
 

@@ -50,12 +50,12 @@ class ArtefactDataset(Dataset):
     """Rows of an artefact as samples. manifest: its own. answers: where they are in each row."""
 
     manifest: Manifest
-    answers: Answers
+    answers: AnswerSpans
 
     def _read_table(self, directory: Path, manifest: Manifest, columns: Sequence[str]) -> pa.Table:
         """These columns, and those that say where the answers are."""
         table = Rows(directory, manifest, [*columns, *answer_columns(manifest)]).table()
-        self.manifest, self.answers = manifest, Answers(table)
+        self.manifest, self.answers = manifest, AnswerSpans(table)
         self._names = Rows(directory, manifest, ["id"])
         return table
 
@@ -135,7 +135,7 @@ class FeatureDataset(ArtefactDataset):
     def __getitem__(self, row: int) -> Item:
         """Fields of FeatureBatch for one row: input_ids [T], features [T, H] bf16, loss_mask [T], position_ids [T]."""
         ids = torch.from_numpy(self._ids[row].astype(np.int64))
-        features = feature_codec.read(self._open(self._shards[row]), key(int(self._rows[row])))
+        features = feature_codec.stored_features(self._open(self._shards[row]), key(int(self._rows[row])))
         place = first_broken(features)
         if place is not None:
             raise broken_features(self._directory / self._shards[row], f"row {self.name(row)}", place)
@@ -299,7 +299,7 @@ class Lists:
         return answer_lengths(self._values, self._offsets)
 
 
-class Answers:
+class AnswerSpans:
     """Where the answers are in each row of a table."""
 
     def __init__(self, table: pa.Table):

@@ -57,7 +57,7 @@ def rounded(features: Tensor, dtype: FeatureDtype) -> Tensor:
     return decode(encode(features, dtype))
 
 
-def read(file: Any, key: str) -> Tensor:
+def stored_features(file: Any, key: str) -> Tensor:
     """A row's features [T, H] from an open safetensors file, whichever way they are stored."""
     values = file.get_tensor(key)
     coded = values.dtype == torch.float8_e4m3fn

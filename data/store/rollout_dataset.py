@@ -14,19 +14,19 @@ from torch import Tensor
 from draftsmith.data.rollouts import CHILD_FIELDS, FIELDS
 from draftsmith.data.store.datasets import ArtefactDataset, Item, Lists, check_finite_labels
 from draftsmith.data.store.manifest import open_artefact
-from draftsmith.modules.decoding.confidence import Confidences
+from draftsmith.modules.decoding.confidence import TokenConfidences
 
 
 @dataclass(frozen=True)
 class RolloutTokens:
     """N labelled drafts of K tokens, text after text, before any drafter has read them.
 
-    num_judged: tokens that count at all, those of loss_mask: known without asking a device. texts: the responses, each
-    with its prompt. starts: for each text, where its drafts begin: the place of their first token. weight: the
-    probability that a round judges the token, 0 behind a drafted end token. C may be 0.
+    num_labelled: tokens that count at all, those of loss_mask: known without asking a device. texts: the responses,
+    each with its prompt. starts: for each text, where its drafts begin: the place of their first token. weight: the
+    probability that a round verifies the token, 0 behind a drafted end token. C may be 0.
     """
 
-    num_judged: int
+    num_labelled: int
     texts: tuple[tuple[int, ...], ...]
     starts: tuple[tuple[int, ...], ...]
     owner: Tensor  # [N] int64, the text that each draft hangs off
@@ -51,12 +51,12 @@ class RolloutTokens:
         return sum(map(len, self.texts)) + self.draft_ids.numel()
 
     @property
-    def confidences(self) -> Confidences:
+    def confidences(self) -> TokenConfidences:
         """What is known of the drafted tokens, [N, K]."""
         return replace(self._confidences(self.log_q, self.log_max_q, self.entropy), repeat=self.repeat)
 
     @property
-    def child_confidences(self) -> Confidences:
+    def child_confidences(self) -> TokenConfidences:
         """What is known of the children, [N, K, C]: their distribution's maximum and entropy are those of the drafted
         token beside them."""
         shape = self.child_log_q.shape
@@ -64,11 +64,11 @@ class RolloutTokens:
             self.child_log_q, self.log_max_q[..., None].expand(shape), self.entropy[..., None].expand(shape)
         )
 
-    def _confidences(self, log_q: Tensor, log_max_q: Tensor, entropy: Tensor) -> Confidences:
+    def _confidences(self, log_q: Tensor, log_max_q: Tensor, entropy: Tensor) -> TokenConfidences:
         depth = torch.arange(1, log_q.shape[1] + 1, device=log_q.device, dtype=log_q.dtype)
         rest = (1,) * (log_q.dim() - 2)
         depth, temperature = depth.view(1, -1, *rest), self.temperature.view(-1, 1, *rest)
-        return Confidences(log_q, log_max_q, entropy, depth.expand(log_q.shape), temperature.expand(log_q.shape))
+        return TokenConfidences(log_q, log_max_q, entropy, depth.expand(log_q.shape), temperature.expand(log_q.shape))
 
 
 class RolloutDataset(ArtefactDataset):
@@ -108,7 +108,7 @@ def collate_rollouts(items: Sequence[Item]) -> RolloutTokens:
     joined: dict[str, Any] = {name: torch.cat([item[name] for item in items]) for name in items[0] if name not in apart}
     counts = torch.tensor([len(item["starts"]) for item in items])
     return RolloutTokens(
-        num_judged=int(joined["loss_mask"].sum()),
+        num_labelled=int(joined["loss_mask"].sum()),
         texts=tuple(tuple(item["input_ids"].tolist()) for item in items),
         starts=tuple(tuple(item["starts"].tolist()) for item in items),
         owner=torch.arange(len(items)).repeat_interleave(counts),

@@ -86,7 +86,7 @@ class ShardContent:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StagePlan:
     """Everything about a run of a stage except how one shard is made.
 
     stage: the command, `data responses`. config: its configuration dataclass. fields: of the table; those whose dtype
@@ -118,7 +118,7 @@ class Plan:
         return command_line(self.stage, self.config)
 
 
-def run_stage(plan: Plan, make_shard: Callable[[Shard, Advance], ShardContent]) -> Manifest:
+def run_stage(plan: StagePlan, make_shard: Callable[[Shard, Advance], ShardContent]) -> Manifest:
     """Make the shards of this rank that are not there, then (rank 0) the manifest; others wait for it.
 
     make_shard must depend on nothing but the shard, and call `advance` with the rows it has done.
@@ -144,7 +144,7 @@ def run_stage(plan: Plan, make_shard: Callable[[Shard, Advance], ShardContent]) 
     return _finish(plan) if rank == 0 else _await_manifest(plan)
 
 
-def begin(plan: Plan) -> None:
+def begin(plan: StagePlan) -> None:
     """Claim the output directory for this configuration, or see that it was begun with the same one.
 
     Raises:
@@ -183,7 +183,7 @@ def read_done(directory: Path, shard: Shard) -> dict[str, Any] | None:
     return done if intact else None
 
 
-def write_shard(plan: Plan, shard: Shard, content: ShardContent) -> None:
+def write_shard(plan: StagePlan, shard: Shard, content: ShardContent) -> None:
     """Files first, then the record that they are whole."""
     directory = plan.directory
     for leftover in directory.glob(f"{shard.name}.*.tmp-*"):
@@ -204,11 +204,11 @@ def write_shard(plan: Plan, shard: Shard, content: ShardContent) -> None:
     write_json(directory / f"{shard.name}.done.json", record)
 
 
-def _unfinished(plan: Plan) -> list[Shard]:
+def _unfinished(plan: StagePlan) -> list[Shard]:
     return [shard for shard in plan.shards if read_done(plan.directory, shard) is None]
 
 
-def _poll(plan: Plan, left: Callable[[], int], what: str) -> None:
+def _poll(plan: StagePlan, left: Callable[[], int], what: str) -> None:
     """Wait until left() is 0; the deadline moves on while it falls."""
     before, deadline = left(), time.monotonic() + plan.wait_s
     while before:
@@ -221,7 +221,7 @@ def _poll(plan: Plan, left: Callable[[], int], what: str) -> None:
             raise InputError("ranks", found, "all of them", f"Continue, on any number of ranks: {plan.command}")
 
 
-def _finish(plan: Plan) -> Manifest:
+def _finish(plan: StagePlan) -> Manifest:
     _poll(plan, lambda: len(_unfinished(plan)), "shards of other ranks")
     counts: Counter[str] = Counter({"shards": len(plan.shards), "read": plan.num_rows})
     files: list[FileEntry] = []
@@ -271,7 +271,7 @@ def account(counts: Mapping[str, int]) -> str:
     return f"read {counts['read']:,}, kept {counts['rows'] - extra:,}{rows}, dropped {lost}"
 
 
-def _await_manifest(plan: Plan) -> Manifest:
+def _await_manifest(plan: StagePlan) -> Manifest:
     manifest = plan.directory / MANIFEST
     _poll(plan, lambda: len(_unfinished(plan)) + (not manifest.exists()), "shards or the manifest")
     return Manifest.read(plan.directory)

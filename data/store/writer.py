@@ -57,14 +57,14 @@ class Holder:
 
 
 @dataclass
-class _Held:
+class _HeldDirectory:
     lock: FileLock
     made: bool  # the directory, for this
     count: int
     ended: threading.Event
 
 
-_held: dict[str, _Held] = {}
+_held: dict[str, _HeldDirectory] = {}
 
 
 def sole_writer(shared: bool = False) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
@@ -119,7 +119,7 @@ def occupied(directory: Path) -> bool:
     return any(path.name not in (LOCK, HOLDER) and ".tmp-" not in path.name for path in directory.iterdir())
 
 
-def _take(directory: Path) -> _Held:
+def _take(directory: Path) -> _HeldDirectory:
     made = not directory.exists()
     make_directory(directory)
     lock = FileLock(directory / LOCK)
@@ -144,10 +144,10 @@ def _take(directory: Path) -> _Held:
         raise
     ended = threading.Event()
     threading.Thread(target=_beat, args=(directory / HOLDER, ended), daemon=True, name="sign of life").start()
-    return _Held(lock, made, 1, ended)
+    return _HeldDirectory(lock, made, 1, ended)
 
 
-def _give_back(directory: Path, held: _Held) -> None:
+def _give_back(directory: Path, held: _HeldDirectory) -> None:
     held.ended.set()
     # The files go while the lock is held: whoever opened this one before finds that it has no name, and opens another.
     for name in (HOLDER, LOCK):

@@ -1,1 +1,1 @@
-"""From chat rows to token ids: their shapes, the template, turns, and which tokens are answers."""
+"""The way from chat rows to token ids: their shapes, the template, turns, and which tokens are answers."""

@@ -117,7 +117,7 @@ def recognise(columns: Sequence[str], sample: Mapping[str, Any], mapping: Mappin
     layout = _fitting(columns, sample, mapping)
     if layout is None:
         remedy = "Map them: --columns prompt=NAME[,answer=NAME]."
-        raise InputError("columns", listed(columns), KNOWN_COLUMNS, remedy)
+        raise InputError("columns", shortened_names(columns), KNOWN_COLUMNS, remedy)
     return layout
 
 
@@ -125,7 +125,9 @@ def check_mapping(columns: Sequence[str], mapping: Mapping[str, str]) -> None:
     """Raises InputError for a mapping to a column that no row has."""
     absent = sorted(set(mapping.values()) - set(columns))
     if absent:
-        raise InputError("columns", absent[0], f"a column of the data: {listed(columns)}", "Correct --columns.")
+        raise InputError(
+            "columns", absent[0], f"a column of the data: {shortened_names(columns)}", "Correct --columns."
+        )
 
 
 def layout_of(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout:
@@ -139,7 +141,7 @@ def layout_of(row: Mapping[str, Any], mapping: Mapping[str, str]) -> Layout:
     filled = [name for name, value in row.items() if value is not None or name in mapped]
     layout = _fitting(filled, row, mapping) or _fitting(list(row), row, mapping)
     if layout is None:
-        raise RowError(f"columns {listed(list(row))}, none of {KNOWN_COLUMNS}")
+        raise RowError(f"columns {shortened_names(list(row))}, none of {KNOWN_COLUMNS}")
     return layout
 
 
@@ -318,7 +320,7 @@ def well_formed(text: str, what: str) -> str:
     return text
 
 
-def listed(columns: Sequence[str], shown: int = 12) -> str:
+def shortened_names(columns: Sequence[str], shown: int = 12) -> str:
     """The first so many names, shortened; what a file holds need not be short."""
     more = f" and {len(columns) - shown} more" if len(columns) > shown else ""
     return ", ".join(name if len(name) <= 40 else f"{name[:40]}..." for name in columns[:shown]) + more or "none"

@@ -26,7 +26,7 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 NO_FILTER = "none"  # what users write for no split
 
 
-class Source(ABC):
+class RowSource(ABC):
     """Rows by number. name: of the file or data set. digest: identifies the content. split_taken: the rows are one
     split already, there is nothing to filter."""
 
@@ -52,7 +52,9 @@ class Source(ABC):
         return f"{self.name}, row {index}"
 
 
-def open_source(path: str, split: str | None = None, subset: str | None = None, revision: str | None = None) -> Source:
+def open_source(
+    path: str, split: str | None = None, subset: str | None = None, revision: str | None = None
+) -> RowSource:
     """split, subset, revision: of a `datasets` source; a file's rows are filtered by their own `split` column.
 
     Raises:
@@ -99,7 +101,7 @@ def plain_stem(file: Path) -> str:
     return Path(file.stem).stem if file.suffix.lower() in COMPRESSED else file.stem
 
 
-def first_rows(source: Source) -> Iterator[tuple[int, Row]]:
+def first_rows(source: RowSource) -> Iterator[tuple[int, Row]]:
     """(number, row) of those that can be read, in order."""
     for index in range(len(source)):
         try:
@@ -112,7 +114,7 @@ def _unreadable(path: Path, error: Exception) -> InputError:
     return InputError(str(path), f"unreadable ({error})", "a whole file", "Check it, or fetch it again.")
 
 
-class JsonLines(Source):
+class JsonLines(RowSource):
     """One JSON object a line; blank lines are none. Only the lines' offsets are kept in memory; a compressed file is
     written out into a temporary one."""
 
@@ -182,7 +184,7 @@ def _object(value: Any) -> Row:
     return value
 
 
-class JsonList(Source):
+class JsonList(RowSource):
     """A JSON file that holds one list of objects."""
 
     def __init__(self, rows: Sequence[Any], digest: str, path: Path):
@@ -196,7 +198,7 @@ class JsonList(Source):
         return _object(self._rows[index])
 
 
-def _open_json(path: Path) -> Source:
+def _open_json(path: Path) -> RowSource:
     with _decompressed(path) as file:
         raw = file.read().removeprefix(BOM)
     if not raw.strip():
@@ -223,7 +225,7 @@ def _opens_lines(raw: bytes) -> bool:
         return False
 
 
-class ParquetTable(Source):
+class ParquetTable(RowSource):
     """A Parquet file, memory-mapped."""
 
     def __init__(self, path: Path):
@@ -247,7 +249,7 @@ class ParquetTable(Source):
             raise RowError(f"unreadable ({error})") from error
 
 
-OPENERS: dict[str, Callable[[Path], Source]] = {
+OPENERS: dict[str, Callable[[Path], RowSource]] = {
     ".jsonl": JsonLines,
     ".ndjson": JsonLines,
     ".json": _open_json,
@@ -255,7 +257,7 @@ OPENERS: dict[str, Callable[[Path], Source]] = {
 }
 
 
-class DatasetRows(Source):
+class DatasetRows(RowSource):
     """A `datasets.Dataset`."""
 
     split_taken = True
@@ -280,7 +282,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
 
 
-def _open_datasets(name: str, path: Path, split: str | None, subset: str | None, revision: str | None) -> Source:
+def _open_datasets(name: str, path: Path, split: str | None, subset: str | None, revision: str | None) -> RowSource:
     import datasets
 
     try:

@@ -24,7 +24,7 @@ from draftsmith.modules.types import InputError, SamplingParams
 
 
 @dataclass(frozen=True)
-class Answer:
+class TargetTurn:
     """What the target said in one turn.
 
     tokens: as sampled. ended: by an end token, the last of them. text, server_tokens: what a server returned, and
@@ -50,14 +50,14 @@ class AnswerSettings:
 
 
 @dataclass
-class _Row:
+class _TurnSequence:
     """One sequence. turn: which its first answer is to."""
 
     turn: int
     input_ids: list[int]
     prompt_length: int
     loss_mask: list[bool]
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[TargetTurn] = field(default_factory=list)
 
 
 class Talk:
@@ -73,7 +73,7 @@ class Talk:
         turn's prompt must have fewer tokens."""
         self._row, self._tokenizer, self._longest = row, tokenizer, longest
         self._later: list[Messages] = later_turns(row)
-        self._rows: list[_Row] = []
+        self._rows: list[_TurnSequence] = []
         self.prompt: list[int] | None = list(row["prompt_ids"])
         self.messages: Messages = json.loads(row["messages"]) if self._later else []
         self.turn = 1
@@ -89,7 +89,7 @@ class Talk:
         messages = json.dumps(self.messages, ensure_ascii=False) if self.turn > 1 else self._row["messages"]
         return {**self._row, "prompt_ids": self.prompt, "messages": messages}
 
-    def hear(self, answer: Answer) -> None:
+    def hear(self, answer: TargetTurn) -> None:
         """Take the answer to `prompt`, which is the next turn's then."""
         assert self.prompt is not None
         row = self._row_of(self.prompt)
@@ -108,7 +108,7 @@ class Talk:
         """What was said, as JSON values: rows and counts."""
         return {"rows": self.rows(), "counts": dict(self.counts)}
 
-    def _row_of(self, prompt: list[int]) -> _Row:
+    def _row_of(self, prompt: list[int]) -> _TurnSequence:
         """The row that the answer to this prompt belongs to, up to where the answer begins."""
         if self._rows:
             row, known = self._rows[-1], len(self._rows[-1].input_ids)
@@ -117,10 +117,10 @@ class Talk:
                 row.loss_mask += [False] * (len(prompt) - known)
                 return row
             self.counts[SPLIT] += 1
-        self._rows.append(_Row(self.turn, list(prompt), len(prompt), [False] * len(prompt)))
+        self._rows.append(_TurnSequence(self.turn, list(prompt), len(prompt), [False] * len(prompt)))
         return self._rows[-1]
 
-    def _go_on(self, answer: Answer) -> None:
+    def _go_on(self, answer: TargetTurn) -> None:
         if not answer.ended:
             self._leave("turns_after_cut_answer")
             return
@@ -144,7 +144,7 @@ class Talk:
         self.counts[reason] += len(self._later)
         self._later = []
 
-    def _finished(self, row: _Row) -> dict[str, Any]:
+    def _finished(self, row: _TurnSequence) -> dict[str, Any]:
         texts = [answer.text for answer in row.answers]
         counted = [answer.server_tokens for answer in row.answers]
         return {
@@ -167,13 +167,13 @@ Talks = Callable[[Mapping[str, Any]], Talk]  # of a row of prompts
 def shard_content(held: Sequence[Mapping[str, Any]]) -> ShardContent:
     """The shard of conversations that were held, as `Talk.held` has them."""
     rows = [row for talk in held for row in talk["rows"]]
-    counts: Counter[str] = Counter(count(rows))
+    counts: Counter[str] = Counter(count_responses(rows))
     for talk in held:
         counts.update(talk["counts"])
     return ShardContent(rows, dict(counts))
 
 
-def count(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def count_responses(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Counts of a shard of responses."""
     masks = [answer_mask(row) for row in rows]
     return {

@@ -15,7 +15,7 @@ from draftsmith.modules.types import InputError
 SCHEMA_VERSION = 1
 # Of what a row of results.json holds.
 ROW = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
-# Of the settings of a benchmark: what a reader needs to judge the numbers.
+# The settings of a benchmark that a reader needs to make sense of the numbers.
 SETTINGS = (
     *("target", "draft", "mid", "methods", "split", "tasks", "keep_tasks", "turns", "limit", "max_new_tokens"),
     *("ignore_eos", "temperature", "temperatures", "top_k", "top_p", "dtype", "device", "engine", "num_threads"),
@@ -30,7 +30,7 @@ def heads_of(named: Sequence[Named], paths: Mapping[str, str]) -> dict[str, str]
 
 
 def check_cards(named: Sequence[Named], paths: Mapping[str, str]) -> None:
-    """Before anything is measured.
+    """Check that cards can be written, before anything is measured.
 
     Raises:
         InputError: no method uses a head, or the directory of one cannot be written to.

@@ -47,7 +47,7 @@ from draftsmith.eval.bench.tables import results_table, task_tables
 from draftsmith.eval.bench.trace import first_of_each_task, trace_prompts, write_texts
 from draftsmith.eval.cost.auto import times_of_run
 from draftsmith.eval.cost.clock import ClockName, clock_name
-from draftsmith.eval.settings import Answers, PromptChoice, Running
+from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least
@@ -59,7 +59,7 @@ ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS]}  # of the journa
 
 
 @dataclass(frozen=True)
-class BenchConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
+class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     """Measures decoding methods against this engine's own autoregressive decoding.
 
     Attributes:
@@ -75,7 +75,7 @@ class BenchConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
             cost:c=auto:min=1:max=16, online:c=auto:by=q:max=16, confidence:t=0.4:min=1:max=20, self-verify:k=10,
             pearl:k=5, hf-assisted:k=5:t=0. With an EAGLE head: eagle:k=5, eagle-tree:tree=eagle-1,
             eagle2:nodes=60:depth=6:topk=10:value=on:rerank=on (nodes=auto, nodes=auto:depth=auto: as is worth the time;
-            value=head: by a head that judges trees), and specdec++, cost, online, confidence or self-verify with
+            value=head: by a head of trees), and specdec++, cost, online, confidence or self-verify with
             drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10, hsddw:k=10:max=20, each with
             drafter=eagle where the head was trained for --mid.
         method: one more method, as the decode.yaml of `draftsmith eval tune` names it.

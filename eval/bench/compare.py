@@ -13,7 +13,7 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.store.manifest import differences, flatten, without_unrecorded
 from draftsmith.data.store.reading import check_shape, read_object
-from draftsmith.eval.bench.results import BASELINE, RESULTS, Measured, Row, of_methods, read_rows
+from draftsmith.eval.bench.results import BASELINE, RESULTS, MeasuredPrompt, Row, of_methods, read_rows
 from draftsmith.eval.bench.summary import MeasuredResamples, speedup, tokens_per_s
 from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.bootstrap import Floats
@@ -34,7 +34,7 @@ META = {
     **{name: dict for name in ("target", "hardware", "versions", "models", "heads")},
 }
 SHA256_DIGITS = 64
-BOTH = tuple[list[Measured], list[Measured]]
+BOTH = tuple[list[MeasuredPrompt], list[MeasuredPrompt]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Bench:
     rows: Sequence[Row]
 
     @property
-    def methods(self) -> dict[float, dict[str, list[Measured]]]:
+    def methods(self) -> dict[float, dict[str, list[MeasuredPrompt]]]:
         """Temperature -> method -> what was measured, in the order of the run."""
         temperatures = dict.fromkeys(row["temperature"] for row in self.rows)
         return {temperature: of_methods(self.rows, temperature) for temperature in temperatures}
@@ -80,7 +80,7 @@ def run(config: CompareConfig) -> None:
     first, second = (open_bench(path) for path in config.runs)
     check_comparable(first, second)
     notes = [f"A: {first.name}. B: {second.name}. Ratios are B / A, differences B - A.", *notes_of(first, second)]
-    tables = compare(first, second, config.seed)
+    tables = compare_runs(first, second, config.seed)
     console = Console(highlight=False)
     for note in notes:
         say(note)
@@ -195,7 +195,7 @@ def auto_notes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]
     return [f"They measured other costs for auto ({'; '.join(found)}): {why}"] if found else []
 
 
-def compare(first: Bench, second: Bench, seed: int) -> list[Table]:
+def compare_runs(first: Bench, second: Bench, seed: int) -> list[Table]:
     """A table for each temperature that both have."""
     comparable = not speed_differences(first, second)
     clock: ClockName = first.meta["clock"]
@@ -214,10 +214,10 @@ def compare(first: Bench, second: Bench, seed: int) -> list[Table]:
     return tables
 
 
-def paired(mine: Sequence[Measured], theirs: Sequence[Measured]) -> BOTH:
+def paired(mine: Sequence[MeasuredPrompt], theirs: Sequence[MeasuredPrompt]) -> BOTH:
     """What both measured: the same prompts in the same order."""
 
-    def by_prompt(items: Sequence[Measured]) -> dict[tuple[int, int], Measured]:
+    def by_prompt(items: Sequence[MeasuredPrompt]) -> dict[tuple[int, int], MeasuredPrompt]:
         return {(item.prompt.number, item.prompt.turn): item for item in items}
 
     ours, others = by_prompt(mine), by_prompt(theirs)

@@ -76,7 +76,7 @@ def trace_of(calls: Sequence[Call], prompt_length: int, tokens: Sequence[int]) -
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the common beginning. Of a draft and what was emitted it is the number of accepted tokens: a rejected
-    token is never drawn again in its own place, because the residual law gives it no mass."""
+    token is never drawn again in its own place, because the residual distribution gives it no mass."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:

@@ -114,7 +114,7 @@ def check_predicts(directory: str, head: AcceptanceHead, wanted: set[str]) -> No
         raise InputError("acceptance", found, f"a head that predicts for {shape}s", remedy)
 
 
-def reads(directory: str) -> str:
+def trained_for(directory: str) -> str:
     """The drafter that an acceptance head was trained for: `draft`, or a head's kind."""
     config = head_config(directory)
     return config.get("drafter") or ("eagle" if "eagle" in (config.get("target") or {}) else MODEL)

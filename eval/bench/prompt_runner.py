@@ -17,7 +17,7 @@ from draftsmith.data.models.naming import naming
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.journal import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt, Chat
-from draftsmith.eval.bench.results import BASELINE, Measured, Row, failed_row, measured_row
+from draftsmith.eval.bench.results import BASELINE, MeasuredPrompt, Row, failed_row, measured_row
 from draftsmith.eval.bench.runner import Runner, learned_by, remember, teach
 from draftsmith.eval.cost.clock import rotated, wall_time
 from draftsmith.modules.decoding.loop import Generation
@@ -54,14 +54,14 @@ def answered(
         raise Failed(f"{label}{together}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-def measure(
+def measure_group(
     runners: Mapping[str, Runner],
     group: Sequence[BenchPrompt],
     number: int,
     max_new_tokens: int,
     repeats: int,
     seeds: Sequence[int],
-) -> dict[str, list[Measured]]:
+) -> dict[str, list[MeasuredPrompt]]:
     """Every method on a group of prompts, interleaved: a machine that slows down slows all methods down alike.
 
     number: of the group. The order of methods rotates with it and with the repeat. seeds: of the prompts: repeats redo
@@ -80,12 +80,12 @@ def measure(
     return {label: medians_of(number, group, runs[label]) for label in runners}
 
 
-def medians_of(number: int, group: Sequence[BenchPrompt], runs: Sequence[Run]) -> list[Measured]:
+def medians_of(number: int, group: Sequence[BenchPrompt], runs: Sequence[Run]) -> list[MeasuredPrompt]:
     """Tokens and counts of the first run, medians of the clocks."""
     walls, cpus = tuple(run[1] / len(group) for run in runs), tuple(run[2] / len(group) for run in runs)
     wall_s, cpu_s = statistics.median(walls), statistics.median(cpus)
     return [
-        Measured(prompt, number, made.tokens, made.trace, made.ended, wall_s, cpu_s, walls, cpus)
+        MeasuredPrompt(prompt, number, made.tokens, made.trace, made.ended, wall_s, cpu_s, walls, cpus)
         for prompt, made in zip(group, runs[0][0], strict=True)
     ]
 
@@ -149,11 +149,11 @@ class PromptRunner:
             reasons = [self.too_long(prompt) for prompt in group]
             failures += [(prompt, why) for prompt, why in zip(group, reasons, strict=True) if why]
             fitting = [prompt for prompt, why in zip(group, reasons, strict=True) if not why]
-            found: Mapping[str, Sequence[Measured]] = {}
+            found: Mapping[str, Sequence[MeasuredPrompt]] = {}
             try:
                 if fitting:
                     seeds = self.seeds(fitting)
-                    found = measure(runners, fitting, number, self.max_new_tokens, self.repeats, seeds)
+                    found = measure_group(runners, fitting, number, self.max_new_tokens, self.repeats, seeds)
             except Failed as failure:
                 failures += [(prompt, str(failure)) for prompt in fitting]
             for label, items in found.items():

@@ -103,7 +103,7 @@ def kept_rows(
         found = True
         yield row
     if not found:
-        there = f"tasks {listed(seen_tasks)}; splits {listed(seen_splits)}"
+        there = f"tasks {sorted_names(seen_tasks)}; splits {sorted_names(seen_splits)}"
         remedy = "Check --split and --keep-tasks; --split none takes all splits."
         asked = " and ".join(f"{name} {value}" for name, value in (("split", split), ("tasks", keep_tasks)) if value)
         found_none = f"no matching row{f' of {asked}' if asked else ''} in {source} ({there})"
@@ -128,7 +128,7 @@ def has_splits(source: str, target: str) -> bool:
         raise
 
 
-def listed(names: Iterable[str]) -> str:
+def sorted_names(names: Iterable[str]) -> str:
     return ", ".join(sorted(name for name in names if name)) or "none"
 
 

@@ -1,5 +1,5 @@
-"""What a run leaves: `meta` of its results.json, by which its numbers are judged and taken again, and prompts.parquet,
-what was measured of every prompt, from which all else can be worked out.
+"""What a run leaves: `meta` of its results.json, which says what its numbers hold for and takes them again, and
+prompts.parquet, what was measured of every prompt, from which all else can be worked out.
 
 prompts.parquet has one row for each method, temperature, prompt and turn. Columns:
 
@@ -68,7 +68,7 @@ COLUMNS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPrompt:
     """One method on one prompt: what it emitted, what that took, and medians over repeats of both clocks [s].
 
     group: number of the questions that were answered together, turn by turn. The clocks saw the whole group; each of
@@ -87,7 +87,7 @@ class Measured:
     cpu_s_runs: tuple[float, ...] = ()
 
 
-def measured_row(item: Measured, method: str, temperature: float) -> Row:
+def measured_row(item: MeasuredPrompt, method: str, temperature: float) -> Row:
     """One row, as JSON and Parquet hold it."""
     totals = pool([item.trace])
     return {
@@ -117,29 +117,29 @@ def measured_row(item: Measured, method: str, temperature: float) -> Row:
 
 def failed_row(prompt: BenchPrompt, group: int, method: str, temperature: float, error: str) -> Row:
     """The row of a prompt that was not measured."""
-    nothing = Measured(prompt, group, [], DecodeTrace(prefill_calls=0), False, 0.0, 0.0)
+    nothing = MeasuredPrompt(prompt, group, [], DecodeTrace(prefill_calls=0), False, 0.0, 0.0)
     return {**measured_row(nothing, method, temperature), "error": error}
 
 
-def measured_of(row: Mapping[str, Any]) -> Measured:
+def measured_prompt_of(row: Mapping[str, Any]) -> MeasuredPrompt:
     """What `measured_row` was given; the prompt without its tokens where the row has none."""
     prompt = BenchPrompt(row["id"], list(row["prompt_ids"] or []), row["task"], turn=row["turn"], number=row["prompt"])
     steps = [DecodeStep(**step) for step in row["rounds"]]
     trace = DecodeTrace(steps, row["prefill_emitted"], row["prefill_calls"])
     runs = tuple(row["wall_s_runs"]), tuple(row["cpu_s_runs"])
-    return Measured(
+    return MeasuredPrompt(
         prompt, row["group"], list(row["token_ids"]), trace, row["ended"], row["wall_s"], row["cpu_s"], *runs
     )
 
 
-def of_methods(rows: Sequence[Mapping[str, Any]], temperature: float) -> dict[str, list[Measured]]:
+def of_methods(rows: Sequence[Mapping[str, Any]], temperature: float) -> dict[str, list[MeasuredPrompt]]:
     """Method -> what was measured of it at this temperature; failed prompts left out."""
-    found: dict[str, list[Measured]] = {}
+    found: dict[str, list[MeasuredPrompt]] = {}
     for row in rows:
         if row["temperature"] == temperature:
             own = found.setdefault(row["method"], [])
             if row["error"] is None:
-                own.append(measured_of(row))
+                own.append(measured_prompt_of(row))
     return found
 
 

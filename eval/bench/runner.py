@@ -180,6 +180,7 @@ def remember(owner: Any) -> Callable[[], None]:
 
 
 def built_for_each(build: Callable[[], Built], count: int) -> list[Built]:
-    """So many of what `build` makes, all of them one where it learns nothing: a drafter for every way of sampling."""
+    """As many as asked for of what `build` makes, all of them one where it learns nothing: a drafter for every way of
+    sampling."""
     first = build()
     return [first, *(build() if learners_of(first) else first for _ in range(count - 1))]

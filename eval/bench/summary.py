@@ -1,4 +1,4 @@
-"""From measurements to the rows of results.json: sums over prompts, ratios of sums, and how sure they are."""
+"""The rows of results.json from measurements: sums over prompts, ratios of sums, and how sure they are."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.bench.results import BASELINE, Measured
+from draftsmith.eval.bench.results import BASELINE, MeasuredPrompt
 from draftsmith.eval.bootstrap import Floats, Resamples
 from draftsmith.eval.cost.clock import ClockName
 from draftsmith.modules.decoding.trace import pool
 
 
-def seconds(item: Measured, clock: ClockName) -> float:
+def seconds(item: MeasuredPrompt, clock: ClockName) -> float:
     return item.cpu_s if clock == "cpu" else item.wall_s
 
 
-def tokens_per_s(items: Sequence[Measured], clock: ClockName) -> float:
+def tokens_per_s(items: Sequence[MeasuredPrompt], clock: ClockName) -> float:
     """Emitted tokens by seconds, both summed over prompts."""
     return sum(len(item.tokens) for item in items) / max(sum(seconds(item, clock) for item in items), 1e-12)
 
 
-def speedup(items: Sequence[Measured], baseline: Sequence[Measured], clock: ClockName) -> float:
+def speedup(items: Sequence[MeasuredPrompt], baseline: Sequence[MeasuredPrompt], clock: ClockName) -> float:
     return tokens_per_s(items, clock) / tokens_per_s(baseline, clock)
 
 
@@ -31,19 +31,19 @@ class MeasuredResamples(Resamples):
     """Resamples of measured prompts. What was timed together is drawn together: groups of questions, which are single
     ones at batch size 1, each with all its turns."""
 
-    def __init__(self, items: Sequence[Measured], seed: int):
+    def __init__(self, items: Sequence[MeasuredPrompt], seed: int):
         super().__init__([item.group for item in items], seed)
 
-    def tokens_per_s(self, items: Sequence[Measured], clock: ClockName) -> Floats:
+    def tokens_per_s(self, items: Sequence[MeasuredPrompt], clock: ClockName) -> Floats:
         spent = self.sums([seconds(item, clock) for item in items])
         return self.sums([len(item.tokens) for item in items]) / np.maximum(spent, 1e-12)
 
-    def tau(self, items: Sequence[Measured]) -> Floats:
+    def tau(self, items: Sequence[MeasuredPrompt]) -> Floats:
         calls = self.sums([item.trace.num_target_calls for item in items])
         return self.sums([item.trace.num_tokens for item in items]) / np.maximum(calls, 1)
 
 
-def distinct_4grams(items: Sequence[Measured]) -> float | None:
+def distinct_4grams(items: Sequence[MeasuredPrompt]) -> float | None:
     """Distinct 4-grams by all 4-grams, each answer for itself: looping text, which flatters every drafter, is low."""
     grams = [list(zip(*(item.tokens[i:] for i in range(4)), strict=False)) for item in items]
     total = sum(len(g) for g in grams)
@@ -51,7 +51,7 @@ def distinct_4grams(items: Sequence[Measured]) -> float | None:
 
 
 def summary_row(
-    items: Sequence[Measured], baseline: Sequence[Measured], clock: ClockName, seed: int, compare: bool
+    items: Sequence[MeasuredPrompt], baseline: Sequence[MeasuredPrompt], clock: ClockName, seed: int, compare: bool
 ) -> dict[str, Any]:
     """The numbers of one method over some prompts. compare: greedy in float32, where equality is a fair test."""
     totals = pool(item.trace for item in items)
@@ -84,7 +84,11 @@ def summary_row(
 
 
 def summarise(
-    measured: Mapping[str, Sequence[Measured]], clock: ClockName, seed: int, compare: bool, temperature: float = 0.0
+    measured: Mapping[str, Sequence[MeasuredPrompt]],
+    clock: ClockName,
+    seed: int,
+    compare: bool,
+    temperature: float = 0.0,
 ) -> list[dict[str, Any]]:
     """One row a method in the order measured, all at one temperature, each with `by_task` where prompts carry tasks and
     no group mixes them: the seconds of a mixed group belong to no task.

@@ -41,12 +41,12 @@ def verdict(row: Mapping[str, Any]) -> str:
 
 
 def temperatures_of(results: Mapping[str, Any]) -> list[float]:
-    """In the order measured."""
+    """The temperatures in the order measured."""
     single = results["meta"]["settings"]["temperature"]  # rows of earlier versions do not say
     return list(dict.fromkeys(row.get("temperature", single) for row in results["methods"]))
 
 
-def at(results: Mapping[str, Any], temperature: float) -> list[Mapping[str, Any]]:
+def rows_at(results: Mapping[str, Any], temperature: float) -> list[Mapping[str, Any]]:
     """Rows of one temperature."""
     return [row for row in results["methods"] if row.get("temperature", temperature) == temperature]
 
@@ -99,7 +99,7 @@ def results_table(results: Mapping[str, Any]) -> Table:
         table.add_column(heading, justify="right", no_wrap=" " not in heading)
     several = len(temperatures_of(results)) > 1
     for temperature in temperatures_of(results):
-        rows = at(results, temperature)
+        rows = rows_at(results, temperature)
         if several:
             table.add_row(mode(temperature), style="dim")
         fastest = max(row["speedup"] for row in rows)
@@ -111,7 +111,7 @@ def results_table(results: Mapping[str, Any]) -> Table:
 def by_task(results: Mapping[str, Any], temperature: float) -> ReportTable | None:
     """Speed-up and tau of every method on every task, and over tasks, as in table 1 of EAGLE-2; None where prompts
     carry no tasks."""
-    baseline, *rows = at(results, temperature)
+    baseline, *rows = rows_at(results, temperature)
     if not rows or not baseline.get("by_task"):
         return None
     columns = [Column("method", "method")]
@@ -167,5 +167,5 @@ def markdown_table(results: Mapping[str, Any]) -> str:
     parts = []
     for temperature in temperatures_of(results):
         title = [f"{mode(temperature).capitalize()}:", ""] if len(temperatures_of(results)) > 1 else []
-        parts.append("\n".join(title + markdown_lines(HEADINGS, [cells(row) for row in at(results, temperature)])))
+        parts.append("\n".join(title + markdown_lines(HEADINGS, [cells(row) for row in rows_at(results, temperature)])))
     return "\n\n".join([*parts, caption(results)]) + "\n"

@@ -1,7 +1,7 @@
 """Traces: one JSON line a round, for reports and for studying where a method loses its time or its tokens.
 
 What a line holds is collected while decoding and worked out between prompts, off the clock: a traced run keeps
-references to laws and logits, and the arithmetic on them comes later.
+references to distributions and logits, and the arithmetic on them comes later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import EngineRunner, RunnerSettings, engine_runners
 from draftsmith.eval.cost.clock import Stopwatch, wall_time
 from draftsmith.modules.acceptance.policies import PredictorStop
-from draftsmith.modules.decoding.confidence import draft_law
+from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Verdict
 from draftsmith.modules.decoding.stop import Around, entropy
@@ -105,7 +105,7 @@ class _Rounds:
 
     def __call__(self, done: Round) -> None:
         target_s, draft_s = self._target.take(), self._drafter.take()
-        views, judged = self._stop.take() if self._stop is not None else ([], [])
+        views, predicted = self._stop.take() if self._stop is not None else ([], [])
         place, number, params = self._place, self._number, self._params
         self._number += 1
         # On CUDA scores are good until the next call only.
@@ -132,50 +132,52 @@ class _Rounds:
             if tree.last_unread:
                 found["beside"] = "the drafter's calls of this round could run beside the target's"
             if tree.draft_prob is not None:
-                found["q"] = [float(law[token]) for law, token in zip(tree.draft_prob, tree.tokens, strict=True)]
+                found["q"] = [
+                    float(distribution[token]) for distribution, token in zip(tree.draft_prob, tree.tokens, strict=True)
+                ]
             if tree.values is not None:
                 found["value"] = list(tree.values)
-            return found | _looked_at(views, judged, tree.draft_prob)
+            return found | _looked_at(views, predicted, tree.draft_prob)
 
         self._file.add(line)
 
 
-def _looked_at(views: Sequence[DraftView], judged: Sequence[float], laws: Tensor | None) -> dict[str, Any]:
-    """What the stop policy could see of each drafted token. judged: what it said of the first of them."""
+def _looked_at(views: Sequence[DraftView], predicted: Sequence[float], distributions: Tensor | None) -> dict[str, Any]:
+    """What the stop policy could see of each drafted token. predicted: what it said of the first of them."""
     if not views:
         return {}
-    own = [draft_law(view) for view in views]
-    found: dict[str, Any] = {"entropy": [entropy(law) for law in own]}
-    if laws is None:
-        found["q"] = [float(law[view.token]) for law, view in zip(own, views, strict=True)]
-    if judged:
-        found["head"] = list(judged)
+    own = [draft_distribution(view) for view in views]
+    found: dict[str, Any] = {"entropy": [entropy(distribution) for distribution in own]}
+    if distributions is None:
+        found["q"] = [float(distribution[view.token]) for distribution, view in zip(own, views, strict=True)]
+    if predicted:
+        found["head"] = list(predicted)
     return found
 
 
 def accept_probs(
     tree: DraftTree, verdict: Verdict, logits: Tensor | None, params: SamplingParams
 ) -> list[float | None]:
-    """The chance that the target had of accepting each drafted node that it judged.
+    """The chance that the target had of accepting each drafted node that it verified.
 
-    Judged are the children of the root and of accepted nodes. A drawn token: min(1, p/q). One that was chosen (top-k
+    Verified are the children of the root and of accepted nodes. A drawn token: min(1, p/q). One that was chosen (top-k
     children, lookups): p, since it is accepted where the target's own draw is it. Greedy: 1 or 0. A chain's list ends
-    with the first rejected token; in a tree's, nodes that were not judged are None. logits: [N+1, V] of the target.
+    with the first rejected token; in a tree's, nodes that were not verified are None. logits: [N+1, V] of the target.
     """
     walked = {-1, *verdict.path}
-    judged = [parent in walked for parent in tree.parents]
-    count = sum(judged) if tree.is_chain else len(judged)
+    verified = [parent in walked for parent in tree.parents]
+    count = sum(verified) if tree.is_chain else len(verified)
     if params.greedy:
-        return [float(node in verdict.path) if judged[node] else None for node in range(count)]
+        return [float(node in verdict.path) if verified[node] else None for node in range(count)]
     assert logits is not None
-    rows = sorted({tree.parents[node] + 1 for node in range(count) if judged[node]})
-    laws = dict(zip(rows, probabilities(logits[rows], params), strict=True))
+    rows = sorted({tree.parents[node] + 1 for node in range(count) if verified[node]})
+    distributions = dict(zip(rows, probabilities(logits[rows], params), strict=True))
     found: list[float | None] = []
     for node, token in enumerate(tree.tokens[:count]):
-        if not judged[node]:
+        if not verified[node]:
             found.append(None)
             continue
-        p = float(laws[tree.parents[node] + 1][token])
+        p = float(distributions[tree.parents[node] + 1][token])
         q = 1.0 if tree.draft_prob is None else float(tree.draft_prob[node, token])
         found.append(min(1.0, p / q))
     return found
@@ -231,7 +233,7 @@ class _WatchedStop(Around):
 
     def take(self) -> tuple[list[DraftView], list[float]]:
         """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a
-        predictor's word: a late one says nothing of a round's last token, and 1 before it has one to judge."""
+        predictor's word: a late one says nothing of a round's last token, and 1 before it has one to speak of."""
         views, self._views = self._views, []
         policy = self.innermost
         if not views or not isinstance(policy, PredictorStop):

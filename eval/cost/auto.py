@@ -53,7 +53,7 @@ class MeasuredTimes(MachineTimes):
         self.seconds: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """As `meta` of results.json has it."""
+        """The costs as `meta` of results.json has them."""
         return {"step_costs": dict(self.step_costs), "tree_times": dict(self.seconds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

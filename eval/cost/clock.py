@@ -36,7 +36,7 @@ def wall_time() -> float:
 
 
 def rotated(names: Sequence[T], turn: int) -> list[T]:
-    """The same names, another one first every turn, so that none always follows the same one."""
+    """Names in turn: another one first every turn, so that none always follows the same one."""
     turn %= len(names)
     return [*names[turn:], *names[:turn]]
 

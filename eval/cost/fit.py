@@ -24,7 +24,7 @@ class LinearCost:
         return self.fixed + sum(weight * count for weight, count in zip(self.weights, counts, strict=True))
 
 
-def fit(
+def least_squares(
     counts: ArrayLike,
     seconds: ArrayLike,
     *,
@@ -58,7 +58,7 @@ def fit_positive(counts: Sequence[Sequence[float]], seconds: Sequence[float]) ->
     x = np.asarray(counts, np.float64)
     for columns in ([0, 1], [0], [1]):
         part = x[:, columns]
-        if part.any(0).all() and min((found := fit(part, seconds)).weights) >= 0:
+        if part.any(0).all() and min((found := least_squares(part, seconds)).weights) >= 0:
             weights = dict(zip(columns, found.weights, strict=True))
             return LinearCost((weights.get(0, 0.0), weights.get(1, 0.0)), 0.0, found.r2)
     return LinearCost((0.0, 0.0))

@@ -35,7 +35,7 @@ class DraftCost:
 
 
 def straight(curve: Mapping[int, float], rows: int) -> float:
-    """Between the measured numbers of rows a straight line; beyond them the last one goes on, and never down: noise may
+    """A straight line between the measured numbers of rows; beyond them the last one goes on, and never down: noise may
     have timed more rows as faster. A single number holds for all."""
     x, y = list(curve), list(curve.values())
     if len(x) > 1 and rows > x[-1]:
@@ -127,8 +127,9 @@ class ProbedDrafter:
 def draft_cost(
     drafter: Drafter, prompts: Sequence[Sequence[int]], answers: Sequence[ReadAnswer], how: Recording, clock: Clock
 ) -> DraftCost:
-    """From proposals along the answers. The first one reads the prompt as well. Where a context leaves no room for a
-    second step, one is taken to cost what the first does; where it leaves none for drafts, they cost nothing."""
+    """The cost of draft steps, from proposals along the answers. The first one reads the prompt as well. Where a
+    context leaves no room for a second step, one is taken to cost what the first does; where it leaves none for drafts,
+    they cost nothing."""
     probed = ProbedDrafter(drafter, clock)
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         for _ in walk(probed, answer, prompt, how, STEPS, number):

@@ -146,7 +146,7 @@ def fixed_drafter(models: Models, method: Method) -> Drafter:
 
 
 @dataclass(frozen=True)
-class Probe:
+class TimedAnswer:
     """One prompt answered by one setting: the median of its seconds."""
 
     family: str
@@ -162,7 +162,7 @@ def run_probes(
     params: SamplingParams,
     seed: int,
     clock: Clock,
-) -> list[Probe]:
+) -> list[TimedAnswer]:
     """Every setting on every prompt, interleaved; and answers of one token without a draft, as family START."""
     made: dict[str, Generation] = {}
     calls: dict[str, Callable[[], None]] = {}
@@ -183,10 +183,10 @@ def run_probes(
         for method in methods:
             add(family, method, PROBE_TOKENS)
     taken = medians(calls, PROBE_REPEATS, clock)
-    return [Probe(*settings[key], made[key], taken[key]) for key in calls]
+    return [TimedAnswer(*settings[key], made[key], taken[key]) for key in calls]
 
 
-def overhead(probes: Sequence[Probe], bare: DecodingCosts) -> Overhead:
+def overhead(probes: Sequence[TimedAnswer], bare: DecodingCosts) -> Overhead:
     """What the answers of one family took beyond their forwards, by rounds and draft steps; neither is less than
     nothing."""
     counts = [(len(probe.made.trace.steps), probe.made.trace.draft_calls) for probe in probes]

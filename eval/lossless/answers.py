@@ -1,7 +1,7 @@
 """Answers of a method by one of the decoder's loops, and what had been drafted where each of their tokens was decided.
 
-What stands in a `Place` is known before its token is: a drafter's distribution depends on what came before, and a
-policy keeps the token that it looked at. So given its place, too, a token of a lossless method follows the target.
+What stands in a `DraftedPlace` is known before its token is: a drafter's distribution depends on what came before, and
+a policy keeps the token that it looked at. So given its place, too, a token of a lossless method follows the target.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from draftsmith.modules.types import SamplingParams
 
 
 @dataclass(frozen=True)
-class Place:
+class DraftedPlace:
     """What had been drafted for a token: drawn from `distribution` [V], or chosen as `children`, or nothing.
 
     first: it was the first token of its round.
@@ -33,21 +33,21 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlacedAnswer:
     """tokens: with the end token, if it came. places: one a token; the first token's, the prefill's own, is empty."""
 
     tokens: list[int]
-    places: list[Place]
+    places: list[DraftedPlace]
 
 
-class Loop(Protocol):
+class DecodingLoop(Protocol):
     """A method, run by one of the loops. `name` is single or batched."""
 
     name: str
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
-    ) -> list[Answer]:
+    ) -> list[PlacedAnswer]:
         """An answer to each prompt; the same seed gives the same tokens."""
 
 
@@ -63,7 +63,7 @@ class SingleLoop:
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
-    ) -> list[Answer]:
+    ) -> list[PlacedAnswer]:
         return [
             answer
             for prompt, seed in zip(prompts, seeds, strict=True)
@@ -72,9 +72,9 @@ class SingleLoop:
 
     def answers(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
-    ) -> list[Answer]:
-        """Of prompts that are decoded together."""
-        places: list[list[Place]] = [[] for _ in prompts]
+    ) -> list[PlacedAnswer]:
+        """Answers to prompts that are decoded together."""
+        places: list[list[DraftedPlace]] = [[] for _ in prompts]
         made = generate(
             self.target,
             self.drafter,
@@ -86,7 +86,7 @@ class SingleLoop:
             lambda done: places[done.row].extend(places_of(done)),
             session=self.session,
         )
-        return [Answer(answer.tokens, own) for answer, own in zip(made, places, strict=True)]
+        return [PlacedAnswer(answer.tokens, own) for answer, own in zip(made, places, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -97,26 +97,26 @@ class BatchedLoop(SingleLoop):
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
-    ) -> list[Answer]:
+    ) -> list[PlacedAnswer]:
         return self.answers(prompts, params, max_new_tokens, seeds)
 
 
-def places_of(done: Round) -> list[Place]:
-    """Of the tokens that a round emitted; the prefill has an empty one."""
+def places_of(done: Round) -> list[DraftedPlace]:
+    """The places of the tokens that a round emitted; the prefill has an empty one."""
     if done.tree is None or done.verdict is None:
-        return [Place()]
+        return [DraftedPlace()]
     tree, found = done.tree, []
     for i in range(len(done.tokens)):
         parent = done.verdict.path[i - 1] if i else -1
         if tree.draft_prob is None:
             children = tuple(token for token, above in zip(tree.tokens, tree.parents, strict=True) if above == parent)
-            found.append(Place(i == 0, None, children))
+            found.append(DraftedPlace(i == 0, None, children))
         else:
-            found.append(Place(i == 0, tree.draft_prob[i].clone() if i < len(tree.tokens) else None))
+            found.append(DraftedPlace(i == 0, tree.draft_prob[i].clone() if i < len(tree.tokens) else None))
     return found
 
 
-def seed_of(*of: Any) -> int:
+def answer_seed(*of: Any) -> int:
     """63 bits of what makes an answer's random numbers its own: the run's seed, method, loop, prompt and number."""
     return int.from_bytes(hashlib.sha256(repr(of).encode()).digest()[:8], "big") >> 1
 

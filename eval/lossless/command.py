@@ -32,7 +32,7 @@ from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.lossless.answers import BatchedLoop, SingleLoop
 from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test
 from draftsmith.eval.lossless.sampling import Asked, SamplingTest
-from draftsmith.eval.settings import Answers, PromptChoice, Running
+from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Method, Models, Named, parse_methods
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import LlamaLM
@@ -43,7 +43,7 @@ LOOPS = ("single", "batched")
 
 
 @dataclass(frozen=True)
-class LosslessConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
+class LosslessConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     """Certifies that decoding methods do not change what the target says. Exit code 1 when one does.
 
     Attributes:
@@ -131,7 +131,7 @@ def certify(
     plain = SingleLoop(target, None, ends)
     expected = greedy_answers(plain, prompts, config.max_new_tokens, 1, config.seed)
     batched = {item.label: in_batches(item.method, models) for item in named}
-    asked = asked_of(config, target, sum(1 + both for both in batched.values()), config.seed)
+    asked = asked_tests(config, target, sum(1 + both for both in batched.values()), config.seed)
     found = []
     for item in named:
         loops = []
@@ -157,8 +157,8 @@ def ends_of(config: LosslessConfig, target: CausalLM) -> tuple[int, ...]:
     return () if config.ignore_eos else tuple(target.info.eos_ids)
 
 
-def asked_of(config: LosslessConfig, target: CausalLM, tests: int, seed: int) -> Asked:
-    """Of each of so many tests, which share alpha."""
+def asked_tests(config: LosslessConfig, target: CausalLM, tests: int, seed: int) -> Asked:
+    """What is asked of each of so many tests, which share alpha."""
     return Asked(
         config.sampling,
         config.sampled_tokens,
@@ -244,7 +244,7 @@ def sampled_words(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def rounded_down(chance: float) -> str:
-    """So that nothing below 1 reads as certain."""
+    """The number rounded down, so that nothing below 1 reads as certain."""
     return f"{math.floor(100 * chance) / 100:.2f}"
 
 

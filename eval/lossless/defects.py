@@ -88,7 +88,7 @@ def dropped_if_unlikely(p: Tensor, q: Tensor) -> Tensor:
 
 
 def second_chance(p: Tensor, children: Tensor) -> Tensor:
-    """Of a tree's node: a token that is none of its children (bool [..., V]) is drawn once more."""
+    """At a tree's node a token that is none of its children (bool [..., V]) is drawn once more."""
     missed = (p * ~children).sum(-1, keepdim=True)
     return p * children + missed * p
 

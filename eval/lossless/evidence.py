@@ -56,7 +56,7 @@ class Decided:
 
     @property
     def drawn(self) -> Tensor:
-        """[N] bool: a drafted token was judged."""
+        """[N] bool: a drafted token was verified."""
         return self.draft.sum(-1) > 0
 
     @property
@@ -65,7 +65,7 @@ class Decided:
 
 
 @dataclass(frozen=True)
-class Family:
+class BetFamily:
     """Bets that differ in strength: x [N, V] at N tokens, and the strengths l."""
 
     name: str
@@ -78,37 +78,37 @@ class Family:
         return math.log(NUM_FAMILIES * len(self.strengths))
 
 
-def scores(found: Decided) -> Iterator[Family]:
+def scores(found: Decided) -> Iterator[BetFamily]:
     """Bets on scores in [0, 1], less their means; 0 where a score says nothing about a token."""
     p, drawn = found.target, found.drawn[:, None]
-    judged = drawn | found.chosen[:, None]
+    verified = drawn | found.chosen[:, None]
     best = p.amax(-1, keepdim=True)
     order = p.cumsum(-1) - p / 2
-    first = found.first[:, None] & judged
+    first = found.first[:, None] & verified
     values = (
         torch.where(drawn, torch.where(p > 0, found.draft / p, 0).clamp_max(1), found.children.to(p.dtype)),
         (1 + (p / best).log() / LOWEST).clamp_min(0),
         torch.where(first, order, 0),
-        torch.where(judged & ~first, order, 0),
-        torch.where(judged, 0, order),
+        torch.where(verified & ~first, order, 0),
+        torch.where(verified, 0, order),
     )
     for name, value in zip(SCORES, values, strict=True):
-        yield Family(name, value - (p * value).sum(-1, keepdim=True), both_signs(STRENGTHS))
+        yield BetFamily(name, value - (p * value).sum(-1, keepdim=True), both_signs(STRENGTHS))
 
 
-def defects(found: Decided) -> Iterator[Family]:
+def defects(found: Decided) -> Iterator[BetFamily]:
     """Bets that tokens follow the distribution of a defect, at least a share of them."""
     p = found.target
     for name in DEFECTS:
         distribution = defective(name, p, found.draft, found.children, found.first)
-        yield Family(name, torch.where(p > 0, distribution / p - 1, 0), SHARES)
+        yield BetFamily(name, torch.where(p > 0, distribution / p - 1, 0), SHARES)
 
 
-def single_token(found: Decided, token: int) -> Family:
+def single_token(found: Decided, token: int) -> BetFamily:
     """The bets on one token: they are of a family in which every token has as many."""
     x = torch.zeros_like(found.target)
     x[:, token] = 1
-    return Family(f"token {token}", x - found.target[:, token : token + 1], both_signs(TOKEN_STRENGTHS))
+    return BetFamily(f"token {token}", x - found.target[:, token : token + 1], both_signs(TOKEN_STRENGTHS))
 
 
 def both_signs(strengths: tuple[float, ...]) -> tuple[float, ...]:

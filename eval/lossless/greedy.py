@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.lossless.answers import Loop, ends_as_asked
+from draftsmith.eval.lossless.answers import DecodingLoop, ends_as_asked
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.types import SamplingParams
@@ -21,7 +21,7 @@ GREEDY = SamplingParams()
 
 
 def greedy_answers(
-    loop: Loop, prompts: Sequence[BenchPrompt], max_new_tokens: int, together: int, seed: int
+    loop: DecodingLoop, prompts: Sequence[BenchPrompt], max_new_tokens: int, together: int, seed: int
 ) -> list[list[int]]:
     """An answer to each prompt, so many of them together."""
     found: list[list[int]] = []

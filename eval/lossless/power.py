@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.lossless.defects import DEFECTS, OF_NODES, UNSTATED, defective
-from draftsmith.eval.lossless.evidence import Decided, Family, growth, scores, single_token
+from draftsmith.eval.lossless.evidence import BetFamily, Decided, growth, scores, single_token
 from draftsmith.eval.lossless.evidence import defects as bets_on_defects
 from draftsmith.modules.types import InputError
 
@@ -29,8 +29,8 @@ TRIES, STEEPEST = 30, 50.0  # steps, and the tilt beyond which a direction has n
 
 @dataclass(frozen=True)
 class Growth:
-    """Of the bets under one alternative: its distance from the target, means and variances a token [bets] of their
-    logarithms, and the logarithm that each bet has to reach for a mean stake of 1."""
+    """Growth of the bets under one alternative: its distance from the target, means and variances a token [bets] of
+    their logarithms, and the logarithm that each bet has to reach for a mean stake of 1."""
 
     tv: float
     mean: Tensor
@@ -38,7 +38,7 @@ class Growth:
     handicap: Tensor
 
     def chance(self, tokens: float, level: float) -> float:
-        """Of a mean stake of 1 / level after so many tokens."""
+        """Probability of a mean stake of 1 / level after so many tokens."""
         deviation = (tokens * self.variance).sqrt().clamp_min(1e-300)
         ahead = (tokens * self.mean - self.handicap + math.log(level)) / deviation
         return float(torch.special.ndtr(ahead).max())
@@ -120,8 +120,9 @@ def variation(distribution: Tensor, p: Tensor) -> float:
     return float((distribution - p).abs().sum(-1).mean()) / 2
 
 
-def growth_under(distribution: Tensor, p: Tensor, bets: Sequence[Family], generator: torch.Generator) -> Growth:
-    """Of these bets, at tokens drawn from `distribution` [N, V] where the target's is p: spread evenly over it."""
+def growth_under(distribution: Tensor, p: Tensor, bets: Sequence[BetFamily], generator: torch.Generator) -> Growth:
+    """Growth of these bets at tokens drawn from `distribution` [N, V] where the target's is p: spread evenly over
+    it."""
     sums = distribution.cumsum(-1)
     uniforms = torch.rand(len(distribution), DRAWS, dtype=distribution.dtype, generator=generator).to(
         distribution.device

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.lossless.answers import Answer, Loop, ends_as_asked, seed_of
+from draftsmith.eval.lossless.answers import DecodingLoop, PlacedAnswer, answer_seed, ends_as_asked
 from draftsmith.eval.lossless.evidence import Decided, Evidence
 from draftsmith.eval.lossless.power import Growth, Power, power_of
 from draftsmith.modules.decoding.loop import room_for
@@ -56,7 +56,7 @@ class SamplingTest:
     """One method by one loop. `say` is told what it will cost, before it costs it."""
 
     label: str
-    loop: Loop
+    loop: DecodingLoop
     target: CausalLM
     prompts: Sequence[BenchPrompt]
     asked: Asked
@@ -70,7 +70,7 @@ class SamplingTest:
     _kept: list[Decided] = field(default_factory=list)
 
     def run(self) -> dict[str, Any]:
-        """Sample and judge; the result's row."""
+        """Sample and decide; the result's row."""
         while self.tokens < FIRST_TOKENS and not self.failed:
             self._sample(keep=True)
         if self.failed:
@@ -103,7 +103,7 @@ class SamplingTest:
         which = [number % len(self.prompts) for number in numbers]
         prompts = [self.prompts[i] for i in which]
         seeds = [
-            seed_of(asked.seed, self.label, self.loop.name, prompt.id, number)
+            answer_seed(asked.seed, self.label, self.loop.name, prompt.id, number)
             for prompt, number in zip(prompts, numbers, strict=True)
         ]
         ids = [prompt.prompt_ids for prompt in prompts]
@@ -126,7 +126,7 @@ class SamplingTest:
         self.seconds += time.perf_counter() - began
 
     @torch.inference_mode()
-    def _decided(self, prompt: Sequence[int], answer: Answer, before: list[int]) -> Decided:
+    def _decided(self, prompt: Sequence[int], answer: PlacedAnswer, before: list[int]) -> Decided:
         """The answer's tokens with the target's own distributions, read in one go; those of probability 0 are
         counted, and left out."""
         device = self.target.device
@@ -157,7 +157,7 @@ class SamplingTest:
         return probabilities(raised, wider).gather(1, token[:, None])[:, 0] > 0
 
     def _power(self) -> Power:
-        """From tokens spread evenly over the first sample."""
+        """The power, from tokens spread evenly over the first sample."""
         columns = zip(*(vars(each).values() for each in self._kept), strict=True)
         found = Decided(*(torch.cat(parts) for parts in columns))
         self._kept = []

@@ -45,9 +45,9 @@ def accept_along(
         drafted = [token for token in recorded.token[row].tolist() if token >= 0][: max(limit - start, 0)]
         _grow(tree, row, start, drafted, text, found)
         if len(tree.tokens) - len(text) > MAX_NODES - recorded.depth:
-            _judge(session, len(prompt), tree, params, recorded.log_q, found)
+            _verify(session, len(prompt), tree, params, recorded.log_q, found)
             tree = _of_text(text)
-    _judge(session, len(prompt), tree, params, recorded.log_q, found)
+    _verify(session, len(prompt), tree, params, recorded.log_q, found)
     return found
 
 
@@ -70,7 +70,7 @@ def _grow(tree: _Tree, row: int, start: int, drafted: Sequence[int], text: Seque
             node = len(tree.tokens) - 1
 
 
-def _judge(session: Session, kept: int, tree: _Tree, params: SamplingParams, log_q: Floats, found: Floats) -> None:
+def _verify(session: Session, kept: int, tree: _Tree, params: SamplingParams, log_q: Floats, found: Floats) -> None:
     """One call; fills `found`.
 
     Raises:
@@ -82,8 +82,10 @@ def _judge(session: Session, kept: int, tree: _Tree, params: SamplingParams, log
     session.keep([kept])
     rows, places, nodes, tokens = (list(column) for column in zip(*tree.wanted, strict=True))
     needed, inverse = np.unique(nodes, return_inverse=True)
-    laws = probabilities(logits[torch.from_numpy(needed).to(logits.device)], params)
-    own = laws[torch.from_numpy(inverse).to(laws.device), torch.tensor(tokens, device=laws.device)]
+    distributions = probabilities(logits[torch.from_numpy(needed).to(logits.device)], params)
+    own = distributions[
+        torch.from_numpy(inverse).to(distributions.device), torch.tensor(tokens, device=distributions.device)
+    ]
     prob = own.double().cpu().numpy()
     if np.isnan(prob).any():
         raise NonFinite(model="target", position=kept + 1 + nodes[int(np.isnan(prob).argmax())])

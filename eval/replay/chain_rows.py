@@ -13,7 +13,7 @@ from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.repeats import repeat_scores
 from draftsmith.modules.decoding.branches import Drafted
-from draftsmith.modules.decoding.confidence import Confidences, draft_law
+from draftsmith.modules.decoding.confidence import TokenConfidences, draft_distribution
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import SamplingParams
@@ -50,20 +50,20 @@ class ChainRows:
             return
         tokens = [view.token for view in views]
         labelled = self._compare(row, tokens)
-        laws = torch.stack([draft_law(view) for view in views])
-        own = laws[torch.arange(len(tokens)), tokens].double()
+        distributions = torch.stack([draft_distribution(view) for view in views])
+        own = distributions[torch.arange(len(tokens)), tokens].double()
         self._put(row, "log_q", own.log())
-        self._put(row, "log_max_q", laws.amax(-1).double().log())
-        self._put(row, "entropy", -torch.xlogy(laws, laws).sum(-1))
-        if text.laws is None:
+        self._put(row, "log_max_q", distributions.amax(-1).double().log())
+        self._put(row, "entropy", -torch.xlogy(distributions, distributions).sum(-1))
+        if text.distributions is None:
             same = torch.arange(labelled) < self._num_accepted[row] + self._past_end[row]
             self._put(row, "accept_prob", same)
             self._put(row, "overlap", same)
         else:
-            p = text.laws[start : start + labelled]
+            p = text.distributions[start : start + labelled]
             at_token = p[torch.arange(labelled), tokens[:labelled]].double()
             self._put(row, "accept_prob", (at_token / own[:labelled]).clamp_max(1))
-            self._put(row, "overlap", torch.minimum(p, laws[:labelled]).sum(-1))
+            self._put(row, "overlap", torch.minimum(p, distributions[:labelled]).sum(-1))
 
     def add_all(
         self, drafted: Drafted, known: Mapping[str, Tensor], keep_states: bool, ends: Sequence[int] = ()
@@ -138,7 +138,7 @@ class ChainRows:
             )
             place = of_tokens(depth).double()
             temperature = torch.full_like(place, self._temperature)
-            features = head.feature_values(Confidences(log_q, log_max_q, entropy, place, temperature, repeat))
+            features = head.feature_values(TokenConfidences(log_q, log_max_q, entropy, place, temperature, repeat))
         logits = head(hidden, embeds, features).double().cpu().numpy()
         if not np.isfinite(logits).all():
             raise NonFinite("output", "acceptance", None)

@@ -1,4 +1,5 @@
-"""Drafts coupled with a given text: the target's verdicts on them are known, and their law is the drafter's own."""
+"""Drafts coupled with a given text: the target's verdicts on them are known, and their distribution is the drafter's
+own."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from draftsmith.modules.types import SamplingParams
 
 @dataclass(frozen=True)
 class TargetText:
-    """The target's tokens [n] from the answer's first on. laws [n, V]: p that each was drawn from, None when greedy.
-    uniforms: one in [0, 1) a token, for whichever round meets it."""
+    """The target's tokens [n] from the answer's first on. distributions [n, V]: p that each was drawn from, None when
+    greedy. uniforms: one in [0, 1) a token, for whichever round meets it."""
 
     tokens: list[int]
-    laws: Tensor | None
+    distributions: Tensor | None
     uniforms: list[float]
 
 
@@ -83,14 +84,14 @@ class CoupledSource:
     def draw(self, probs: Tensor) -> int:
         place = self._place
         self._place += 1
-        laws, tokens = self._text.laws, self._text.tokens
-        if not self._on_text or laws is None or place >= len(tokens):
+        distributions, tokens = self._text.distributions, self._text.tokens
+        if not self._on_text or distributions is None or place >= len(tokens):
             return self._free.draw(probs)
-        token, law = tokens[place], laws[place]
-        if self._text.uniforms[place] * law[token].item() < probs[token].item():
+        token, distribution = tokens[place], distributions[place]
+        if self._text.uniforms[place] * distribution[token].item() < probs[token].item():
             return token
         self._on_text = False
-        return self._free.draw(residual(probs, law))
+        return self._free.draw(residual(probs, distribution))
 
 
 class CoupledDraws:
@@ -111,23 +112,23 @@ class CoupledDraws:
 
     def __call__(self, piece: slice, level: int, logits: Tensor) -> Tensor:
         greedy, text = self._params.greedy, self._text
-        laws = logits.float().softmax(-1) if greedy else probabilities(logits, self._params)
+        distributions = logits.float().softmax(-1) if greedy else probabilities(logits, self._params)
         # Past its end the text says nothing: the last token stands in for what is not looked at.
         place = self._starts[piece] + level
         within, place = place < len(text.tokens), place.clamp(max=len(text.tokens) - 1)
-        wanted = torch.tensor(text.tokens)[place].to(laws.device)
-        if text.laws is None:
+        wanted = torch.tensor(text.tokens)[place].to(distributions.device)
+        if text.distributions is None:
             tokens, on_text = checked(best_tokens(logits)), self._on_text[piece]
             accept = overlap = (tokens == wanted).double()
         else:
-            tokens, on_text = self._draw(piece, level, laws, text.laws[place], wanted, within)
-            overlap = torch.minimum(laws, text.laws[place]).sum(-1).double()
-            accept = (_at(text.laws[place], tokens) / _at(laws, tokens)).clamp_max(1)
+            tokens, on_text = self._draw(piece, level, distributions, text.distributions[place], wanted, within)
+            overlap = torch.minimum(distributions, text.distributions[place]).sum(-1).double()
+            accept = (_at(text.distributions[place], tokens) / _at(distributions, tokens)).clamp_max(1)
         self._on_text[piece] = on_text & within & (tokens == wanted).cpu()
         found = {
-            "log_q": _at(laws, tokens).log(),
-            "log_max_q": laws.amax(-1).double().log(),
-            "entropy": -torch.xlogy(laws, laws).sum(-1).double(),
+            "log_q": _at(distributions, tokens).log(),
+            "log_max_q": distributions.amax(-1).double().log(),
+            "entropy": -torch.xlogy(distributions, distributions).sum(-1).double(),
             "accept_prob": accept,
             "overlap": overlap,
         }
@@ -136,19 +137,20 @@ class CoupledDraws:
         return tokens
 
     def _draw(
-        self, piece: slice, level: int, laws: Tensor, target: Tensor, wanted: Tensor, within: Tensor
+        self, piece: slice, level: int, distributions: Tensor, target: Tensor, wanted: Tensor, within: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [s], and which drafts had been on the text before them. laws, target [s, V]; wanted, within [s]."""
+        """Tokens [s], and which drafts had been on the text before them. distributions, target [s, V]; wanted, within
+        [s]."""
         on_text = self._on_text[piece] & within
         place = (self._starts[piece] + level).clamp(max=len(self._text.uniforms) - 1)
-        uniforms = torch.tensor(self._text.uniforms, dtype=torch.float64)[place].to(laws.device)
-        follows = on_text.to(laws.device)
-        keep = follows & (uniforms * _at(target, wanted) < _at(laws, wanted))
-        free = torch.where(follows[:, None], residual(laws, target), laws)
-        others = checked(draw_rows(free, self._free[piece, level].to(laws.device)))
+        uniforms = torch.tensor(self._text.uniforms, dtype=torch.float64)[place].to(distributions.device)
+        follows = on_text.to(distributions.device)
+        keep = follows & (uniforms * _at(target, wanted) < _at(distributions, wanted))
+        free = torch.where(follows[:, None], residual(distributions, target), distributions)
+        others = checked(draw_rows(free, self._free[piece, level].to(distributions.device)))
         return torch.where(keep, wanted, others), on_text
 
 
-def _at(laws: Tensor, tokens: Tensor) -> Tensor:
-    """[s]: of each law [s, V] its token's probability, float64."""
-    return laws.gather(1, tokens[:, None])[:, 0].double()
+def _at(distributions: Tensor, tokens: Tensor) -> Tensor:
+    """[s]: of each distribution [s, V] its token's probability, float64."""
+    return distributions.gather(1, tokens[:, None])[:, 0].double()

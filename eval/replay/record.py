@@ -77,9 +77,9 @@ class TargetAnswers:
                 tokens.append(best_token(last) if how.params.greedy else source.draw(probabilities(last, how.params)))
             rows.append(session.extend([tokens[-1:]]).logits[0])
         logits = torch.cat(rows)[: len(tokens)]
-        laws = None if how.params.greedy else probabilities(logits, how.params)
+        distributions = None if how.params.greedy else probabilities(logits, how.params)
         uniforms = [source.uniform() for _ in tokens]
-        return ReadAnswer(answer, TargetText(tokens, laws, uniforms), read.features[0], logits)
+        return ReadAnswer(answer, TargetText(tokens, distributions, uniforms), read.features[0], logits)
 
 
 def seed_of(*numbers: int) -> int:
@@ -138,7 +138,8 @@ class ChainRecorder:
         decoder's own drafter, and greedy drafts where two tokens are that close."""
         self._answers, self._how, self._heads = answers or TargetAnswers(models.target, how), how, heads
         self._name = drafter
-        # One token more than is kept: a head of state `after` judges a token once the forward behind it has read it.
+        # One token more than is kept: a head of state `after` predicts for a token once the forward behind it has read
+        # it.
         self._keep = _Keep(how.depth + 1)
         self._drafter = build_chains(models, drafter, [self._keep])
         self._models, self._side_by_side = models, side_by_side

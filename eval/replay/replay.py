@@ -36,11 +36,11 @@ def head_probs(logits: Floats, head: AcceptanceHead, calibrated: bool) -> Floats
 
 def threshold(rollouts: ChainRollouts, probs: Floats, h: float, limits: tuple[int, int], late: bool) -> Ints:
     """[S]: the rule of SpecDec++ (section 3.2): the first length n of the least or more at which 1 - (product of the
-    probs of the tokens judged so far) > h, else the most.
+    probs of the tokens predicted so far) > h, else the most.
 
-    probs [S, K]: acceptance probabilities of the drafted tokens, by whatever judges. limits: fewest and most tokens.
-    late: when the n-th token is drafted those before it are judged, and it is not (a head of state `after`); else it
-    is judged too.
+    probs [S, K]: acceptance probabilities of the drafted tokens, by whatever predictor. limits: fewest and most tokens.
+    late: when the n-th token is drafted those before it are predicted, and it is not (a head of state `after`); else it
+    is predicted too.
     """
     survival = np.cumprod(probs, axis=1)
     if late:
@@ -48,7 +48,7 @@ def threshold(rollouts: ChainRollouts, probs: Floats, h: float, limits: tuple[in
     return first_true(rollouts, 1 - survival > h, *limits)
 
 
-def confidence(rollouts: ChainRollouts, t: float, minimum: int, maximum: int) -> Ints:
+def confidence_lengths(rollouts: ChainRollouts, t: float, minimum: int, maximum: int) -> Ints:
     """[S]: the first length of `minimum` or more whose last token's probability is below t, else `maximum`."""
     return first_true(rollouts, np.exp(rollouts.log_q) < t, minimum, maximum)
 
@@ -80,12 +80,12 @@ def replay(rollouts: ChainRollouts, lengths: Ints, calls_per_token: int = 1) -> 
         drafted = min(int(available[row]), most)
         return drafted, min(drafted, int(accepted[row])), drafted * calls_per_token
 
-    return [walk_rounds(answer, first, play) for answer, first in first_rows(rollouts)]
+    return [walk_rounds(answer, first, play) for answer, first in first_rounds(rollouts)]
 
 
 def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
-    """One trace an answer, of HSDDW's self-verification: stop at the first token whose law has more entropy than the
-    running mean at rejected tokens, which is 0 before the first rejection; at most k."""
+    """One trace an answer, of HSDDW's self-verification: stop at the first token whose distribution has more entropy
+    than the running mean at rejected tokens, which is 0 before the first rejection; at most k."""
     assert 1 <= k <= rollouts.depth
     available, accepted = np.minimum(rollouts.available(), k), accepted_of(rollouts)
     policy = RunningEntropy()
@@ -100,7 +100,7 @@ def self_verify(rollouts: ChainRollouts, k: int) -> list[DecodeTrace]:
         return drafted, kept, drafted
 
     traces = []
-    for answer, first in first_rows(rollouts):
+    for answer, first in first_rounds(rollouts):
         policy.reset()
         traces.append(walk_rounds(answer, first, play))
     return traces
@@ -136,7 +136,7 @@ def replay_tree(rollouts: TreeRollouts, nodes: int, depth: int, rule: TreeRule |
             rule.observe(taken, levels, accepted)
         return taken, accepted, levels
 
-    return [walk_rounds(answer, first, play) for answer, first in first_rows(rollouts)]
+    return [walk_rounds(answer, first, play) for answer, first in first_rounds(rollouts)]
 
 
 def accepted_of(rollouts: ChainRollouts) -> Ints:
@@ -144,7 +144,7 @@ def accepted_of(rollouts: ChainRollouts) -> Ints:
     return rollouts.num_accepted if rollouts.past_end is None else rollouts.num_accepted + rollouts.past_end
 
 
-def first_rows(rollouts: ChainRollouts | TreeRollouts) -> list[tuple[TargetAnswer, int]]:
+def first_rounds(rollouts: ChainRollouts | TreeRollouts) -> list[tuple[TargetAnswer, int]]:
     """Every answer with the row of the round that begins before its token 1."""
     counts = np.bincount(rollouts.answer, minlength=len(rollouts.answers))
     first = np.concatenate([[0], counts.cumsum()[:-1]])

@@ -42,11 +42,11 @@ class ChainRollouts:
     answer [S]: number of the answer. start [S]: tokens of the answer before the round, 1 or more (the first token is
     the prefill's). For answer a the rounds are consecutive, start 1 .. len(tokens) - 1. token [S, K]: drafted, along X
     until the first rejection and then as the draft itself goes on. num_accepted [S]: of a draft of K tokens, at most
-    what is left of X. log_q, log_max_q, entropy [S, K]: of the law that token was drawn from (greedy: the draft's
-    softmax), log q of the token itself, nats. accept_prob, overlap [S, K]: min(1, p/q) of the token (greedy: 1 or 0)
-    and sum_v min(p, q) (greedy: the same), down to and with the first rejected token; NaN below it and beyond X's end.
-    heads: label -> raw logits [S, K] of an acceptance head for each token; of one that reads the state after it, NaN
-    where the drafter has not read the token.
+    what is left of X. log_q, log_max_q, entropy [S, K]: of the distribution that token was drawn from (greedy: the
+    draft's softmax), log q of the token itself, nats. accept_prob, overlap [S, K]: min(1, p/q) of the token (greedy: 1
+    or 0) and sum_v min(p, q) (greedy: the same), down to and with the first rejected token; NaN below it and beyond X's
+    end. heads: label -> raw logits [S, K] of an acceptance head for each token; of one that reads the state after it,
+    NaN where the drafter has not read the token.
     accept_along [S, K]: min(1, p/q) of every drafted token where the target reads the draft itself, so below the first
     rejection too: what a policy that knew p and q would look at. None: not asked for, or greedy.
     repeat [S, K]: how each token goes on with a repetition of prompt and answer (`acceptance.repeats.Repeats.score`).
@@ -76,7 +76,7 @@ class ChainRollouts:
         """K."""
         return self.token.shape[1]
 
-    def judged(self) -> NDArray[np.bool_]:
+    def verified(self) -> NDArray[np.bool_]:
         """[S, K]: drafted tokens down to and with the first that was rejected, within X: those with a label."""
         return ~np.isnan(self.accept_prob)
 

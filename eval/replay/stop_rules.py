@@ -1,5 +1,5 @@
-"""What a judge and a rule would have done, read off rollouts: the decoder's own policies, round by round, with judges
-that read what was recorded. What they learn goes on from answer to answer."""
+"""What a predictor and a rule would have done, read off rollouts: the decoder's own policies, round by round, with
+predictors that read what was recorded. What they learn goes on from answer to answer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from draftsmith.eval.replay.replay import accepted_of, first_rows, walk_rounds
+from draftsmith.eval.replay.replay import accepted_of, first_rounds, walk_rounds
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
-from draftsmith.modules.acceptance.policies import ConfidenceName, OnlinePredictor, Predictor, PredictorStop, Rule
+from draftsmith.modules.acceptance.policies import (
+    ConfidenceName,
+    OnlinePredictor,
+    PredictionRule,
+    Predictor,
+    PredictorStop,
+)
 from draftsmith.modules.decoding.confidence import log_odds_of
 from draftsmith.modules.decoding.protocols import DraftView
 from draftsmith.modules.decoding.trace import DecodeTrace
 
 
 class RecordedPredictor(Predictor, Protocol):
-    """A judge of recorded rounds. row: of the round that is being played."""
+    """A predictor of recorded rounds. row: the number of the round that is being played."""
 
     row: int
 
@@ -28,7 +34,8 @@ class KnownPredictor:
     learns = False
 
     def __init__(self, probs: Floats, late: bool):
-        """probs [S, K]: of every drafted token, whatever judges it. late: a token's is known one token later."""
+        """probs [S, K]: of every drafted token, whatever predictor says it. late: a token's is known one token
+        later."""
         self._probs: list[list[float]] = probs.tolist()
         self.late, self.row = late, 0
 
@@ -70,23 +77,23 @@ def online_features(rollouts: ChainRollouts, confidence: ConfidenceName, repeats
 
 
 def replay_by_prediction(
-    rollouts: ChainRollouts, judge: RecordedPredictor, rule: Rule, min_drafted: int, max_drafted: int
+    rollouts: ChainRollouts, predictor: RecordedPredictor, rule: PredictionRule, min_drafted: int, max_drafted: int
 ) -> list[DecodeTrace]:
-    """One trace an answer, of `PredictorStop` with this judge and this rule: what decoding answer after answer would
-    have drafted. Like the decoder's own, a policy does not hear of an answer's last round."""
+    """One trace an answer, of `PredictorStop` with this predictor and this rule: what decoding answer after answer
+    would have drafted. Like the decoder's own, a policy does not hear of an answer's last round."""
     assert 1 <= min_drafted <= max_drafted <= rollouts.depth
-    stop = PredictorStop(judge, rule, min_drafted, max_drafted)
+    stop = PredictorStop(predictor, rule, min_drafted, max_drafted)
     nothing = torch.empty(0, 0)
     views = [DraftView(n + 1, -1, nothing, nothing, None) for n in range(max_drafted)]
     available, accepted = np.minimum(rollouts.available(), max_drafted).tolist(), accepted_of(rollouts).tolist()
     traces = []
-    for answer, first in first_rows(rollouts):
+    for answer, first in first_rounds(rollouts):
         last = (0, 0)  # drafted and accepted in the round before, which the policy has yet to hear of
 
         def play(row: int, most: int) -> tuple[int, int, int]:
             nonlocal last
             stop.observe(*last)
-            judge.row, drafted = row, 0
+            predictor.row, drafted = row, 0
             limit = min(available[row], most)
             if limit:
                 stop.start_round()

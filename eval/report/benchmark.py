@@ -20,7 +20,7 @@ def bench_figures(runs: Sequence[Run]) -> list[Table | Chart]:
     found: list[Table | Chart] = []
     for temperature in temperatures(runs[0]):
         found.append(headline([row for row in rows if row["T"] == temperature], temperature, len(runs) > 1))
-    return [*found, *charts(rows), *pairs(runs), counts(rows)]
+    return [*found, *charts(rows), *paired_charts(runs), counts(rows)]
 
 
 def labelled(runs: Sequence[Run]) -> list[Row]:
@@ -110,7 +110,7 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
     return [chart(name, DRAWINGS[name], own) for name, own in shown.items() if own]
 
 
-def pairs(runs: Sequence[Run]) -> Iterator[Chart]:
+def paired_charts(runs: Sequence[Run]) -> Iterator[Chart]:
     """Method against method, a chart a temperature, where prompts were kept."""
     for temperature in temperatures(runs[0]):
         rows = speeds(runs, temperature)

@@ -41,7 +41,7 @@ def run(config: ReportConfig) -> Path:
 
 
 def missing_packages() -> list[str]:
-    """Of those that reports need."""
+    """Packages that reports need and that are not installed."""
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
@@ -62,7 +62,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def log(config: ReportConfig, sections: list[Section]) -> None:
-    """To Weights & Biases, where it is asked for."""
+    """Log the page to Weights & Biases, where that is asked for."""
     if "wandb" not in config.track or switched_off(config.wandb):
         return
     from draftsmith.eval.report.tracking import log_report

@@ -16,8 +16,8 @@ from draftsmith.eval.report.drawing import (
     heatmap,
     interval_marks,
     names,
-    number,
     panels,
+    quantitative,
     single,
     tips,
     values,
@@ -31,9 +31,9 @@ def panelled(layers: list[Any], rows: Rows, **sizes: Any) -> Any:
     return single(layers, rows, **sizes)
 
 
-def speedup(rows: Rows) -> Any:
+def draw_speedup(rows: Rows) -> Any:
     x, y = (
-        alt.X("speedup:Q", **number("speed-up", ".2f", zero=True)),
+        alt.X("speedup:Q", **quantitative("speed-up", ".2f", zero=True)),
         alt.Y("method:N", **names(scale=alt.Scale(paddingInner=0.3, paddingOuter=0.15))),
     )
     tooltip = tips(
@@ -46,15 +46,15 @@ def speedup(rows: Rows) -> Any:
 
 def tau_and_speedup(rows: Rows) -> Any:
     points = alt.Chart().mark_point().encode(
-        alt.X("tau:Q", **number("τ, emitted tokens per target call", ".2f")),
-        alt.Y("speedup:Q", **number("speed-up", ".2f")),
+        alt.X("tau:Q", **quantitative("τ, emitted tokens per target call", ".2f")),
+        alt.Y("speedup:Q", **quantitative("speed-up", ".2f")),
         colour("method"), colour("method", channel=alt.Shape),
         tooltip=tips("method", "temperature", tau=".2f", speedup=".2f", tokens_per_s=".1f"),
     )  # fmt: skip
     return panelled([points], rows)
 
 
-def by_task(rows: Rows, key: str, title: str) -> Any:
+def draw_by_task(rows: Rows, key: str, title: str) -> Any:
     x = alt.X("task:N", title="task", sort=None, axis=alt.Axis(labelAngle=-35, grid=False, labelOverlap=False))
     tooltip = tips("method", "task", "temperature", "prompts", **{key: ".2f"})
     layers = heatmap(rows, x, alt.Y("method:N", **names()), (key, title, ".2f"), tooltip)
@@ -65,7 +65,7 @@ def by_task(rows: Rows, key: str, title: str) -> Any:
 
 DRAWINGS = {
     "speedup": Drawing(
-        "Speed-up by method", speedup,
+        "Speed-up by method", draw_speedup,
         "Bars over all prompts, with 95 % bootstrap intervals; 1 is autoregressive decoding.",
     ),
     "tau-and-speedup": Drawing(
@@ -73,11 +73,11 @@ DRAWINGS = {
         "A method far to the right and low emits many tokens a call, and pays for them with its drafts.",
     ),
     "speedup-by-task": Drawing(
-        "Speed-up by task", lambda rows: by_task(rows, "speedup", "speed-up"),
+        "Speed-up by task", lambda rows: draw_by_task(rows, "speedup", "speed-up"),
         "A cell is a ratio of sums over the prompts of one task; bright is better.",
     ),
     "tau-by-task": Drawing(
-        "τ by task", lambda rows: by_task(rows, "tau", "τ"),
+        "τ by task", lambda rows: draw_by_task(rows, "tau", "τ"),
         "A cell is a ratio of sums over the prompts of one task; bright is better.",
     ),
 }  # fmt: skip

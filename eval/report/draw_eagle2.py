@@ -21,8 +21,8 @@ from draftsmith.eval.report.drawing import (
     interval_marks,
     lines,
     names,
-    number,
     panels,
+    quantitative,
     single,
     tips,
 )
@@ -30,9 +30,9 @@ from draftsmith.eval.report.drawing import (
 ACCEPTED = "accepted, once the parent is"
 
 
-def by_position(rows: Rows) -> Any:
+def draw_by_position(rows: Rows) -> Any:
     """Figure 5."""
-    x, y = alt.X("accepted:Q", **number(ACCEPTED, ".0%", zero=True)), alt.Y("position:N", **names())
+    x, y = alt.X("accepted:Q", **quantitative(ACCEPTED, ".0%", zero=True)), alt.Y("position:N", **names())
     tooltip = tips("mode", "position", "depth", "reached", accepted=".0%", low=".0%", high=".0%")
     base = alt.Chart().encode(y, colour("mode"))
     points = base.mark_point().encode(x, colour("mode", channel=alt.Shape), tooltip=tooltip)
@@ -40,7 +40,7 @@ def by_position(rows: Rows) -> Any:
     return single([interval_marks(base, x, along="x"), points], rows, height=height)
 
 
-def by_task(rows: Rows) -> Any:
+def draw_by_context(rows: Rows) -> Any:
     """Figure 5, context by context."""
     x = alt.X("position:N", title="position", sort=None, axis=alt.Axis(labelAngle=-45, grid=False, labelOverlap=False))
     tooltip = tips("mode", "task", "position", "reached", accepted=".0%")
@@ -48,10 +48,12 @@ def by_task(rows: Rows) -> Any:
     return panels(layers, rows, "mode", **cell_sizes(rows, "position", "task", width=36))
 
 
-def by_confidence(rows: Rows) -> Any:
+def draw_by_confidence(rows: Rows) -> Any:
     """Figure 6."""
-    x = alt.X("confidence:Q", **{**number("confidence: the head's probability of the token", ".1f"), "scale": UNIT})
-    y = alt.Y("accepted:Q", **{**number(ACCEPTED, ".0%"), "scale": UNIT})
+    x = alt.X(
+        "confidence:Q", **{**quantitative("confidence: the head's probability of the token", ".1f"), "scale": UNIT}
+    )
+    y = alt.Y("accepted:Q", **{**quantitative(ACCEPTED, ".0%"), "scale": UNIT})
     tooltip = tips("mode", "nodes", confidence=".2f", accepted=".0%", low=".0%", high=".0%")
     base = alt.Chart().encode(x, colour("mode"))
     points = base.mark_point().encode(y, counted("nodes"), colour("mode", channel=alt.Shape), tooltip=tooltip)
@@ -67,26 +69,26 @@ def by_size(rows: Rows, value: tuple[str, str, str]) -> Any:
 
 
 def measured_speed(rows: Rows) -> Any:
-    x = alt.X("nodes:Q", **number("nodes that the target scores", log=True))
-    y = alt.Y("speedup:Q", **number("speed-up over autoregressive decoding", ".2f"))
+    x = alt.X("nodes:Q", **quantitative("nodes that the target scores", log=True))
+    y = alt.Y("speedup:Q", **quantitative("speed-up over autoregressive decoding", ".2f"))
     tooltip = tips("mode", "depth", "nodes", speedup=".2f", low=".2f", high=".2f", tau=".2f")
     return panels(lines(x, y, colour("depth"), tooltip, band=True), rows, "mode")
 
 
 DRAWINGS = {
     "eagle2-acceptance-by-position": Drawing(
-        "Acceptance by position in the static tree ({tree})", by_position,
+        "Acceptance by position in the static tree ({tree})", draw_by_position,
         "A position is the ranks on the path from the root, 0 the most probable. Bars span the middle half of the "
         "prompts: where they are long, acceptance depends on context, which a static tree cannot follow (figure 5 of "
         "the paper).",
     ),
     "eagle2-acceptance-by-task": Drawing(
-        "Acceptance by position and task ({tree})", by_task,
+        "Acceptance by position and task ({tree})", draw_by_context,
         "Down a column the position is the same and the context is not. Positions that a task reached fewer than 5 "
         "times are left out.",
     ),
     "eagle2-acceptance-by-confidence": Drawing(
-        "Acceptance against the head's confidence", by_confidence,
+        "Acceptance against the head's confidence", draw_by_confidence,
         "On the diagonal confidence is acceptance, which EAGLE-2 builds its trees on (figure 6 of the paper).",
     ),
     "eagle2-tau-by-size": Drawing(

@@ -7,11 +7,11 @@ from typing import Any
 
 import altair as alt
 
-from draftsmith.eval.report.drawing import Drawing, Rows, colour, known, lines, number, panels, tips
+from draftsmith.eval.report.drawing import Drawing, Rows, colour, known, lines, panels, quantitative, tips
 
 
 def by_window(rows: Rows, key: str, title: str) -> Any:
-    x, y = alt.X("k:Q", **number("window k")), alt.Y(f"{key}:Q", **number(title, ".2f"))
+    x, y = alt.X("k:Q", **quantitative("window k")), alt.Y(f"{key}:Q", **quantitative(title, ".2f"))
     band = "low" in rows[0]
     more = {"low": ".2f", "high": ".2f", "tokens_per_s": ".1f"} if band else {}
     tooltip = tips("method", "mode", "k", **{key: ".2f"}, **more)
@@ -20,15 +20,18 @@ def by_window(rows: Rows, key: str, title: str) -> Any:
 
 def entropy_density(rows: Rows) -> Any:
     """Figure 6."""
-    x = alt.X("entropy:Q", **number("entropy [nats]", ".1f", zero=True))
-    y = alt.Y("share:Q", **number("share of tokens in 0.25 nats", ".0%", zero=True))
+    x = alt.X("entropy:Q", **quantitative("entropy [nats]", ".1f", zero=True))
+    y = alt.Y("share:Q", **quantitative("share of tokens in 0.25 nats", ".0%", zero=True))
     tooltip = tips("verdict", "panel", "tokens", entropy=".2f", share=".1%")
     return panels(lines(x, y, colour("verdict"), tooltip, many=True), rows, "panel")
 
 
 def windows(rows: Rows) -> Any:
     """Figure 8: a point a round."""
-    x, y = alt.X("round:Q", **number("round")), alt.Y("drafted:Q", **number("tokens handed to the target", zero=True))
+    x, y = (
+        alt.X("round:Q", **quantitative("round")),
+        alt.Y("drafted:Q", **quantitative("tokens handed to the target", zero=True)),
+    )
     tooltip = tips("method", "panel", "round", "start", "drafted", "accepted", threshold=".2f")
     return panels(lines(x, y, colour("method"), tooltip, many=True), rows, "panel")
 
@@ -36,8 +39,8 @@ def windows(rows: Rows) -> Any:
 def over_answer(rows: Rows, key: str, title: str, form: str) -> Any:
     shown = known(rows, key)
     x, y = (
-        alt.X("position:Q", **number("place in the answer", ".0%")),
-        alt.Y(f"{key}:Q", **number(title, form, zero=True)),
+        alt.X("position:Q", **quantitative("place in the answer", ".0%")),
+        alt.Y(f"{key}:Q", **quantitative(title, form, zero=True)),
     )
     tooltip = tips("method", "mode", "rounds", position=".0%", **{key: form}, low=form, high=form)
     return panels(lines(x, y, colour("method"), tooltip, band=True), shown, "mode")

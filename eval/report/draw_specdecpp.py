@@ -6,10 +6,10 @@ from typing import Any
 
 import altair as alt
 
-from draftsmith.eval.report.drawing import Drawing, Rows, colour, lines, number, single, tips
+from draftsmith.eval.report.drawing import Drawing, Rows, colour, lines, quantitative, single, tips
 
-DISCARDED = alt.X("discard_rate:Q", **number("discarded tokens per token", ".2f", zero=True))
-VERIFIED = alt.Y("verification_rate:Q", **number("target calls per token", ".2f"))
+DISCARDED = alt.X("discard_rate:Q", **quantitative("discarded tokens per token", ".2f", zero=True))
+VERIFIED = alt.Y("verification_rate:Q", **quantitative("target calls per token", ".2f"))
 TIPS = tips("series", "setting", "head", discard_rate=".2f", verification_rate=".2f", tau=".2f", theory=".1f")
 
 
@@ -26,13 +26,13 @@ def all_heads(rows: Rows) -> Any:
 
 def kl_by_depth(rows: Rows) -> Any:
     x = alt.X("depth:O", title="residual blocks D", axis=alt.Axis(labelAngle=0, grid=False))
-    y = alt.Y("kl:Q", **number("eval KL, nats", ".2f"))
+    y = alt.Y("kl:Q", **quantitative("eval KL, nats", ".2f"))
     return single(lines(x, y, colour("series"), tips("series", "depth", kl=".3f")), rows)
 
 
 def time_fit(rows: Rows) -> Any:
-    x = alt.X("predicted:Q", **number("predicted (s)", ".2f", zero=True))
-    y = alt.Y("measured:Q", **number("measured (s)", ".2f", zero=True))
+    x = alt.X("predicted:Q", **quantitative("predicted (s)", ".2f", zero=True))
+    y = alt.Y("measured:Q", **quantitative("measured (s)", ".2f", zero=True))
     tooltip = tips("method", "id", predicted=".3f", measured=".3f")
     shape = colour("method", channel=alt.Shape)
     return single([alt.Chart().mark_point().encode(x, y, colour("method"), shape, tooltip=tooltip)], rows)

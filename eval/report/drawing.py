@@ -87,7 +87,7 @@ def known(rows: Rows, *keys: str) -> list[Mapping[str, Any]]:
     return [row for row in rows if all(row.get(key) is not None for key in keys)]
 
 
-def number(title: str, form: str = "", zero: bool = False, log: bool = False) -> dict[str, Any]:
+def quantitative(title: str, form: str = "", zero: bool = False, log: bool = False) -> dict[str, Any]:
     """Settings of a quantitative x or y. form: of its numbers, as d3 writes them. zero: begin there; else no mark
     stands on the edge."""
     scale = alt.Scale(zero=True) if zero else alt.Scale(zero=False, padding=10)
@@ -172,8 +172,8 @@ def cell_sizes(rows: Rows, x: str, y: str, width: int = 30) -> dict[str, Any]:
 def reliability(rows: Rows, panel: str) -> Any:
     """Predicted against observed probabilities of `predictor`s, a point a bin."""
     base = alt.Chart().encode(
-        alt.X("predicted:Q", **{**number("predicted probability of acceptance", ".2f"), "scale": UNIT}),
-        alt.Y("observed:Q", **{**number("accepted", ".2f"), "scale": UNIT}),
+        alt.X("predicted:Q", **{**quantitative("predicted probability of acceptance", ".2f"), "scale": UNIT}),
+        alt.Y("observed:Q", **{**quantitative("accepted", ".2f"), "scale": UNIT}),
         colour("predictor"),
     )
     tooltip = tips("predictor", panel, "count", predicted=".2f", observed=".2f")
@@ -185,5 +185,8 @@ def by_depth(rows: Rows, key: str, panel: str) -> Any:
     """A measure of `predictor`s by place in the draft."""
     shown = known(rows, key)
     tooltip = tips("predictor", panel, "depth", "tokens", **{key: ".3f"})
-    x, y = alt.X("depth:Q", **number("place in the draft", "d")), alt.Y(f"{key}:Q", **number(key.upper(), ".3f"))
+    x, y = (
+        alt.X("depth:Q", **quantitative("place in the draft", "d")),
+        alt.Y(f"{key}:Q", **quantitative(key.upper(), ".3f")),
+    )
     return panels(lines(x, y, colour("predictor"), tooltip), shown, panel)

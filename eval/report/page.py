@@ -75,7 +75,7 @@ def _for_template(section: Section, drawings: dict[str, Any]) -> dict[str, Any]:
         shown: dict[str, Any] = {"anchor": anchor, "title": figure.title, "note": figure.note}
         if isinstance(figure, tables.Table):
             shown |= {
-                "cells": tables.cells(figure),
+                "cells": tables.text_cells(figure),
                 "columns": [(column.title, tables.is_number(figure, column.key)) for column in figure.columns],
                 "groups": tables.groups(figure.columns),
             }

@@ -124,12 +124,12 @@ def basis(run: Run) -> dict[str, Any]:
 
 
 def temperatures(run: Run) -> list[float]:
-    """Of the rows of a benchmark, rising."""
+    """Temperatures of a benchmark's rows, rising."""
     return sorted({temperature_of(run, row) for row in run.results.get("methods", [])})
 
 
 def temperature_of(run: Run, row: Mapping[str, Any]) -> float:
-    """Of one row; results of one temperature name it in the settings only."""
+    """Temperature of one row; results of one temperature name it in the settings only."""
     return float(row.get("temperature", run.settings.get("temperature", 0.0)))
 
 

@@ -1,4 +1,4 @@
-"""From runs to the sections of the page: what each says it measured, its figures, and how to measure it again."""
+"""The sections of the page, made from runs: what each says it measured, its figures, and how to measure it again."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Table:
     """Rows under headings; None and missing values are empty cells.
 
     name: a file's name, without blanks. columns: none where the rows are there to be drawn. note: what a reader must
-    know to judge the table.
+    know to read the table.
     """
 
     name: str
@@ -101,7 +101,7 @@ def interval(ends: Sequence[float | None] | None, form: str = ".2f", between: st
     return "" if low is None or low != low else f"{low:{form}}{between}{high:{form}}"
 
 
-def cells(table: Table) -> list[list[str]]:
+def text_cells(table: Table) -> list[list[str]]:
     """Every row as text, in the order of the columns."""
     return [[formatted(row.get(column.key), column.format) for column in table.columns] for row in table.rows]
 
@@ -146,7 +146,7 @@ def on_screen(table: Table, bold: str = "", joint: str = "\n", first_width: int 
         least = first_width if number == 0 else None
         justify: Any = "right" if column.format else "left"
         shown.add_column(column.title, justify=justify, overflow="fold", min_width=least)
-    for row, texts in zip(table.rows, cells(table), strict=True):
+    for row, texts in zip(table.rows, text_cells(table), strict=True):
         joined = (joint.join(filter(None, (texts[number] for number in stack))) for stack in stacks)
         shown.add_row(*joined, style="bold" if bold and row.get(bold) else None)
     return shown
@@ -158,7 +158,7 @@ def headings(table: Table) -> list[str]:
 
 
 def markdown(table: Table) -> str:
-    rows = [[cell.replace("\n", " ") for cell in row] for row in cells(table)]
+    rows = [[cell.replace("\n", " ") for cell in row] for row in text_cells(table)]
     lines = [f"**{table.title}**", "", *markdown_lines(headings(table), rows)]
     return "\n".join([*lines, *(["", table.note] if table.note else [])]) + "\n"
 
@@ -176,7 +176,7 @@ def latex(table: Table) -> str:
     """A `tabular` for the booktabs package; title and note are comments, as captions are the paper's own words."""
     import pandas as pd
 
-    frame = pd.DataFrame(cells(table), columns=range(len(table.columns)), dtype=str)
+    frame = pd.DataFrame(text_cells(table), columns=range(len(table.columns)), dtype=str)
     if groups(table.columns):
         frame.columns = pd.MultiIndex.from_tuples([(column.group, column.title) for column in table.columns])
     else:

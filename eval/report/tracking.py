@@ -40,12 +40,12 @@ def log_report(config: ReportConfig, sections: Sequence[Section]) -> None:
                 image = Image.open(io.BytesIO(contents(figure, ("png",))["png"]))
                 logged[key] = wandb.Image(image, caption=figure.title)
     run.log(logged)
-    for name, value in numbers(sections).items():
+    for name, value in headline_numbers(sections).items():
         run.summary[name] = value
     finish_wandb(run, say)
 
 
-def numbers(sections: Sequence[Section]) -> dict[str, float]:
+def headline_numbers(sections: Sequence[Section]) -> dict[str, float]:
     """SECTION/TABLE/ROW/COLUMN of the numbers over all prompts in headline tables."""
     found: dict[str, float] = {}
     for section in sections:

@@ -67,7 +67,7 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
         prompt = _prompt(line)
         tasks[prompt], ids[prompt] = line.get("task") or "", str(line.get("id", line["prompt"]))
         sizes[prompt] = sizes.get(prompt, 0) + len(json.dumps(_round(line), separators=(",", ":"))) + 1
-    chosen = choose(sizes, tasks, max_bytes)
+    chosen = shown_prompts(sizes, tasks, max_bytes)
     answers: dict[tuple[str, float, Prompt], list[dict[str, Any]]] = {}
     for line in _lines(directory / TRACE):
         if _prompt(line) in chosen:
@@ -92,7 +92,7 @@ def viewer_data(directory: Path, max_bytes: int) -> dict[str, Any] | None:
     }
 
 
-def choose(sizes: Mapping[Prompt, int], tasks: Mapping[Prompt, str], max_bytes: int) -> list[Prompt]:
+def shown_prompts(sizes: Mapping[Prompt, int], tasks: Mapping[Prompt, str], max_bytes: int) -> list[Prompt]:
     """Prompts that fit, the first of every task before the second of any."""
     by_task: dict[str, list[Prompt]] = {}
     for prompt in sizes:

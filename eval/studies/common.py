@@ -22,7 +22,7 @@ from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import bar, say
-from draftsmith.data.settings import numbers
+from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.reading import read_object
@@ -35,7 +35,7 @@ from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswer
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.replay.store import recorded
 from draftsmith.eval.report.tables import Table, on_screen, plain, to_json
-from draftsmith.eval.settings import Answers, PromptChoice, Running
+from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.protocols import Drafter
@@ -45,7 +45,7 @@ from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyConfig(DraftSettings, PromptChoice, Answers, Running):
+class StudyConfig(DraftSettings, PromptChoice, AnswerLength, Running):
     """Settings of every study of decoding methods.
 
     Attributes:
@@ -72,7 +72,7 @@ class StudyConfig(DraftSettings, PromptChoice, Answers, Running):
     @property
     def sampling(self) -> list[SamplingParams]:
         """One for each temperature, in the order given."""
-        return [SamplingParams(value) for value in numbers("temperatures", self.temperatures, float)]
+        return [SamplingParams(value) for value in comma_numbers("temperatures", self.temperatures, float)]
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ def prepare(config: StudyConfig, methods: Sequence[str], further: Sequence[Bench
     check_device(config.device)
     torch.set_num_threads(config.num_threads)
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
-    models = load(config, config.paths, labels, params, [*prompts, *further])
+    models = load_study_models(config, config.paths, labels, params, [*prompts, *further])
     return StudyContext(dataclasses.replace(models, ends=() if config.ignore_eos else models.ends), prompts)
 
 
-def load(
+def load_study_models(
     config: Any,
     paths: Mapping[str, str],
     methods: Sequence[str],
@@ -165,13 +165,13 @@ def load_heads(
         head = load_head(directory, draft, kind="acceptance", identity=identity)
         assert isinstance(head, AcceptanceHead)
         if head.config.judges != "chain":
-            found, expected = f"{directory}, which judges {head.config.judges}s", "heads that judge chains"
+            found, expected = f"{directory}, which predicts for {head.config.judges}s", "heads that predict for chains"
             raise InputError("heads", found, expected, "Take it out of the folder.")
         loaded[name] = head
     return loaded
 
 
-def decode(
+def decode_prompts(
     config: StudyConfig,
     context: StudyContext,
     label: str,
@@ -219,21 +219,21 @@ def recorded_chains(
         **dataclasses.asdict(how),
         "drafter": drafter,
         "models": {flag: lm.info.identity for flag, lm in (("target", models.target), ("draft", models.draft)) if lm},
-        "heads": {name: digest(head) for name, head in heads.items()},
+        "heads": {name: head_digest(head) for name, head in heads.items()},
     }
     if models.ends:
         settings["ends"] = list(models.ends)
     if further:
         settings[further] = True
     if drafter != "draft":
-        settings["models"][drafter] = digest(models.heads[drafter])
+        settings["models"][drafter] = head_digest(models.heads[drafter])
     together = further == "together"
     recorder = ChainRecorder(models, drafter, how, heads, answers, along=bool(further), side_by_side=together)
     with bar(f"rollouts, {directory.name}", len(prompts), "prompts") as advance:
         return recorded(directory, prompts, settings, recorder, advance)
 
 
-def digest(head: nn.Module) -> str:
+def head_digest(head: nn.Module) -> str:
     """Hash of a head's weights."""
     values = hashlib.sha256()
     for tensor in head.parameters():

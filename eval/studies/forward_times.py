@@ -12,7 +12,7 @@ import numpy as np
 
 from draftsmith.eval.bench.results import read_rows
 from draftsmith.eval.bootstrap import Floats, Resamples
-from draftsmith.eval.cost.fit import LinearCost, fit
+from draftsmith.eval.cost.fit import LinearCost, least_squares
 from draftsmith.eval.cost.fit import explained as share_explained
 from draftsmith.modules.decoding.trace import Totals
 
@@ -44,7 +44,7 @@ def fit_forward_times(rows: Sequence[Row], clock: str) -> ForwardTimes:
 
     clock: `cpu` or `wall`.
     """
-    found = fit(_columns(rows, *COUNTS), _columns(rows, f"{clock}_s")[:, 0])
+    found = least_squares(_columns(rows, *COUNTS), _columns(rows, f"{clock}_s")[:, 0])
     t_draft, t_target = found.weights
     return ForwardTimes(t_draft, t_target, found.r2, len(rows))
 

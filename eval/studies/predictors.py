@@ -74,7 +74,7 @@ class LabelledTokens:
 
 
 def labelled_tokens(rollouts: ChainRollouts) -> LabelledTokens:
-    mask = rollouts.judged()
+    mask = rollouts.verified()
     for logits in rollouts.heads.values():
         mask = mask & ~np.isnan(logits)
     return LabelledTokens(rollouts, mask)
@@ -117,7 +117,7 @@ def online_probs(rollouts: ChainRollouts, confidence: ConfidenceName = "max_q", 
     opinion at every other position in passing.
     """
     model, features = OnlineLogistic(1 + repeats), online_features(rollouts, confidence, repeats)
-    labelled = rollouts.judged()
+    labelled = rollouts.verified()
     probs = np.full(labelled.shape, np.nan)
     answer, next_start = -1, 1
     for row in range(len(features)):
@@ -133,7 +133,7 @@ def online_probs(rollouts: ChainRollouts, confidence: ConfidenceName = "max_q", 
 
 def fitted_probs(rollouts: ChainRollouts, fit: ChainRollouts) -> Floats:
     """[S, K]: a logistic model of the log-odds of q(y), fitted to the labelled tokens of `fit`."""
-    labelled = fit.judged()
+    labelled = fit.verified()
     scale, bias = fit_platt(
         log_odds_of(torch.from_numpy(fit.log_q[labelled])), torch.from_numpy(fit.accept_prob[labelled])
     )

@@ -12,7 +12,7 @@ from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.rollouts import ChainRollouts, Ints, TargetAnswer, TreeRollouts
 from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.policies import CostRule, Rule, ThresholdRule
+from draftsmith.modules.acceptance.policies import CostRule, PredictionRule, ThresholdRule
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
 from draftsmith.modules.drafters.chains import (
@@ -117,7 +117,7 @@ class Recorded:
     def _lengths(self, named: Named, rollouts: ChainRollouts) -> Ints:
         method = named.method
         if isinstance(method, ConfidenceStop):
-            return replay.confidence(rollouts, method.t, method.min, method.max)
+            return replay.confidence_lengths(rollouts, method.t, method.min, method.max)
         assert isinstance(method, FixedK)
         return replay.fixed_k(rollouts, method.k)
 
@@ -128,7 +128,7 @@ class Recorded:
         probs = replay.head_probs(rollouts.heads[HEAD], self.head, method.uses_calibrated)
         return KnownPredictor(probs, late=self.head.config.late)
 
-    def _rule(self, method: ByPrediction) -> Rule:
+    def _rule(self, method: ByPrediction) -> PredictionRule:
         if isinstance(method, SpecDecPlusPlus):
             return ThresholdRule(method.h)
         assert isinstance(method, CostAware)

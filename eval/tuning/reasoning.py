@@ -86,7 +86,7 @@ def how_taken(choice: Choice) -> str:
 
 
 def tables(choice: Choice) -> list[Table]:
-    """For results.json; the first is for the screen."""
+    """Tables for results.json; the first is for the screen."""
     table = Table("settings", "The best settings of each family", COLUMNS, rows(choice), how_taken(choice))
     found = [table, *length_rows(choice), drawn_data("target-cost", target_rows(choice.costs))]
     return [*found, drawn_data("draft-cost", draft_rows(choice.costs))] if choice.costs.drafters else found

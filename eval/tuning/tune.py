@@ -23,10 +23,10 @@ from draftsmith.data.progress import say
 from draftsmith.data.settings import Sampling
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import load_models, reads
-from draftsmith.eval.bench.prompt_runner import answered, measure
+from draftsmith.eval.bench.load import load_models, trained_for
+from draftsmith.eval.bench.prompt_runner import answered, measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
-from draftsmith.eval.bench.results import RESULTS, Measured, describe
+from draftsmith.eval.bench.results import RESULTS, MeasuredPrompt, describe
 from draftsmith.eval.bench.runner import EngineRunner, remember
 from draftsmith.eval.bench.summary import tokens_per_s
 from draftsmith.eval.cost.clock import Clock, ClockName, clock_name, clock_of
@@ -35,7 +35,7 @@ from draftsmith.eval.replay.lookup import LookupRecorder
 from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.report.tables import on_screen, to_json
-from draftsmith.eval.settings import Answers, PromptChoice, Running
+from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice, summary, tables
 from draftsmith.modules.drafters.chains import chain_methods
@@ -49,7 +49,7 @@ KEPT = ("temperature", "top_k", "top_p", "ignore_eos", "dtype", "device", "engin
 
 
 @dataclass(frozen=True)
-class TuneConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
+class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     """Finds the fastest way to decode: method and settings for this machine, these models and these prompts.
 
     Attributes:
@@ -85,7 +85,7 @@ class TuneConfig(DraftSettings, PromptChoice, Answers, Sampling, Running):
     @property
     def reader(self) -> str | None:
         """The drafter whose states the acceptance head reads; None without one."""
-        return self.acceptance and (self.acceptance_reads or reads(self.acceptance))
+        return self.acceptance and (self.acceptance_reads or trained_for(self.acceptance))
 
     @property
     def clock(self) -> ClockName:
@@ -179,7 +179,7 @@ def tune(config: TuneConfig, setup: Setup) -> Choice:
     costs = timed("costs", lambda: take_costs(config, setup, clock))
     predicted = timed("prediction", lambda: predict(setup.labels, recorded, costs))
     finalists = [item for item in best_of_families(predicted) if item.family != AR][: config.verify]
-    measured = timed("verification", lambda: verify(config, setup, finalists))
+    measured = timed("verification", lambda: decode_finalists(config, setup, finalists))
     return Choice(predicted, measured, costs, spent)
 
 
@@ -208,7 +208,7 @@ def take_costs(config: TuneConfig, setup: Setup, clock: Clock) -> DecodingCosts:
     return measure_costs(setup.models, setup.prompts, settings, config.sampling, config.seed, clock)
 
 
-def verify(config: TuneConfig, setup: Setup, finalists: Sequence[Predicted]) -> dict[str, float]:
+def decode_finalists(config: TuneConfig, setup: Setup, finalists: Sequence[Predicted]) -> dict[str, float]:
     """Label -> tokens/s of `ar` and the finalists, decoded for real; empty where there are none."""
     if not finalists:
         return {}
@@ -233,9 +233,9 @@ def measured_speeds(
         restore = remember(runner)
         answered(label, runner, setup.prompts[:1], config.max_new_tokens, [config.seed])
         restore()
-    measured: dict[str, list[Measured]] = {label: [] for label in runners}
+    measured: dict[str, list[MeasuredPrompt]] = {label: [] for label in runners}
     for number, prompt in enumerate(setup.prompts):
-        found = measure(runners, [prompt], number, config.max_new_tokens, repeats, [config.seed + number])
+        found = measure_group(runners, [prompt], number, config.max_new_tokens, repeats, [config.seed + number])
         for label, items in found.items():
             measured[label] += items
         progress(1)

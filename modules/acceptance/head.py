@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from draftsmith.modules.acceptance.repeats import RepeatScores
 from draftsmith.modules.decoding.confidence import (
     MAX_LOGIT,
-    Confidence,
-    Confidences,
+    TokenConfidence,
+    TokenConfidences,
     confidence_of,
     log_odds,
     log_odds_of,
@@ -155,14 +155,14 @@ class AcceptanceHead(nn.Module):
         scale, shift = self.config.calibration
         return scale * logit + shift
 
-    def feature_values(self, known: Confidences) -> Tensor:
+    def feature_values(self, known: TokenConfidences) -> Tensor:
         """[.., F]: the numbers that this head reads beside states, in the order of its settings. Numbers that tokens
         have in common may be of a shape that expands to theirs."""
         values = [feature_value(name, known) for name in self.config.features]
         return torch.stack(torch.broadcast_tensors(*values), -1)
 
 
-def feature_value(name: Feature, known: Confidences) -> Tensor:
+def feature_value(name: Feature, known: TokenConfidences) -> Tensor:
     """One of them, of tokens [..]: log q(y) from -MAX_LOGIT on; the log-odds of q(y) and of max q within MAX_LOGIT;
     the distribution's entropy in nats; the logarithm of the place in the round, from 1; the temperature; and how the
     token goes on with a repetition of the text (`acceptance.repeats.Repeats.score`)."""
@@ -182,7 +182,7 @@ def feature_value(name: Feature, known: Confidences) -> Tensor:
     return known.repeat
 
 
-def scalar_value(name: Feature, known: Confidence, view: DraftView) -> float:
+def scalar_value(name: Feature, known: TokenConfidence, view: DraftView) -> float:
     """`feature_value` of the token shown; `repeat` is not of the token alone."""
     if name == "log_q":
         return max(known.log_q, -MAX_LOGIT)
@@ -240,7 +240,7 @@ class HeadPredictor:
         self._before = []
 
     def prob(self, view: DraftView) -> float:
-        """Of the token shown; of a `late` one that of the one before it, and 1 where there is none.
+        """Probability of the token shown; of a `late` one that of the one before it, and 1 where there is none.
 
         Raises:
             NonFinite: the head's output.
@@ -254,7 +254,7 @@ class HeadPredictor:
         return self._prob(logit)
 
     def _features(self, view: DraftView) -> list[float]:
-        """Of the token that is asked about."""
+        """Features of the token that is asked about."""
         if not self._names:
             return []
         known = confidence_of(view)
@@ -296,9 +296,9 @@ class _OnDevice:
 
 
 class _OnCpu:
-    """The same with fewer and shorter calls, which are most of the cost at this size: numpy's where they start no
-    threads of their own, into memory that is used again, and with what the first layer makes of every token worked out
-    beforehand."""
+    """The head's arithmetic in fewer and shorter calls, which are most of the cost at this size: numpy's where they
+    start no threads of their own, into memory that is used again, and with what the first layer makes of every token
+    worked out beforehand."""
 
     def __init__(self, head: AcceptanceHead, embed: Callable[[Tensor], Tensor] | None):
         config = head.config

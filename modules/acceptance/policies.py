@@ -35,13 +35,13 @@ class Predictor(Protocol):
         """A new draft begins."""
 
     def prob(self, view: DraftView) -> float:
-        """In [0, 1]; 1 where there is no token to predict for yet."""
+        """Probability in [0, 1]; 1 where there is no token to predict for yet."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """The verdict on the round's draft."""
 
 
-class Rule(Protocol):
+class PredictionRule(Protocol):
     """What to make of the probabilities."""
 
     def enough(self, survival: float, unseen: int) -> bool:
@@ -138,7 +138,7 @@ class PredictorStop:
     probs: what the predictor said in this round, one number for each time that it was asked.
     """
 
-    def __init__(self, predictor: Predictor, rule: Rule, min_drafted: int, max_drafted: int):
+    def __init__(self, predictor: Predictor, rule: PredictionRule, min_drafted: int, max_drafted: int):
         assert 1 <= min_drafted <= max_drafted
         self.predictor, self.rule = predictor, rule
         self.min_drafted, self.max_drafted = min_drafted, max_drafted

@@ -58,7 +58,7 @@ class RepeatScores:
         self._repeats.clear()
 
     def score(self, view: DraftView) -> float:
-        """Of the token shown; every token of a draft is to be shown, from the first."""
+        """Score of the token shown; every token of a draft is to be shown, from the first."""
         if view.num_drafted == 1:
             self._repeats.read(view.context)
             self._before = list(view.context[-Repeats.SIZES[0] :])

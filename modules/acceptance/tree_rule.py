@@ -22,7 +22,7 @@ class TreeTimes:
     verify: tuple[float, ...]
 
     def draft(self, calls: int) -> float:
-        """Of so many forwards of the drafter."""
+        """Time of so many forwards of the drafter."""
         return self.first + (calls - 1) * self.step
 
 

@@ -165,7 +165,8 @@ def branch_mask(lengths: Tensor, text: int, first: int, levels: int) -> tuple[Te
 
 
 def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniforms: Tensor | None) -> Tensor:
-    """A token [S] for each row of logits [S, V]: drawn from its law, or the argmax; NO_TOKEN where there is none."""
+    """A token [S] for each row of logits [S, V]: drawn from its distribution, or the argmax; NO_TOKEN where there is
+    none."""
     if uniforms is None:
         assert all(own.greedy for own in params), "drawing needs uniforms"
         return best_tokens(logits)
@@ -186,7 +187,7 @@ class SideBySide(ABC):
 
     @abstractmethod
     def open(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
-        """As of `BranchDrafter`."""
+        """The same as `BranchDrafter.open`."""
 
     @abstractmethod
     def _before(self, starts: Tensor) -> Tensor:

@@ -56,22 +56,22 @@ def draft_chains(
     if fixed and (params.greedy or all(isinstance(source, TorchSource) for source in sources)):
         return draft_unseen(logits, step, ends, params, sources)
     tokens: list[list[int]] = [[] for _ in ends]
-    laws: list[list[Tensor]] = [[] for _ in ends]
+    distributions: list[list[Tensor]] = [[] for _ in ends]
     rows = [row for row, end in enumerate(ends) if end > 0]
     while rows:
-        drawn, own_laws = _choose(logits, rows, len(tokens[rows[0]]), params, sources)
+        drawn, own_distributions = _choose(logits, rows, len(tokens[rows[0]]), params, sources)
         more: list[list[int]] = [[] for _ in ends]
         going = []
         for i, row in enumerate(rows):
             token, drafted = drawn[i], tokens[row]
             drafted.append(token)
-            law = None
-            if own_laws is not None:
-                law = own_laws[i]
-                laws[row].append(law)
+            distribution = None
+            if own_distributions is not None:
+                distribution = own_distributions[i]
+                distributions[row].append(distribution)
             count = len(drafted)
             own_states = states if len(ends) == 1 else states[row : row + 1]
-            view = DraftView(count, token, own_states, logits[row], law, params.temperature, contexts[row])
+            view = DraftView(count, token, own_states, logits[row], distribution, params.temperature, contexts[row])
             try:  # a context manager here is measurable on small models
                 stopped = stops[row].should_stop(view)
             except NonFinite as error:
@@ -83,18 +83,21 @@ def draft_chains(
         rows = going
         if rows:
             logits, states = step(more)
-    return [_chain(drafted, torch.stack(own) if own else None) for drafted, own in zip(tokens, laws, strict=True)]
+    return [
+        _chain(drafted, torch.stack(own) if own else None) for drafted, own in zip(tokens, distributions, strict=True)
+    ]
 
 
-def _chain(tokens: Sequence[int], laws: Tensor | None) -> DraftTree:
+def _chain(tokens: Sequence[int], distributions: Tensor | None) -> DraftTree:
     count = len(tokens)
-    return DraftTree(tuple(tokens), chain_parents(count), laws, draft_calls=count) if count else NO_DRAFT
+    return DraftTree(tuple(tokens), chain_parents(count), distributions, draft_calls=count) if count else NO_DRAFT
 
 
 def _choose(
     logits: Tensor, rows: Sequence[int], place: int, params: SamplingParams, sources: Sequence[Source]
 ) -> tuple[list[int], Any]:
-    """A token for each of `rows`, and the laws that they were drawn from; place: of the tokens in their drafts."""
+    """A token for each of `rows`, and the distributions that they were drawn from; place: of the tokens in their
+    drafts."""
     tokens: list[int] = []
     try:
         if params.greedy:
@@ -103,8 +106,8 @@ def _choose(
             for row in rows:
                 tokens.append(best_token(logits[row]))
             return tokens, None
-        laws = probabilities(logits if len(rows) == len(logits) else logits[list(rows)], params)
-        return draw_each(laws, [sources[row] for row in rows]), laws
+        distributions = probabilities(logits if len(rows) == len(logits) else logits[list(rows)], params)
+        return draw_each(distributions, [sources[row] for row in rows]), distributions
     except NonFinite as error:
         # Greedy on a CPU, those before it have a token; else it says itself which one has none.
         error.row = rows[len(tokens) if error.row is None else error.row]
@@ -121,18 +124,18 @@ def draft_unseen(
         return [NO_DRAFT] * len(ends)
     uniforms = None if params.greedy else own_uniforms(sources, [max(end, 0) for end in ends], logits.device)
     drawn: list[Tensor] = []
-    laws: list[Tensor] = []
+    distributions: list[Tensor] = []
     while True:
         if uniforms is None:
             drawn.append(best_tokens(logits))
         else:
-            laws.append(probabilities(logits, params))
-            drawn.append(draw_rows(laws[-1], uniforms[:, len(drawn)]))
+            distributions.append(probabilities(logits, params))
+            drawn.append(draw_rows(distributions[-1], uniforms[:, len(drawn)]))
         if len(drawn) == most:
             break
         logits, _ = step(drawn[-1].clamp_min(0)[:, None])  # what stands for no token cannot be read
     tokens = torch.stack(drawn, 1).tolist()
-    stacked = torch.stack(laws, 1) if laws else None
+    stacked = torch.stack(distributions, 1) if distributions else None
     for row, end in enumerate(ends):
         if NO_TOKEN in tokens[row][: max(end, 0)]:
             what = "logits" if stacked is None else "probabilities"

@@ -1,6 +1,6 @@
-"""What a draft's own law says of the token that was drawn from it: the features of acceptance predictors.
+"""What a draft's own distribution says of the token that was drawn from it: the features of acceptance predictors.
 
-Of a greedy draft the law is the softmax of its logits at temperature 1. Natural logarithms, entropies in nats.
+Of a greedy draft the distribution is the softmax of its logits at temperature 1. Natural logarithms, entropies in nats.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MAX_LOGIT = 12.0
 SMALLEST = 1e-38  # in the place of 0, which has no logarithm
 
 
-class Confidence(NamedTuple):
-    """Of one token: log q(y), log max q, and the law's entropy."""
+class TokenConfidence(NamedTuple):
+    """Numbers of one token: log q(y), log max q, and the distribution's entropy."""
 
     log_q: float
     log_max_q: float
@@ -28,9 +28,10 @@ class Confidence(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Confidences:
-    """The same of many tokens, float32 [..]; their places in the round, from 1; the temperatures of their laws; and,
-    where it was looked for, how they go on with repetitions of the text (`repeats.Repeats.score`)."""
+class TokenConfidences:
+    """Numbers of many tokens, as of `TokenConfidence`, float32 [..]; their places in the round, from 1; the
+    temperatures of their distributions; and, where it was looked for, how they go on with repetitions of the text
+    (`repeats.Repeats.score`)."""
 
     log_q: Tensor
     log_max_q: Tensor
@@ -40,40 +41,44 @@ class Confidences:
     repeat: Tensor | None = None
 
 
-def draft_law(view: DraftView) -> Tensor:
-    """The law [V] that the token was drawn from; of a greedy draft the softmax of its logits."""
+def draft_distribution(view: DraftView) -> Tensor:
+    """The distribution [V] that the token was drawn from; of a greedy draft the softmax of its logits."""
     return wide(view.logits).softmax(-1) if view.draft_prob is None else view.draft_prob
 
 
 def wide(values: Tensor) -> Tensor:
-    """In float32, or float64 where they are."""
+    """The numbers in float32, or in float64 where they are."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
-def confidence_of(view: DraftView) -> Confidence:
-    """Of the token that a stop policy is shown. A draft waits for it, so that the calls are few, and numpy's where that
-    is possible, which have less between them and the work: no logarithm of a law is taken, but of its mode, from which
-    log p = log max p - (max l - l) / T for any other token of logit l."""
-    law = draft_law(view)
-    if law.is_cuda:  # one transfer
-        own, most, spread = torch.stack([law[view.token], law.max(), entropies(law)]).tolist()
-        return Confidence(log_of(own), log_of(most), spread)
-    probs, logits = law.numpy(), wide(view.logits)
+def confidence_of(view: DraftView) -> TokenConfidence:
+    """Confidence of the token that a stop policy is shown. A draft waits for it, so that the calls are few, and numpy's
+    where that is possible, which have less between them and the work: no logarithm of a distribution is taken, but of
+    its mode, from which log p = log max p - (max l - l) / T for any other token of logit l."""
+    distribution = draft_distribution(view)
+    if distribution.is_cuda:  # one transfer
+        own, most, spread = torch.stack(
+            [distribution[view.token], distribution.max(), entropies(distribution)]
+        ).tolist()
+        return TokenConfidence(log_of(own), log_of(most), spread)
+    probs, logits = distribution.numpy(), wide(view.logits)
     best = int(probs.argmax())
     log_max_q = math.log(probs.item(best))
-    mean = torch.dot(law, logits if logits.dtype == law.dtype else logits.to(law.dtype)).item()
+    mean = torch.dot(
+        distribution, logits if logits.dtype == distribution.dtype else logits.to(distribution.dtype)
+    ).item()
     spread = (logits.numpy().item(best) - mean) / (view.temperature or 1.0) - log_max_q
     if not math.isfinite(spread):  # logits of minus infinity, and 0 times that
-        spread = entropies(law).item()
-    return Confidence(log_of(probs.item(view.token)), log_max_q, spread)
+        spread = entropies(distribution).item()
+    return TokenConfidence(log_of(probs.item(view.token)), log_max_q, spread)
 
 
 def log_prob_of(view: DraftView, best: bool) -> float:
     """log q of the token that a stop policy is shown, or of the most probable one; less work than `confidence_of`."""
-    law = draft_law(view)
-    if law.is_cuda:
-        return log_of((law.max() if best else law[view.token]).item())
-    probs = law.numpy()
+    distribution = draft_distribution(view)
+    if distribution.is_cuda:
+        return log_of((distribution.max() if best else distribution[view.token]).item())
+    probs = distribution.numpy()
     return log_of(probs.item(int(probs.argmax()) if best else view.token))
 
 
@@ -82,25 +87,29 @@ def log_of(prob: float) -> float:
     return math.log(max(prob, SMALLEST))
 
 
-def confidences_of(laws: Tensor, tokens: Tensor, depth: Tensor, temperature: Tensor) -> Confidences:
-    """Of tokens [..] and the laws [.., V] that they were drawn from."""
-    own = laws.gather(-1, tokens[..., None])[..., 0]
-    return Confidences(own.log(), laws.amax(-1).log(), entropies(laws), depth.float(), temperature.float())
+def confidences_of(distributions: Tensor, tokens: Tensor, depth: Tensor, temperature: Tensor) -> TokenConfidences:
+    """Confidences of tokens [..] by the distributions [.., V] that they were drawn from."""
+    own = distributions.gather(-1, tokens[..., None])[..., 0]
+    return TokenConfidences(
+        own.log(), distributions.amax(-1).log(), entropies(distributions), depth.float(), temperature.float()
+    )
 
 
-def confidences_of_children(log_laws: Tensor, tokens: Tensor, depth: int, temperature: float) -> Confidences:
-    """Of k tokens [n, k] that may follow each of n laws, whose logarithms are [n, V], all at one depth. log q is
-    [n, k]; what a law's tokens have in common [n, 1], and what all have [1, 1]."""
-    log_laws = log_laws.clamp_min(math.log(SMALLEST))
-    entropy = -torch.linalg.vecdot(log_laws.exp(), log_laws)
-    depths, temperatures = (log_laws.new_full((1, 1), value) for value in (depth, temperature))
-    largest = log_laws.amax(-1, keepdim=True)
-    return Confidences(log_laws.gather(-1, tokens), largest, entropy[:, None], depths, temperatures)
+def confidences_of_children(
+    log_distributions: Tensor, tokens: Tensor, depth: int, temperature: float
+) -> TokenConfidences:
+    """Confidences of k tokens [n, k] that may follow each of n distributions, whose logarithms are [n, V], all at one
+    depth. log q is [n, k]; what a distribution's tokens have in common [n, 1], and what all have [1, 1]."""
+    log_distributions = log_distributions.clamp_min(math.log(SMALLEST))
+    entropy = -torch.linalg.vecdot(log_distributions.exp(), log_distributions)
+    depths, temperatures = (log_distributions.new_full((1, 1), value) for value in (depth, temperature))
+    largest = log_distributions.amax(-1, keepdim=True)
+    return TokenConfidences(log_distributions.gather(-1, tokens), largest, entropy[:, None], depths, temperatures)
 
 
-def entropies(laws: Tensor) -> Tensor:
-    """-sum p log p [nats] of laws [.., V]; entries of probability zero add nothing."""
-    return -torch.xlogy(laws, laws).sum(-1)
+def entropies(distributions: Tensor) -> Tensor:
+    """-sum p log p [nats] of distributions [.., V]; entries of probability zero add nothing."""
+    return -torch.xlogy(distributions, distributions).sum(-1)
 
 
 def log_odds(log_prob: float) -> float:

@@ -55,7 +55,13 @@ class ChildPredictor(Protocol):
     """Predicts that the target, at a node, goes on with one of its children."""
 
     def log_prob(
-        self, hidden: Tensor, logits: Tensor, log_law: Tensor, tokens: Tensor, depth: int, params: SamplingParams
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        log_distribution: Tensor,
+        tokens: Tensor,
+        depth: int,
+        params: SamplingParams,
     ) -> Tensor:
         """[n, k] of children `tokens` [n, k] at `depth`, of nodes with states [n, H], logits and their log-softmax
         [n, V]."""
@@ -155,11 +161,11 @@ def _children(
     """Log-probabilities [B, n, k] and tokens [B, n, k] of the children, at `depth`, that the drafter thinks most
     probable, best first by what it thinks; the probabilities are the predictor's where there is one."""
     logits = level.logits.flatten(0, 1)
-    log_law = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    log_prob, tokens = top_values(log_law, min(count, log_law.shape[-1]))
+    log_distribution = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    log_prob, tokens = top_values(log_distribution, min(count, log_distribution.shape[-1]))
     if predictor is not None:
         hidden = level.hidden.flatten(0, 1)
-        log_prob = predictor.log_prob(hidden, logits, log_law, tokens, depth, params).to(log_prob.dtype)
+        log_prob = predictor.log_prob(hidden, logits, log_distribution, tokens, depth, params).to(log_prob.dtype)
     shape = *level.logits.shape[:2], -1
     return log_prob.view(shape), tokens.view(shape)
 

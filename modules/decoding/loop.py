@@ -67,7 +67,8 @@ def generate(
     max_nodes: int = MAX_NODES,
     session: Session | None = None,
 ) -> list[Generation]:
-    """Generate up to `max_new_tokens` for each prompt; the output follows the target's law whatever the drafter does.
+    """Generate up to `max_new_tokens` for each prompt; the output follows the target's distribution whatever the
+    drafter does.
 
     sources: one a prompt: what a row draws is its source's whatever the rows beside it.
     eos_ids: tokens that end an answer (kept in it); None takes the target's, () never ends.
@@ -81,7 +82,7 @@ def generate(
     """
     ends = frozenset(target.info.eos_ids if eos_ids is None else eos_ids)
     rows = [
-        _Row(number, prompt, source, ends, room_for(prompt, max_new_tokens, target.info))
+        _DecodedRow(number, prompt, source, ends, room_for(prompt, max_new_tokens, target.info))
         for number, (prompt, source) in enumerate(zip(prompts, sources, strict=True))
     ]
     capture = () if drafter is None else drafter.capture
@@ -91,7 +92,7 @@ def generate(
     if session.capture != capture:
         raise ValueError(f"session: captures {session.capture}, and the drafter reads {capture}")
     session.reset(len(rows))
-    batch = _Batch(rows, session, drafter, params, on_round)
+    batch = _RowBatch(rows, session, drafter, params, on_round)
     batch.limit, batch.max_nodes = target.info.max_position, max_nodes
     batch.prefill(prompts)
     while batch.drop_done():
@@ -134,7 +135,7 @@ def room_for(prompt: Sequence[int], max_new_tokens: int, info: ModelInfo) -> int
     return min(max_new_tokens, limit - len(prompt))
 
 
-class Answer:
+class RowAnswer:
     """Emitted tokens, what they cost, and whether generation is over."""
 
     def __init__(self, ends: frozenset[int], room: int):
@@ -160,7 +161,7 @@ class Answer:
         return tokens
 
 
-class _Row(Answer):
+class _DecodedRow(RowAnswer):
     """One sequence: its answer so far, and its own random numbers. number: of the prompt, from 0."""
 
     def __init__(self, number: int, prompt: Sequence[int], source: Source, ends: frozenset[int], room: int):
@@ -173,7 +174,7 @@ class _Row(Answer):
         return self.num_prompt + len(self.tokens) - 1
 
 
-class _Batch:
+class _RowBatch:
     """The rows that are decoded together, in the order of the session's.
 
     limit: positions of the target's context. max_nodes: as of `generate`.
@@ -184,7 +185,7 @@ class _Batch:
 
     def __init__(
         self,
-        rows: list[_Row],
+        rows: list[_DecodedRow],
         session: Session,
         drafter: Drafter | None,
         params: SamplingParams,
@@ -256,7 +257,7 @@ class _Batch:
         return [None if row.done else tree for row, tree in zip(self._rows, trees, strict=True)]
 
     def _commit(
-        self, row: _Row, tree: DraftTree, verdict: Verdict, read_path: Sequence[int], scores: Scores, place: int
+        self, row: _DecodedRow, tree: DraftTree, verdict: Verdict, read_path: Sequence[int], scores: Scores, place: int
     ) -> Outcome | None:
         """The end of a round: what a row emits, and what its drafter is to hear; None where the answer is complete.
         place: of the row in the session. read_path: of the verdict's path what the target has read."""

@@ -19,8 +19,8 @@ class DraftTree:
     """N drafted tokens. A chain is the tree whose parents are -1, 0, 1, ...
 
     parents: -1 is the root: the last emitted token, which the target has not read yet. parents[i] < i.
-    draft_prob: [N, V], the law each token was drawn from (after temperature, top-k and top-p); None where nodes were
-        chosen deterministically (greedy, top-k children, lookups).
+    draft_prob: [N, V], the distribution each token was drawn from (after temperature, top-k and top-p); None where
+        nodes were chosen deterministically (greedy, top-k children, lookups).
     last_unread: the target does not read the last token of a chain. That token is verified by the row before it, and a
         round that accepts everything has no bonus token: its last drafted token becomes the next root (PEARL).
     values: what each node was chosen by, where there is such a thing (EAGLE-2: log-probability of its path).
@@ -53,7 +53,7 @@ class DraftTree:
 
 @functools.cache
 def chain_parents(count: int) -> tuple[int, ...]:
-    """Of a chain of so many nodes."""
+    """Parents in a chain of so many nodes."""
     return tuple(range(-1, count - 1))
 
 
@@ -96,8 +96,8 @@ class DraftView:
     token: int
     states: Tensor  # [T, H] the drafter's hidden states after its final norm; the last one is `hidden`
     logits: Tensor  # [V] raw draft logits, before temperature
-    draft_prob: Tensor | None  # [V] the law `token` was drawn from; None when greedy
-    temperature: float = 0.0  # of that law; 0 when greedy
+    draft_prob: Tensor | None  # [V] the distribution `token` was drawn from; None when greedy
+    temperature: float = 0.0  # of that distribution; 0 when greedy
     context: Sequence[int] = ()  # all tokens before this round's draft: the prompt, and what was emitted
 
     @property
@@ -141,7 +141,7 @@ class Drafter(Protocol):
         limit is below 1."""
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
-        """After every round, those without a draft included; None for rows whose answer is complete."""
+        """Learn of every round, those without a draft included; None for rows whose answer is complete."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only (ascending)."""
@@ -154,10 +154,10 @@ class SequenceDrafter(Protocol):
         """A new sequence."""
 
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
-        """At most `max_drafted` tokens deep, 1 or more."""
+        """A draft of at most `max_drafted` tokens deep, 1 or more."""
 
     def advance(self, outcome: Outcome) -> None:
-        """After every round but the last."""
+        """Learn of every round but the last."""
 
 
 class EachRow:

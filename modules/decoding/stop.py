@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.modules.decoding.confidence import draft_law, entropies
+from draftsmith.modules.decoding.confidence import draft_distribution, entropies
 from draftsmith.modules.decoding.protocols import DraftView, StopPolicy
 
 
@@ -48,7 +48,9 @@ class Confidence:
     def should_stop(self, view: DraftView) -> bool:
         if view.num_drafted >= self.max_drafted:
             return True
-        return view.num_drafted >= self.min_drafted and not draft_law(view)[view.token].item() >= self.threshold
+        return (
+            view.num_drafted >= self.min_drafted and not draft_distribution(view)[view.token].item() >= self.threshold
+        )
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Nothing is learned."""
@@ -93,7 +95,8 @@ class UntilEnd(Around):
 
 
 class RunningEntropy:
-    """Mean entropy of the laws whose token was rejected, over one sequence; 0 before the first rejection (HSDDW)."""
+    """Mean entropy of the distributions whose token was rejected, over one sequence; 0 before the first rejection
+    (HSDDW)."""
 
     def __init__(self) -> None:
         self.entropies: list[float] = []  # of this round's drafted tokens
@@ -116,18 +119,18 @@ class RunningEntropy:
 
 
 class SelfVerify(RunningEntropy):
-    """Stop once the entropy of the law that a token was drawn from exceeds the running mean at rejected tokens (HSDDW,
-    self-verification)."""
+    """Stop once the entropy of the distribution that a token was drawn from exceeds the running mean at rejected tokens
+    (HSDDW, self-verification)."""
 
     def __init__(self, max_drafted: int):
         super().__init__()
         self.max_drafted = max_drafted
 
     def should_stop(self, view: DraftView) -> bool:
-        self.entropies.append(entropy(draft_law(view)))
+        self.entropies.append(entropy(draft_distribution(view)))
         return view.num_drafted >= self.max_drafted or not self.entropies[-1] <= self.threshold
 
 
-def entropy(law: Tensor) -> float:
-    """-sum p log p [nats] of a law [V]; entries of probability zero add nothing."""
-    return entropies(law).item()
+def entropy(distribution: Tensor) -> float:
+    """-sum p log p [nats] of a distribution [V]; entries of probability zero add nothing."""
+    return entropies(distribution).item()

@@ -22,7 +22,7 @@ class StaticTree:
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> StaticTree:
-        """From paths of ranks, as SafeAILab writes them: [0, 1] is the second child of the root's first.
+        """A tree from paths of ranks, as SafeAILab writes them: [0, 1] is the second child of the root's first.
 
         Raises:
             ValueError: no path, a path that is empty, twice there or without its parent, or a negative rank.
@@ -45,7 +45,8 @@ class StaticTree:
 
 
 def num_candidates(topk: int, levels: int) -> int:
-    """Of EAGLE-2's tree: `topk` children of the root, and of each of the `topk` nodes that every level expands."""
+    """Candidates of EAGLE-2's tree: `topk` children of the root, and of each of the `topk` nodes that every level
+    expands."""
     return topk * (1 + (levels - 1) * topk) if levels else 0
 
 

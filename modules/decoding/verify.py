@@ -44,8 +44,8 @@ def verify(
     ahead: work out what all walks may ask for beforehand; None does so on CUDA only.
 
     Greedy: walk while the target's argmax is a child. Sampling, nodes chosen deterministically: draw x ~ p and go to
-    child x where there is one (the law of accepting with p(x) and renormalising). Sampling, a chain drawn from q:
-    accept with min(1, p/q), else draw from norm((p - q)+) (Leviathan et al. 2023, algorithm 1).
+    child x where there is one (the distribution of accepting with p(x) and renormalising). Sampling, a chain drawn from
+    q: accept with min(1, p/q), else draw from norm((p - q)+) (Leviathan et al. 2023, algorithm 1).
 
     Raises:
         NonFinite: the target's numbers at a node that the walk visits; its position is the node's depth.
@@ -57,7 +57,7 @@ def verify(
     ahead = logits.is_cuda if ahead is None else ahead
     numbers = _Ahead(trees, logits, params, sources) if ahead else _Lazy(logits, params, sources)
     verdicts: list[Verdict | None] = [None] * len(trees)
-    drawn: list[tuple[int, int, Tensor]] = []  # (row, accepted tokens, law of the target's own)
+    drawn: list[tuple[int, int, Tensor]] = []  # (row, accepted tokens, distribution of the target's own)
     for row, tree in enumerate(trees):
         if tree is None:
             continue
@@ -65,15 +65,15 @@ def verify(
             if params.greedy or tree.draft_prob is None:
                 verdicts[row] = _walk(tree, numbers.choice(row))
                 continue
-            accepted, law = _verify_chain(tree, numbers, row, sources[row])
-            if law is None:
+            accepted, distribution = _verify_chain(tree, numbers, row, sources[row])
+            if distribution is None:
                 verdicts[row] = Verdict(tuple(range(accepted)), None)
             else:
-                drawn.append((row, accepted, law))
+                drawn.append((row, accepted, distribution))
     if drawn:
-        rows, counts, laws = zip(*drawn, strict=True)
+        rows, counts, distributions = zip(*drawn, strict=True)
         try:
-            own = draw_each(laws, [sources[row] for row in rows])
+            own = draw_each(distributions, [sources[row] for row in rows])
         except NonFinite as error:
             place = error.row or 0
             error.row = rows[place]
@@ -110,19 +110,20 @@ def _children(tree: DraftTree) -> dict[tuple[int, int], int]:
 
 
 def _verify_chain(tree: DraftTree, numbers: _Lazy, row: int, source: Source) -> tuple[int, Tensor | None]:
-    """How many of a drawn chain's tokens are accepted, and the law of the target's own; None where it has none."""
+    """How many of a drawn chain's tokens are accepted, and the distribution of the target's own; None where it has
+    none."""
     assert tree.draft_prob is not None
     accepted = 0
     try:
         for accepted, token in enumerate(tree.tokens):
-            target_prob, draft_prob = numbers.law(row, accepted), tree.draft_prob[accepted]
+            target_prob, draft_prob = numbers.distribution(row, accepted), tree.draft_prob[accepted]
             ratio = numbers.odds(row, accepted, token, target_prob, draft_prob)
             if ratio != ratio:  # and min(1, NaN) is 1
                 raise NonFinite("probabilities")
             if not source.accept(min(1.0, ratio)):
                 return accepted, residual(target_prob, draft_prob)
         accepted = len(tree.tokens)
-        return accepted, None if tree.last_unread else numbers.law(row, accepted)
+        return accepted, None if tree.last_unread else numbers.distribution(row, accepted)
     except NonFinite as error:
         raise error.passed(offset=accepted) from None
 
@@ -140,7 +141,7 @@ class _Lazy:
             return lambda node: best_token(logits[node])
         return lambda node: source.draw(probabilities(logits[node], params))
 
-    def law(self, row: int, node: int) -> Tensor:
+    def distribution(self, row: int, node: int) -> Tensor:
         """[V] of what follows a node."""
         return probabilities(self._logits[row, node], self._params)
 
@@ -150,7 +151,7 @@ class _Lazy:
 
 
 class _Ahead(_Lazy):
-    """The same, worked out for all rows beforehand."""
+    """Numbers as of `_Lazy`, worked out for all rows beforehand."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class _Ahead(_Lazy):
         if params.greedy:
             self._choices = best_tokens(logits).tolist()
             return
-        self._laws = probabilities(logits, params)
+        self._distributions = probabilities(logits, params)
         chains = [row for row, tree in enumerate(trees) if tree is not None and tree.draft_prob is not None]
         self._odds = dict(zip(chains, self._chain_odds([(row, trees[row]) for row in chains]), strict=True))
         if len(chains) < sum(tree is not None for tree in trees):
@@ -173,12 +174,12 @@ class _Ahead(_Lazy):
         """[B', K] p / q of the drafted tokens; what stands behind a shorter chain means nothing."""
         if not chains:
             return []
-        device = self._laws.device
+        device = self._distributions.device
         drafted = pad_sequence([torch.tensor(tree.tokens) for _, tree in chains], batch_first=True)
         tokens = to_device(drafted, device)[..., None]
         draft_prob = pad_sequence([tree.draft_prob for _, tree in chains], batch_first=True)
         rows = to_device([row for row, _ in chains], device)
-        p = self._laws[rows, : tokens.shape[1]].gather(-1, tokens)
+        p = self._distributions[rows, : tokens.shape[1]].gather(-1, tokens)
         return (p.double() / draft_prob.gather(-1, tokens).double())[..., 0].tolist()
 
     def _draws(self, trees: Sequence[DraftTree | None]) -> list[list[int]]:
@@ -190,9 +191,9 @@ class _Ahead(_Lazy):
                 depths.append(depths[parent + 1] + 1)
             coming = source.peek(max(depths) + 1) if isinstance(source, TorchSource) else [0.0] * len(depths)
             rows.append(torch.tensor([coming[depth] for depth in depths], dtype=torch.float64))
-        uniforms = pad_sequence(rows, batch_first=True).to(self._laws.device)
-        laws = self._laws[:, : uniforms.shape[1]]
-        return draw_rows(laws.flatten(0, 1), uniforms.flatten()).view(uniforms.shape).tolist()
+        uniforms = pad_sequence(rows, batch_first=True).to(self._distributions.device)
+        distributions = self._distributions[:, : uniforms.shape[1]]
+        return draw_rows(distributions.flatten(0, 1), uniforms.flatten()).view(uniforms.shape).tolist()
 
     def choice(self, row: int) -> Callable[[int], int]:
         source, greedy = self._sources[row], self._params.greedy
@@ -209,8 +210,8 @@ class _Ahead(_Lazy):
 
         return choice
 
-    def law(self, row: int, node: int) -> Tensor:
-        return self._laws[row, node]
+    def distribution(self, row: int, node: int) -> Tensor:
+        return self._distributions[row, node]
 
     def odds(self, row: int, node: int, token: int, target_prob: Tensor, draft_prob: Tensor) -> float:
         return self._odds[row][node]

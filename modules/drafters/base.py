@@ -74,8 +74,8 @@ class HeadCard:
     """What a model card says of a head beside what every head's card says.
 
     title, what: a name for it, and what it is in a sentence or two. tags: for the model hub. method: to try it with, as
-    `decode` is told it. tree_method: the same with an acceptance head that judges a tree's children. shape: lines on
-    its sizes. metrics: what its own numbers of a validation mean.
+    `decode` is told it. tree_method: the same with an acceptance head that predicts for a tree's children. shape: lines
+    on its sizes. metrics: what its own numbers of a validation mean.
     """
 
     title: str

@@ -12,9 +12,9 @@ from draftsmith.modules.acceptance.policies import (
     ConfidenceName,
     CostRule,
     OnlinePredictor,
+    PredictionRule,
     Predictor,
     PredictorStop,
-    Rule,
     ThresholdRule,
 )
 from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
@@ -128,7 +128,7 @@ class ByPrediction(StopRule, ABC):
         """One for each row."""
 
     @abstractmethod
-    def rule(self, models: Models, rows: int) -> Rule:
+    def rule(self, models: Models, rows: int) -> PredictionRule:
         """rows: as of `policies`."""
 
     def policies(self, models: Models, rows: int) -> Sequence[StopPolicy]:
@@ -180,7 +180,7 @@ class SpecDecPlusPlus(ByHead):
     def uses_calibrated(self) -> bool:
         return self.calibrated
 
-    def rule(self, models: Models, rows: int) -> Rule:
+    def rule(self, models: Models, rows: int) -> PredictionRule:
         return ThresholdRule(self.h)
 
 
@@ -206,7 +206,7 @@ class CostAware(ByPrediction, ABC):
     def limits(self) -> tuple[int, int]:
         return self.min, self.max
 
-    def rule(self, models: Models, rows: int) -> Rule:
+    def rule(self, models: Models, rows: int) -> PredictionRule:
         if not isinstance(self.c, str):
             return CostRule(self.c)
         return CostRule(models.times.step_cost(models, self.drafter, rows))

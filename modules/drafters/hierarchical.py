@@ -29,11 +29,12 @@ from draftsmith.modules.types import SamplingParams, at_least, at_most
 
 
 class HierarchicalDrafter:
-    """M2 decodes speculatively with M1, so what it emits follows M2 exactly: that is the draft, M2's laws are its q.
+    """M2 decodes speculatively with M1, so what it emits follows M2 exactly: that is the draft, M2's distributions are
+    its q.
 
     The paper leaves out M2's own token when M1's draft is accepted whole; taking it is as lossless, and faster.
 
-    inner: M1. rule: the entropies of M2's laws in this round, and what they are compared with.
+    inner: M1. rule: the entropies of M2's distributions in this round, and what they are compared with.
     """
 
     def __init__(self, middle: CausalLM, inner: NestedDrafter, max_drafted: int, dynamic: bool, capacity: int):
@@ -69,21 +70,21 @@ class HierarchicalDrafter:
         if limit < 1:
             return NO_DRAFT
         start = len(self._tokens)  # what is drafted follows the committed tokens, until it is handed over
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         while (room := limit - (len(self._tokens) - start)) > 0:
             with blame("mid", len(self._tokens) - start):
                 rows = self._round(room, params, source)
-            laws += rows
+            distributions += rows
             if not self._dynamic or max(self.rule.entropies[-len(rows) :]) > self.rule.threshold:
                 break
         drafted = self._tokens[start:]
         del self._tokens[start:]
         self._num_drafted = len(drafted)
-        drawn_from = None if params.greedy else torch.stack(laws)
+        drawn_from = None if params.greedy else torch.stack(distributions)
         return DraftTree(tuple(drafted), chain_parents(len(drafted)), drawn_from, draft_calls=self._calls)
 
     def _round(self, room: int, params: SamplingParams, source: Source) -> list[Tensor]:
-        """M1 drafts, M2 verifies: at most `room` tokens are appended; M2's laws of them."""
+        """M1 drafts, M2 verifies: at most `room` tokens are appended; M2's distributions of them."""
         self._catch_up()
         tree = self._inner_draft(room - 1, params, source) if room > 1 else NO_DRAFT
         assert tree.is_chain, "M1 drafts chains"
@@ -103,9 +104,9 @@ class HierarchicalDrafter:
         self._tokens += emitted
         self._inner_length = len(self._tokens)
         drawn_from = SamplingParams(1.0) if params.greedy else params
-        laws = [probabilities(row, drawn_from) for row in logits[: len(emitted)]]
-        self.rule.entropies += [entropy(law) for law in laws]
-        return laws
+        distributions = [probabilities(row, drawn_from) for row in logits[: len(emitted)]]
+        self.rule.entropies += [entropy(distribution) for distribution in distributions]
+        return distributions
 
     def _inner_draft(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
         try:
@@ -183,7 +184,7 @@ class PreVerification(Method):
         return EachRow([self.hierarchy(models, self.k + 1, dynamic=False) for _ in range(rows)])
 
     def hierarchy(self, models: Models, max_drafted: int, dynamic: bool) -> HierarchicalDrafter:
-        """Of one row."""
+        """The hierarchy of one row."""
         assert models.mid is not None
         inner = bare_chains(models, self.drafter, models.mid, [self.policy()])
         return HierarchicalDrafter(models.mid, inner, max_drafted, dynamic, models.capacity)
@@ -191,7 +192,7 @@ class PreVerification(Method):
 
 @dataclass(frozen=True)
 class PreAndSelfVerification(PreVerification):
-    """As pre-verify, and M1 stops by its own entropy (HSDDW, figure 5b)."""
+    """The method pre-verify, where M1 stops by its own entropy (HSDDW, figure 5b)."""
 
     def policy(self) -> StopPolicy:
         return SelfVerify(self.k)

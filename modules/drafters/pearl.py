@@ -23,8 +23,8 @@ class PearlDrafter:
 
     With none waiting that is the paper's pre-verification (the first token of a draft is verified while the rest is
     drafted), else its post-verification (drafting goes on while a draft is verified). A round's drafting needs nothing
-    of its target call and the call nothing of the round's drafting but its first token's law, which is needed only
-    to judge: on two devices they run side by side. Here they run in turn.
+    of its target call and the call nothing of the round's drafting but its first token's distribution, which is needed
+    only to verify: on two devices they run side by side. Here they run in turn.
     """
 
     def __init__(self, lm: CausalLM, k: int, capacity: int):
@@ -34,13 +34,13 @@ class PearlDrafter:
         self._session = lm.session(1, min(capacity + 2 * k, lm.info.max_position))
         self._tokens: list[int] = []  # committed
         self._waiting: list[int] = []
-        self._laws: list[Tensor] = []  # of the waiting tokens
+        self._distributions: list[Tensor] = []  # of the waiting tokens
         self._read = 0  # of committed and waiting tokens
         self._offered = 0
 
     def start(self, prompt: Sequence[int], features: Tensor, first_token: int) -> None:
         self._session.reset(1)
-        self._tokens, self._waiting, self._laws, self._read = [*prompt, first_token], [], [], 0
+        self._tokens, self._waiting, self._distributions, self._read = [*prompt, first_token], [], [], 0
 
     def propose(self, max_drafted: int, params: SamplingParams, source: Source) -> DraftTree:
         waiting = len(self._waiting)
@@ -52,9 +52,11 @@ class PearlDrafter:
                 self._draft_one(params, source)
         self._offered = min(waiting + min(num_new, 1), max_drafted)
         offered = tuple(self._waiting[: self._offered])
-        laws = None if params.greedy or not offered else torch.stack(self._laws[: self._offered])
+        distributions = None if params.greedy or not offered else torch.stack(self._distributions[: self._offered])
         chain = chain_parents(self._offered)
-        return DraftTree(offered, chain, laws, last_unread=self._offered > 0, num_drafted=num_new, draft_calls=num_new)
+        return DraftTree(
+            offered, chain, distributions, last_unread=self._offered > 0, num_drafted=num_new, draft_calls=num_new
+        )
 
     def _draft_one(self, params: SamplingParams, source: Source) -> None:
         # Slices of what is new: copies of the whole sequence would grow with it.
@@ -64,16 +66,16 @@ class PearlDrafter:
         if params.greedy:
             self._waiting.append(best_token(logits))
             return
-        law = probabilities(logits, params)
-        self._waiting.append(source.draw(law))
-        self._laws.append(law)
+        distribution = probabilities(logits, params)
+        self._waiting.append(source.draw(distribution))
+        self._distributions.append(distribution)
 
     def advance(self, outcome: Outcome) -> None:
         accepted = outcome.num_accepted
         if self._offered and accepted == len(outcome.emitted):  # all of them: the rest goes on waiting
-            self._waiting, self._laws = self._waiting[accepted:], self._laws[accepted:]
+            self._waiting, self._distributions = self._waiting[accepted:], self._distributions[accepted:]
         else:
-            self._waiting, self._laws = [], []
+            self._waiting, self._distributions = [], []
             self._read = min(self._read, len(self._tokens) + accepted)
             self._session.keep([self._read])
         self._tokens += outcome.emitted

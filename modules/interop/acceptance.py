@@ -1,9 +1,9 @@
 """An acceptance head for a server that is to feed it: `config.json` says what, in which order, and what is computed.
 
 No server reads it yet. What it would need to know and this project's own head directories leave to its code is stated
-here: which hidden state, the token's embedding or not, numbers of the draft's law with their formulas, and how the
-output becomes a probability. Tensors: `join.*` where there is more to read than a state, `blocks.{i}.linear.*` (tied
-blocks once), `out.*`, and `direct.weight` of the numbers. Float32 throughout.
+here: which hidden state, the token's embedding or not, numbers of the draft's distribution with their formulas, and how
+the output becomes a probability. Tensors: `join.*` where there is more to read than a state, `blocks.{i}.linear.*`
+(tied blocks once), `out.*`, and `direct.weight` of the numbers. Float32 throughout.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ FEATURES: dict[Feature, str] = {
     "that occurred in prompt and answer before: n / 2 where y followed it there the last time, -n / 2 where another "
     "token did; 0 where no such suffix occurred",
 }
-LAW = (
+DISTRIBUTION = (
     "q is the draft's law that the token y was drawn from: after temperature, top-k and top-p; of a greedy draft the "
     "softmax of its logits at temperature 1. Logarithms are natural."
 )
-JUDGES = {
+PREDICTED = {  # by the setting `judges`
     "chain": "a drafted token of a chain: P(the target keeps it | it keeps those before it)",
     "tree": "a child of a tree's node: P(the target's own token at that place is this child)",
 }
@@ -94,9 +94,9 @@ class Acceptance(PredictorFormat):
             "tied": config.tied,
             "dtype": "float32",
             "judges": config.judges,
-            "judged": JUDGES[config.judges],
+            "judged": PREDICTED[config.judges],
             "inputs": inputs_of(config.hidden_size, config.state, config.features),
-            "law": LAW,
+            "law": DISTRIBUTION,
             "forward": list(FORWARD),
             "w_acc": config.w_acc,
             "w_rej": config.w_rej,

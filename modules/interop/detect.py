@@ -41,7 +41,7 @@ def _named(found: ForeignHead) -> str:
 
 
 @dataclass(frozen=True)
-class Rule:
+class KnownFormat:
     """One kind of directory that is known and not read: how it is recognised, what it is, what to do."""
 
     what: str
@@ -109,30 +109,36 @@ def _causal_lm(found: ForeignHead) -> bool:
 
 # In this order: a rule may rely on those above it having found nothing.
 REFUSED = (
-    Rule(
+    KnownFormat(
         "one of draftsmith's own heads",
         _own,
         "It needs no import: pass it with --draft or --acceptance, or write it for others with draftsmith export.",
     ),
-    Rule("an EAGLE head in the old layout of speculators (fusion_fc, transformer)", _old_speculators),
-    Rule("a P-EAGLE head of speculators (peagle)", lambda found: _speculators(found, ("peagle",))),
-    Rule("an EAGLE-3 head of speculators (eagle3)", lambda found: _speculators(found, ("eagle3",))),
-    Rule("a DFlash head of speculators (dflash)", lambda found: _speculators(found, ("dflash", "dflash2", "dspark"))),
-    Rule("a head of speculators", _speculators),
-    Rule("Medusa heads with the whole model around them (medusa_head)", lambda found: found.has(r"medusa_head\.")),
-    Rule("Medusa heads in the layout of a server (medusa_heads)", lambda found: found.has(r"medusa_heads\.")),
-    Rule(
+    KnownFormat("an EAGLE head in the old layout of speculators (fusion_fc, transformer)", _old_speculators),
+    KnownFormat("a P-EAGLE head of speculators (peagle)", lambda found: _speculators(found, ("peagle",))),
+    KnownFormat("an EAGLE-3 head of speculators (eagle3)", lambda found: _speculators(found, ("eagle3",))),
+    KnownFormat(
+        "a DFlash head of speculators (dflash)", lambda found: _speculators(found, ("dflash", "dflash2", "dspark"))
+    ),
+    KnownFormat("a head of speculators", _speculators),
+    KnownFormat(
+        "Medusa heads with the whole model around them (medusa_head)", lambda found: found.has(r"medusa_head\.")
+    ),
+    KnownFormat("Medusa heads in the layout of a server (medusa_heads)", lambda found: found.has(r"medusa_heads\.")),
+    KnownFormat(
         "Medusa heads in the layout of vLLM's former MedusaModel",
         lambda found: found.has(r"blocks\.\d+\.layers\.\d+\.") or found.architecture == "MedusaModel",
     ),
-    Rule("Medusa heads (v1, with their own output layers)", _medusa_with_heads),
-    Rule("Medusa heads (v2, with the target's output layer)", lambda found: found.has(r"\d+\.\d+\.linear\.")),
-    Rule("Hydra heads", _hydra),
-    Rule("a DFlash head", _dflash),
-    Rule("a P-EAGLE head", lambda found: re.match("p-?eagle", found.architecture, re.IGNORECASE) is not None),
-    Rule("an EAGLE-3 head", _eagle3),
-    Rule("an EAGLE head with norms of its inputs or outputs (HASS, add_para_norm)", _extra_norms),
-    Rule("an EAGLE head in the layout of vLLM's former EAGLEModel", lambda found: found.architecture == "EAGLEModel"),
-    Rule("a causal language model", _causal_lm, "A whole model drafts as it is: pass it with --draft."),
-    Rule("quantised weights", _quantised, "Import the directory that they were made from."),
+    KnownFormat("Medusa heads (v1, with their own output layers)", _medusa_with_heads),
+    KnownFormat("Medusa heads (v2, with the target's output layer)", lambda found: found.has(r"\d+\.\d+\.linear\.")),
+    KnownFormat("Hydra heads", _hydra),
+    KnownFormat("a DFlash head", _dflash),
+    KnownFormat("a P-EAGLE head", lambda found: re.match("p-?eagle", found.architecture, re.IGNORECASE) is not None),
+    KnownFormat("an EAGLE-3 head", _eagle3),
+    KnownFormat("an EAGLE head with norms of its inputs or outputs (HASS, add_para_norm)", _extra_norms),
+    KnownFormat(
+        "an EAGLE head in the layout of vLLM's former EAGLEModel", lambda found: found.architecture == "EAGLEModel"
+    ),
+    KnownFormat("a causal language model", _causal_lm, "A whole model drafts as it is: pass it with --draft."),
+    KnownFormat("quantised weights", _quantised, "Import the directory that they were made from."),
 )

@@ -17,7 +17,7 @@ from draftsmith.modules.drafters.eagle.head import EagleConfig
 from draftsmith.modules.interop.base import Package, Parsed, Served, TargetFacts
 from draftsmith.modules.interop.eagle1.directory import write_head
 from draftsmith.modules.interop.eagle1.format import EagleFormat
-from draftsmith.modules.interop.eagle1.reader import Biases, Reader, Sizes, positions, sizes
+from draftsmith.modules.interop.eagle1.reader import Biases, Reader, Sizes, max_positions, sizes
 from draftsmith.modules.interop.eagle1.rope import Rope, conflict, safeailab_rope, transformers_rope
 from draftsmith.modules.types import InputError
 
@@ -127,7 +127,7 @@ class SafeAILab(EagleFormat):
             reader.dropped(name, "because it has no such parameter")
 
     def finish(self, reader: Reader) -> None:
-        longest = positions(reader.target)
+        longest = max_positions(reader.target)
         if longest > reader.settings["max_position"]:
             reader.note("max_position_embeddings", f"grows its rotary table on demand, to the target's {longest}")
             reader.settings["max_position"] = longest

@@ -160,11 +160,14 @@ class SpecDecPP(PredictorFormat):
 
 
 def _check_inputs(config: AcceptanceHeadConfig) -> None:
-    """Raises InputError for a head that reads more than the state after the token, or judges a tree's children."""
+    """Raises InputError for a head that reads more than the state after the token, or predicts for a tree's
+    children."""
     extra = [f"the state {config.state} the token"] * (config.state != "after") + list(config.features)
     if extra or config.judges != "chain":
-        found = f"a head that judges a {config.judges} by {', '.join(extra) or 'the state after the token'}"
-        expected = "one that judges a chain by the state after the token alone, all that SpecDec_pp's class is fed"
+        found = f"a head that predicts for a {config.judges} by {', '.join(extra) or 'the state after the token'}"
+        expected = (
+            "one that predicts for a chain by the state after the token alone, all that SpecDec_pp's class is fed"
+        )
         remedy = "Write it with its inputs: draftsmith export --format acceptance."
         raise InputError("head", found, expected, remedy)
 

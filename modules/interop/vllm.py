@@ -19,7 +19,14 @@ from draftsmith.modules.interop.eagle import plain_fields
 from draftsmith.modules.interop.eagle1.detect import SGLANG_CLASS
 from draftsmith.modules.interop.eagle1.directory import write_head
 from draftsmith.modules.interop.eagle1.format import EagleFormat
-from draftsmith.modules.interop.eagle1.reader import ROTARY_BUFFERS, Biases, Reader, number, parts_of, positions
+from draftsmith.modules.interop.eagle1.reader import (
+    ROTARY_BUFFERS,
+    Biases,
+    Reader,
+    config_number,
+    max_positions,
+    parts_of,
+)
 from draftsmith.modules.interop.eagle1.rope import transformers_rope
 
 CLASS = "EagleLlamaForCausalLM"
@@ -77,7 +84,7 @@ class VLLM(EagleFormat):
         _check_layer_types(reader)
         if "sliding_attention" in (raw.get("layer_types") or []):
             reader.error("layer_types", "attends within a sliding window, which this check and our head do not")
-        scale = number(raw, "logit_scale", 1.0)
+        scale = config_number(raw, "logit_scale", 1.0)
         reader.settings["logit_scale"] = scale
         if scale != 1.0:
             reader.error("logit_scale", f"multiplies the draft's logits by {scale}, which our head does not")
@@ -107,7 +114,7 @@ class VLLM(EagleFormat):
                 reader.error(name, f"raises: There is no module or parameter named {unknown!r} in LlamaModel")
 
     def finish(self, reader: Reader) -> None:
-        own, theirs = reader.settings["max_position"], positions(reader.target)
+        own, theirs = reader.settings["max_position"], max_positions(reader.target)
         if theirs > own and transformers_rope(reader.raw).kind in RESIZED:
             # The rotary table grows, the draft's own length does not (v1/worker/gpu_model_runner.py).
             reader.error("max_position_embeddings", f"does not draft beyond {own} tokens; the target has {theirs}")

@@ -102,7 +102,7 @@ class Session(Protocol):
         """
 
     def keep(self, lengths: Sequence[int], slots: Sequence[Sequence[int]] | None = None) -> None:
-        """Of each row keep the first so many tokens, then the cached tokens at `slots` (ascending, >= its length); drop
+        """Keep of each row the first so many tokens, then the cached tokens at `slots` (ascending, >= its length); drop
         the rest."""
 
     def select(self, rows: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.layers import LlamaConfig, LlamaModel, rope_settings, rope_table
 from draftsmith.modules.lean import LeanNorm, LeanStack, Taps
-from draftsmith.modules.lean_rows import OneRow, Run, at, cached_rows
+from draftsmith.modules.lean_rows import OneRow, Run, cached_rows, picked_of
 from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.targets.base import ModelInfo, Rows, Scores, check_capture
 from draftsmith.modules.types import InputError
@@ -21,7 +21,7 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def llama_config(raw: Mapping[str, Any]) -> LlamaConfig:
-    """From a transformers `config.json`, in the old spelling of rope settings and in the new.
+    """The config from a transformers `config.json`, in the old spelling of rope settings and in the new.
 
     Raises:
         InputError: for a switch this path does not implement; the transformers path does.
@@ -92,7 +92,7 @@ class LlamaLM:
 
     def __init__(self, model: LlamaModel, info: ModelInfo, packed: bool = False):
         """packed: hold large weights in the layout of the CPU's kernels (`modules.packed`), and there only: `model`
-        itself can not be called any more, and nothing can be differentiated."""
+        itself cannot be called any more, and nothing can be differentiated."""
         self.model, self.info, self.config, self.packed = model, info, model.config, packed
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -169,9 +169,9 @@ class LlamaSession:
             x = lm.embed(torch.tensor(tokens, device=lm.device))
         if not self.capture:
             hidden = lm.norm(run(x))
-            return lm.lm_head(at(hidden, picked)), hidden
+            return lm.lm_head(picked_of(hidden, picked)), hidden
         taps: Taps = dict.fromkeys(self.capture, x)
-        logits = lm.lm_head(at(lm.norm(run(x, taps)), picked))
+        logits = lm.lm_head(picked_of(lm.norm(run(x, taps)), picked))
         return logits, torch.cat([*taps.values()], -1).view(*x.shape[:-1], -1)
 
     @torch.inference_mode()

@@ -94,7 +94,7 @@ def test_a_predictor_is_timed_while_it_drafts_and_changes_nothing():
 
     share, seconds = share_of_a_step(pair, make, OnlinePredictor(), GREEDY)
     assert 0 < share < math.inf and 0 < seconds < 1
-    # Every draft is as long as it may be, and all of its tokens were judged.
+    # Every draft is as long as it may be, and all of its tokens were predicted.
     assert made[0].stops[0].max_drafted == DRAFTED and len(made[0].stops[0].probs) >= 1
 
 

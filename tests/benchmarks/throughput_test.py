@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.benchmarks import throughput
 from draftsmith.benchmarks.step_peak import peak_above, peak_of
-from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, Step, Work, padded_loss, train_ours
+from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, TakenStep, Work, padded_loss, train_ours
 from draftsmith.benchmarks.throughput import ThroughputConfig, paired_steps, slower, tokens_per_s
 from draftsmith.data.store.datasets import collate_features
 from draftsmith.launch.cli import main_of
@@ -69,8 +69,8 @@ def test_both_variants_are_timed_on_as_many_steps(other):
 
 
 def test_ratios_are_of_sums_and_of_pairs():
-    ours = [Step(100, 0.0, 1.0), Step(300, 0.0, 2.2), Step(50, 0.0, 3.0)]
-    bare = [Step(100, 0.0, 1.0), Step(300, 0.0, 2.0), Step(50, 0.0, 2.0)]
+    ours = [TakenStep(100, 0.0, 1.0), TakenStep(300, 0.0, 2.2), TakenStep(50, 0.0, 3.0)]
+    bare = [TakenStep(100, 0.0, 1.0), TakenStep(300, 0.0, 2.0), TakenStep(50, 0.0, 2.0)]
     assert tokens_per_s(ours) == pytest.approx(450 / 6.2)
     assert slower(ours, bare) == pytest.approx(10.0)
 
@@ -92,7 +92,9 @@ def test_the_chunked_loss_needs_less_memory_than_the_naive_one(monkeypatch):
 
 
 def test_the_command_writes_its_table(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(throughput, "in_process", lambda what, shape: {"loss": 100, "naive loss": 1000}[what] * 10**6)
+    monkeypatch.setattr(
+        throughput, "in_new_process", lambda what, shape: {"loss": 100, "naive loss": 1000}[what] * 10**6
+    )
     words = ["--only", "loss-memory", "--output", str(tmp_path)]
     assert main_of(ThroughputConfig, throughput.run, words) == 0
     assert "in chunks / naive, peak memory | 10.0% | <= 33" in capsys.readouterr().out

@@ -19,8 +19,8 @@ from draftsmith.modules.types import InputError, SamplingParams
 TOLERANCE = 1e-4
 
 
-def law(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Warped law of one position in float64."""
+def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """Warped distribution of one position in float64."""
     if temperature == 0:
         return np.eye(len(logits))[logits.argmax()]
     order = np.argsort(-logits, kind="stable")
@@ -58,7 +58,7 @@ def test_labels_are_the_papers_formulas(chain, remake, oracles, settings):
         p_logits, q_logits = (oracle(torch.tensor([ids])).logits[0].detach().numpy() for oracle in oracles)
         assert len(row["draft_ids"]) == len(ids) - start
         for j, drafted in enumerate(row["draft_ids"]):
-            p, q = (law(logits[start + j - 1], **warp) for logits in (p_logits, q_logits))
+            p, q = (distribution(logits[start + j - 1], **warp) for logits in (p_logits, q_logits))
             assert drafted == np.searchsorted(np.cumsum(q), uniforms[j], side="right")
             accept = min(1.0, p[drafted] / q[drafted])
             assert row["accept_prob"][j] == pytest.approx(accept, abs=TOLERANCE)

@@ -60,11 +60,11 @@ def test_card_reports_every_task_and_the_bars_are_met():
 def test_a_few_held_out_prompts_give_what_the_card_claims():
     """An independent sample of the card's own measurement: 4 prompts a task, so wide margins."""
     from draftsmith.data.models.loading import load_lm, load_tokenizer
-    from draftsmith.eval.embedded_card import Question, score_pair, total
+    from draftsmith.eval.embedded_card import HeldOutPrompt, score_pair, total
     from draftsmith.launch.embedded import card_questions
 
     target, draft = load_lm("embedded:target"), load_lm("embedded:draft")
-    chosen: dict[str, list[Question]] = defaultdict(list)
+    chosen: dict[str, list[HeldOutPrompt]] = defaultdict(list)
     for question in card_questions(ROOT / "prompts.jsonl", load_tokenizer("embedded:target")):
         if question.task in EDIT_TASKS and len(chosen[question.task]) < 4:
             chosen[question.task].append(question)

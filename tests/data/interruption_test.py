@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.data.store.manifest import MANIFEST, Manifest, command_line, file_sha256
-from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
+from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.modules.types import InputError
 
 STAGES = ("prompts", "responses", "acceptance", "features")
@@ -117,14 +117,14 @@ def test_rank_0_says_what_is_missing_when_another_rank_never_delivers(tmp_path, 
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    plan = Plan("prompts", "data prompts", tmp_path / "out", Config(), 4, 1, (), {}, {}, wait_s=0.2)
+    plan = StagePlan("prompts", "data prompts", tmp_path / "out", Config(), 4, 1, (), {}, {}, wait_s=0.2)
     with pytest.raises(InputError, match=r"ranks: found 2 shards of other ranks missing"):
         run_stage(plan, lambda shard, advance: ShardContent([], {"invalid_dropped": 1}))
     assert Shard(1, 1, 2).name + ".done.json" not in {p.name for p in plan.directory.iterdir()}
 
 
 @pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("x", "2"), ("-1", "1")])
-def test_ranks_that_can_not_be_are_refused(monkeypatch, remake, rank, world):
+def test_ranks_that_cannot_be_are_refused(monkeypatch, remake, rank, world):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(InputError, match="RANK"):

@@ -92,7 +92,7 @@ def test_the_prompt_ends_at_the_last_user_turn_and_keeps_earlier_answers():
         ({"turns": []}, "turns is empty"),
     ],
 )
-def test_a_row_that_can_not_be_used_says_why(row, what):
+def test_a_row_that_cannot_be_used_says_why(row, what):
     layout = recognise(list(row), {"messages": HI} if "messages" in row else row, {})
     with pytest.raises(RowError, match=what):
         layout.conversation(row)
@@ -152,7 +152,7 @@ def test_a_folder_of_files_is_read_by_datasets(tmp_path, monkeypatch):
         ("x.csv", "a,b", "expected a .jsonl, .json or .parquet file"),
     ],
 )
-def test_a_source_that_can_not_be_read_says_why(tmp_path, name, content, what):
+def test_a_source_that_cannot_be_read_says_why(tmp_path, name, content, what):
     (tmp_path / name).write_text(content)
     with pytest.raises((InputError, RowError), match=what):
         source = open_source(str(tmp_path / name))

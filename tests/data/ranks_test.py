@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.data.ranks import Place, place
+from draftsmith.data.ranks import ProcessPlace, place
 from draftsmith.modules.types import InputError
 
 # What each launcher set in one of its processes; only names that look like ranks and sizes are kept.
@@ -25,17 +25,17 @@ UNEVEN |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        pytest.param({}, Place(), id="alone"),
-        pytest.param(TORCHRUN, Place(3, 4, 1, 2, True), id="torchrun"),
-        pytest.param(DEEPSPEED, Place(3, 4, 1, 2, True), id="deepspeed"),
-        pytest.param(BATCH, Place(), id="the batch script itself"),
-        pytest.param({**BATCH, "SLURM_STEP_ID": str(2**32 - 5)}, Place(), id="a batch step with an id"),
-        pytest.param({**BATCH, "SLURM_STEP_ID": str(2**32 - 6)}, Place(), id="an interactive step"),
-        pytest.param(SRUN, Place(1, 2, 0, 1, True), id="srun"),
-        pytest.param(SMALLER_STEP, Place(1, 2, 1, 2, True), id="a step smaller than its job"),
-        pytest.param(UNEVEN, Place(6, 7, 0, 1, True), id="nodes with different numbers of tasks"),
-        pytest.param({**SRUN, **TORCHRUN}, Place(3, 4, 1, 2, True), id="torchrun in srun"),
-        pytest.param({"LOCAL_RANK": "1", "NODE_RANK": "0"}, Place(local_rank=1), id="a subprocess of Lightning"),
+        pytest.param({}, ProcessPlace(), id="alone"),
+        pytest.param(TORCHRUN, ProcessPlace(3, 4, 1, 2, True), id="torchrun"),
+        pytest.param(DEEPSPEED, ProcessPlace(3, 4, 1, 2, True), id="deepspeed"),
+        pytest.param(BATCH, ProcessPlace(), id="the batch script itself"),
+        pytest.param({**BATCH, "SLURM_STEP_ID": str(2**32 - 5)}, ProcessPlace(), id="a batch step with an id"),
+        pytest.param({**BATCH, "SLURM_STEP_ID": str(2**32 - 6)}, ProcessPlace(), id="an interactive step"),
+        pytest.param(SRUN, ProcessPlace(1, 2, 0, 1, True), id="srun"),
+        pytest.param(SMALLER_STEP, ProcessPlace(1, 2, 1, 2, True), id="a step smaller than its job"),
+        pytest.param(UNEVEN, ProcessPlace(6, 7, 0, 1, True), id="nodes with different numbers of tasks"),
+        pytest.param({**SRUN, **TORCHRUN}, ProcessPlace(3, 4, 1, 2, True), id="torchrun in srun"),
+        pytest.param({"LOCAL_RANK": "1", "NODE_RANK": "0"}, ProcessPlace(local_rank=1), id="a subprocess of Lightning"),
     ],
 )
 def test_a_process_knows_its_place(environment, expected):

@@ -62,7 +62,7 @@ def test_a_row_stops_at_the_end_of_the_context_and_others_go_on(pair, oracle):
 
 
 def warped(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """The law of one position in float64, by loops rather than by masks."""
+    """The distribution of one position in float64, by loops rather than by masks."""
     order = np.argsort(-logits, kind="stable")[: top_k or None]
     weights = np.exp((logits[order] - logits.max()) / temperature)
     weights /= weights.sum()
@@ -72,13 +72,13 @@ def warped(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> 
             break
         kept.append((token, weight))
         mass += weight
-    law = np.zeros(len(logits))
+    distribution = np.zeros(len(logits))
     for token, weight in kept:
-        law[token] = weight / mass
-    return law
+        distribution[token] = weight / mass
+    return distribution
 
 
-def test_sampled_tokens_follow_the_warped_law_by_the_rows_own_uniforms(chain, oracle):
+def test_sampled_tokens_follow_the_warped_distribution_by_the_rows_own_uniforms(chain, oracle):
     config = chain.configs["responses"]
     rows = Rows(config.output, Manifest.read(config.output)).read(0, 99)
     assert len(rows) == 11
@@ -87,8 +87,8 @@ def test_sampled_tokens_follow_the_warped_law_by_the_rows_own_uniforms(chain, or
         uniforms = row_uniforms("responses", config.seed, number, config.max_new_tokens)
         logits = oracle(torch.tensor([row["input_ids"]])).logits[0].detach().numpy()
         for j, token in enumerate(row["input_ids"][start:]):
-            law = warped(logits[start + j - 1], config.temperature, config.top_k, config.top_p)
-            assert token == np.searchsorted(np.cumsum(law), uniforms[j], side="right")
+            distribution = warped(logits[start + j - 1], config.temperature, config.top_k, config.top_p)
+            assert token == np.searchsorted(np.cumsum(distribution), uniforms[j], side="right")
 
 
 def test_a_row_does_not_depend_on_its_company(chain, remake):

@@ -77,10 +77,10 @@ def check_drafts(row, oracles, expected):
     """expected(p, q, token, number of the draft, depth from 0): a token's labels by name, from the logits [V] of what
     the target and the draft would say in its place."""
     for number, start, ids in drafts_of(row):
-        laws, reach = oracles(ids), 1.0
+        distributions, reach = oracles(ids), 1.0
         for depth in range(DEPTH):
             at, place = number * DEPTH + depth, start + depth
-            labels = expected(*(logits[place - 1] for logits in laws), ids[place], number, depth)
+            labels = expected(*(logits[place - 1] for logits in distributions), ids[place], number, depth)
             for name, value in labels.items():
                 shape = slice(at * CHILDREN, at * CHILDREN + CHILDREN) if name.startswith("child") else at
                 assert row[name][shape] == pytest.approx(value, **TOLERANCE), (name, number, depth)
@@ -133,17 +133,17 @@ def test_greedy_labels_are_agreement_or_the_tokens_probability(chain, remake, or
         best, assured = int(p.argmax()), int(q.argmax())
         assert token == assured
         children = q.argsort(descending=True, stable=True)[:CHILDREN]
-        p_law, q_law = p.log_softmax(-1), q.log_softmax(-1)
-        agreed = (children == best).double() if label == "agreement" else p_law[children].exp()
+        log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+        agreed = (children == best).double() if label == "agreement" else log_p[children].exp()
         return {
-            "log_q": float(q_law[token]),
-            "log_max_q": float(q_law[token]),
-            "entropy": -float(q_law.exp() @ q_law),
-            "log_p": float(p_law[token]),
-            "accept_prob": float(token == best) if label == "agreement" else math.exp(p_law[token]),
+            "log_q": float(log_q[token]),
+            "log_max_q": float(log_q[token]),
+            "entropy": -float(log_q.exp() @ log_q),
+            "log_p": float(log_p[token]),
+            "accept_prob": float(token == best) if label == "agreement" else math.exp(log_p[token]),
             "overlap": float(token == best),
             "child_ids": children.tolist(),
-            "child_log_q": q_law[children].tolist(),
+            "child_log_q": log_q[children].tolist(),
             "child_prob": agreed.tolist(),
         }
 
@@ -153,7 +153,8 @@ def test_greedy_labels_are_agreement_or_the_tokens_probability(chain, remake, or
 
 
 class LogitTable(TableLM):
-    """A table whose features are its logits: its output embedding, the identity, gives the law that it decodes by."""
+    """A table whose features are its logits: its output embedding, the identity, gives the distribution that it decodes
+    by."""
 
     def row(self, prefix):
         logits, _ = super().row(prefix)
@@ -164,7 +165,7 @@ class LogitTable(TableLM):
 
 
 @pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(0.7, 2)])
-def test_labels_give_the_law_of_how_many_tokens_the_decoder_accepts(params):
+def test_labels_give_the_distribution_of_how_many_tokens_the_decoder_accepts(params):
     """Every draft enumerated: sum_y q(y_1) q(y_2 | y_1) P_1 P_2 is the chance that a round accepts both."""
     target, draft = LogitTable(0), LogitTable(1)
     rounds: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -208,7 +209,7 @@ def test_labels_give_the_law_of_how_many_tokens_the_decoder_accepts(params):
         assert float((weights * kept[possible].prod(1)).sum()) == pytest.approx(counts[2] / total, abs=1e-6)
 
 
-def test_drafts_follow_the_drafters_law():
+def test_drafts_follow_the_drafters_distribution():
     """Pearson's chi-square of 300 drafts of two tokens, each of another row's uniforms."""
     target, draft = LogitTable(0), LogitTable(1)
     rollouts = settings(target=target, drafter=FrozenDrafter(draft, {}))
@@ -220,14 +221,14 @@ def test_drafts_follow_the_drafters_law():
         made = label_response(text, drafter, row, number, rollouts)
         assert made is not None and made["starts"] == [3]
         seen[tuple(made["draft_ids"].tolist())] += 1
-    law = {}
+    distribution = {}
     for first, prob in enumerate(warped(draft.row(tuple(ids[:3]))[0], SamplingParams(1.0))):
         if prob:
             then = warped(draft.row((*ids[:3], first))[0], SamplingParams(1.0))
-            law |= {(first, second): prob * other for second, other in enumerate(then) if other}
-    assert set(seen) <= set(law) and len(law) > 3
-    statistic = sum((seen[pair] - 300 * prob) ** 2 / (300 * prob) for pair, prob in law.items())
-    freedom = len(law) - 1
+            distribution |= {(first, second): prob * other for second, other in enumerate(then) if other}
+    assert set(seen) <= set(distribution) and len(distribution) > 3
+    statistic = sum((seen[pair] - 300 * prob) ** 2 / (300 * prob) for pair, prob in distribution.items())
+    freedom = len(distribution) - 1
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations; the uniforms are fixed
 
 
@@ -291,9 +292,9 @@ def test_an_eagle_heads_chains_are_labelled_by_its_target(chain, remake, oracles
     assert Manifest.read(directory).identity["draft"] == drafter_identity(saved, target)
     for row in rows_of(directory):
         for number, start, ids in drafts_of(row):
-            laws = oracles(ids)[0].log_softmax(-1)
+            distributions = oracles(ids)[0].log_softmax(-1)
             for depth, at in enumerate(range(number * DEPTH, number * DEPTH + DEPTH)):
-                log_p = float(laws[start + depth - 1, row["draft_ids"][at]])
+                log_p = float(distributions[start + depth - 1, row["draft_ids"][at]])
                 assert row["log_p"][at] == pytest.approx(log_p, **TOLERANCE)
                 assert row["accept_prob"][at] == pytest.approx(
                     min(1.0, math.exp(log_p - row["log_q"][at])), **TOLERANCE
@@ -346,7 +347,7 @@ def test_drafts_are_shown(remake, capsys):
     inspect(InspectConfig(remake("acceptance", **ROLLOUT, temperatures="0.5,1"), row=1))
     shown = capsys.readouterr().out
     assert "rollouts in" in shown and "temperature 0.5, 1" in shown and "row 1, id row-1" in shown
-    assert "⟦" in shown and "draft Y" in shown and "those that are judged" in shown
+    assert "⟦" in shown and "draft Y" in shown and "those that are verified" in shown
 
 
 @pytest.mark.parametrize(

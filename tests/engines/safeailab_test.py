@@ -92,7 +92,7 @@ def test_its_forward_gives_our_logits(case: str):
 
 
 @pytest.mark.parametrize("case", NOT_HELD)
-def test_what_this_release_can_not_hold(case: str):
+def test_what_this_release_cannot_hold(case: str):
     exported = read(case, "eagle")
     loaded = load(exported)
     assert sorted(loaded.unknown) == sorted(f"layers.0.self_attn.{name}" for name in NOT_HELD[case])

@@ -1,5 +1,5 @@
-"""The statistics of the certificate: bets are fair under the target, defects have the laws that the real samplers have
-with them, false alarms are as rare and finds as frequent as stated."""
+"""The statistics of the certificate: bets are fair under the target, defects have the distributions that the real
+samplers have with them, false alarms are as rare and finds as frequent as stated."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from draftsmith.modules.types import SamplingParams
 V = 6
 
 
-def laws(count: int, generator: torch.Generator, size: int = V, spread: float = 1.5) -> torch.Tensor:
+def distributions(count: int, generator: torch.Generator, size: int = V, spread: float = 1.5) -> torch.Tensor:
     return (spread * torch.randn(count, size, generator=generator, dtype=torch.float64)).softmax(-1)
 
 
 def places(count: int, seed: int) -> Decided:
-    """Tokens without values: drawn drafts, chosen children and the target's own, with a law that excludes a token."""
+    """Tokens without values: drawn drafts, chosen children and the target's own, with a distribution that excludes a
+    token."""
     generator = torch.Generator().manual_seed(seed)
-    p, q = laws(count, generator), laws(count, generator)
+    p, q = distributions(count, generator), distributions(count, generator)
     p[1::5, 2] = 0
     p /= p.sum(-1, keepdim=True)
     kind = torch.arange(count) % 4
@@ -47,8 +48,8 @@ def with_tokens(found: Decided, token: torch.Tensor) -> Decided:
     return Decided(token, found.target, found.draft, found.children, found.first, found.copied)
 
 
-def draw(law: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return draw_rows(law, torch.rand(len(law), generator=generator, dtype=torch.float64))
+def draw(distribution: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return draw_rows(distribution, torch.rand(len(distribution), generator=generator, dtype=torch.float64))
 
 
 def test_every_bet_is_fair_whatever_was_drafted():
@@ -80,10 +81,10 @@ class Pair:
         return pick(probs, self._draw)
 
 
-def test_defects_have_the_law_of_the_real_verification_with_them():
+def test_defects_have_the_distribution_of_the_real_verification_with_them():
     """The real verification over a grid of its uniform numbers, which sums over all that it can draw."""
     generator = torch.Generator().manual_seed(3)
-    p, q = laws(4, generator), laws(4, generator)
+    p, q = distributions(4, generator), distributions(4, generator)
     edge = 2e-2
     steps = 120  # of which an edge of a cell is off by one in either direction
     grid = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
@@ -112,19 +113,19 @@ def test_defects_have_the_law_of_the_real_verification_with_them():
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect_is_a_law_that_differs_where_it_can_act_only(name):
+def test_a_defect_is_a_distribution_that_differs_where_it_can_act_only(name):
     found = places(60, seed=2)
-    law = defective(name, found.target, found.draft, found.children, found.first)
-    assert torch.allclose(law.sum(-1), torch.ones(60, dtype=torch.float64)) and bool((law >= 0).all())
-    assert not bool(law[found.target == 0].any())
+    distribution = defective(name, found.target, found.draft, found.children, found.first)
+    assert torch.allclose(distribution.sum(-1), torch.ones(60, dtype=torch.float64)) and bool((distribution >= 0).all())
+    assert not bool(distribution[found.target == 0].any())
     own = ~found.drawn & ~found.chosen
-    assert torch.equal(law[own], found.target[own]) == (name != DEFECTS[-1])
-    assert variation(law, found.target) > 0.001
+    assert torch.equal(distribution[own], found.target[own]) == (name != DEFECTS[-1])
+    assert variation(distribution, found.target) > 0.001
 
 
-def p_value(found: Decided, law: torch.Tensor, generator: torch.Generator) -> float:
+def p_value(found: Decided, distribution: torch.Tensor, generator: torch.Generator) -> float:
     evidence = Evidence()
-    evidence.add(with_tokens(found, draw(law, generator)))
+    evidence.add(with_tokens(found, draw(distribution, generator)))
     return evidence.p_value
 
 
@@ -157,7 +158,7 @@ def test_a_bias_is_found_as_often_as_stated(name):
     found, generator, level, runs = places(600, seed=8), torch.Generator().manual_seed(9), 0.01, 60
     power = power_of(found, 0.04, torch.Generator().manual_seed(0))
     growth = (power.defects | power.biases)[name]
-    law = (
+    distribution = (
         defective(name, found.target, found.draft, found.children, found.first)
         if name in power.defects
         else tilted(found.target, scores_of(found), 0.04)[0]
@@ -167,7 +168,7 @@ def test_a_bias_is_found_as_often_as_stated(name):
     assert growth.chance(4 * tokens, level) > 0.95 and growth.chance(tokens / 4, level) < 0.1
     times, rest = divmod(round(tokens), len(found.token))
     index = torch.cat([torch.arange(len(found.token)).repeat(times), torch.randperm(600, generator=generator)[:rest]])
-    hits = sum(p_value(rows_of(found, index), law[index], generator) <= level for _ in range(runs))
+    hits = sum(p_value(rows_of(found, index), distribution[index], generator) <= level for _ in range(runs))
     deviation = math.sqrt(runs * 0.6 * 0.4)
     assert 0.6 * runs - 3 * deviation <= hits <= 0.85 * runs + 3 * deviation
 
@@ -184,10 +185,10 @@ def test_a_copied_answer_and_a_token_that_never_comes_are_named():
     evidence = Evidence()
     evidence.add(Decided(copied, found.target, found.draft, found.children, found.first, copied))
     assert evidence.p_value < 1e-9 and evidence.strongest == "repeats the answer before"
-    law = found.target.clone()
-    law[:, 4] = 0
+    distribution = found.target.clone()
+    distribution[:, 4] = 0
     evidence = Evidence()
-    evidence.add(with_tokens(found, draw(law / law.sum(-1, keepdim=True), generator)))
+    evidence.add(with_tokens(found, draw(distribution / distribution.sum(-1, keepdim=True), generator)))
     assert evidence.p_value < 1e-9 and evidence.strongest == "token 4 comes too seldom"
 
 

@@ -23,7 +23,7 @@ from planted_biases import PLANTED, Planted
 
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import read_prompts
-from draftsmith.eval.lossless.command import LosslessConfig, asked_of, loop_of
+from draftsmith.eval.lossless.command import LosslessConfig, asked_tests, loop_of
 from draftsmith.eval.lossless.power import Power
 from draftsmith.eval.lossless.sampling import SamplingTest
 from draftsmith.modules.drafters.methods import Models, parse_methods
@@ -52,7 +52,7 @@ def found_in(planted: Planted, seed: int, config: LosslessConfig, models: Models
     with pytest.MonkeyPatch.context() as patch:
         if planted.plant is not None:
             planted.plant(patch)
-        asked = asked_of(config, models.target, TESTS, seed)
+        asked = asked_tests(config, models.target, TESTS, seed)
         loop = loop_of(method, planted.loop, models, config)
         row = Known(planted.method, loop, models.target, prompts, asked, lambda text: None).run()
     return not row["passed"], row["tokens"]

@@ -12,7 +12,7 @@ from planted_biases import PLANTED, Planted, child_twice, past_the_end
 from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.lossless import greedy
-from draftsmith.eval.lossless.answers import ends_as_asked, seed_of
+from draftsmith.eval.lossless.answers import answer_seed, ends_as_asked
 from draftsmith.eval.lossless.command import LosslessConfig, certify, run
 from draftsmith.eval.lossless.defects import OF_NODES
 from draftsmith.eval.lossless.greedy import greedy_test
@@ -165,7 +165,7 @@ def test_the_batched_loops_greedy_answers_are_tested_too(models, tmp_path, monke
     assert found["spec:k=3, batched"]["greedy"]["first_difference"]["prompt"] == "row-1"
 
 
-def test_another_dtype_is_judged_by_the_gap_to_the_best_logit(models, tmp_path):
+def test_another_dtype_is_compared_by_the_gap_to_the_best_logit(models, tmp_path):
     assert run(config(models, tmp_path, methods="spec:k=3", dtype="bfloat16", sampled_prompts=0)) == 0
     for row in rows(tmp_path).values():
         assert 0 <= row["greedy"]["largest_logit_gap"] <= 0.5
@@ -205,7 +205,7 @@ def test_seeds_differ_by_everything_and_results_repeat(models, tmp_path, monkeyp
     monkeypatch.setattr("draftsmith.eval.lossless.sampling.FIRST_TOKENS", 100)
     of = [(0, "spec", "single", "a", 0), (1, "spec", "single", "a", 0), (0, "ar", "single", "a", 0),
           (0, "spec", "batched", "a", 0), (0, "spec", "single", "b", 0), (0, "spec", "single", "a", 1)]  # fmt: skip
-    assert len({seed_of(*each) for each in of}) == len(of) and all(0 <= seed_of(*each) < 2**63 for each in of)
+    assert len({answer_seed(*each) for each in of}) == len(of) and all(0 <= answer_seed(*each) < 2**63 for each in of)
     found = []
     for name, seed in (("first", 3), ("second", 3), ("other", 4)):
         run(config(models, tmp_path / name, methods="spec:k=3", seed=seed, bias=0.4, limit=1))

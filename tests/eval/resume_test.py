@@ -44,7 +44,7 @@ def counts(config: BenchConfig) -> list[dict]:
 def interrupt_after(monkeypatch, calls: int) -> list[tuple]:
     """`measure` raises what Ctrl-C raises in its call number `calls` + 1; the list receives what it was asked."""
     seen: list[tuple] = []
-    measure = asking.measure
+    measure = asking.measure_group
 
     def measured(runners, group, number, *rest):
         if len(seen) == calls:
@@ -52,7 +52,7 @@ def interrupt_after(monkeypatch, calls: int) -> list[tuple]:
         seen.append((number, len(seen)))
         return measure(runners, group, number, *rest)
 
-    monkeypatch.setattr(asking, "measure", measured)
+    monkeypatch.setattr(asking, "measure_group", measured)
     return seen
 
 

@@ -9,10 +9,10 @@ import pytest
 from draftsmith.data.embedded.tasks import HEADLINE_TASKS
 from draftsmith.launch import demo
 from draftsmith.launch.commands import configure
-from draftsmith.launch.steps import Step, execute
+from draftsmith.launch.steps import PipelineStep, execute
 
 
-def every_step(full: bool) -> list[Step]:
+def every_step(full: bool) -> list[PipelineStep]:
     config, profile, sized = demo.DemoConfig(full=full), demo.load_profile(full), Path("runs/demo/sized")
     bench = demo.bench_step(config, profile, sized, "dev", demo.dev_methods(), profile.dev_prompts, 2)
     stages = [*demo.data_steps(config, profile, sized), *demo.training_steps(config, profile, sized)]
@@ -42,12 +42,12 @@ def test_full_differs_only_where_it_says():
 def test_the_fastest_setting_of_each_method_is_chosen():
     speeds = {"ar": 9.0, "spec:k=3": 1.0, "spec:k=5": 2.0, "eagle:k=3": 4.0, "eagle:k=5": 3.0}
     rows = [{"method": name, "tokens_per_s": speed} for name, speed in speeds.items()]
-    assert demo.choose({"methods": rows}) == {"spec": "spec:k=5", "eagle": "eagle:k=3"}
+    assert demo.choose_methods({"methods": rows}) == {"spec": "spec:k=5", "eagle": "eagle:k=3"}
 
 
 def test_a_finished_step_is_shown_and_not_run_again(tmp_path, capsys):
     from rich.console import Console
 
     (tmp_path / "manifest.json").write_text("{}")
-    execute(Step("Nothing", ("no", "such command"), tmp_path / "manifest.json"), Console())
+    execute(PipelineStep("Nothing", ("no", "such command"), tmp_path / "manifest.json"), Console())
     assert "done before" in capsys.readouterr().out

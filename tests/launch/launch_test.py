@@ -100,7 +100,7 @@ def test_help_of_the_inner_command_starts_nothing(started, capsys):
 
 
 def test_torchrun_reads_what_was_meant(started):
-    """Its own parser is the judge."""
+    """Its own parser decides."""
     assert cli.main(["launch", "torchrun", "--nproc-per-node", "8", "--", *TRAIN, "--debug"]) == 0
     assert started[0][:3] == [sys.executable, "-m", "torch.distributed.run"]
     read = get_args_parser().parse_args(started[0][3:])
@@ -276,7 +276,7 @@ def test_what_sbatch_could_read_otherwise_is_refused(name, value):
     [("90", 5400), ("90:30", 5430), ("24:00:00", 86400), ("2-12", 216000), ("1-2:30", 95400), ("1-0:0:1", 86401)],
 )
 def test_time_limits_are_read_as_slurm_does(text, expected):
-    assert slurm.seconds(text) == expected
+    assert slurm.time_limit_seconds(text) == expected
 
 
 def test_directives_say_what_was_asked_for():

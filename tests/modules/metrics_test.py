@@ -1,4 +1,4 @@
-"""Acceptance metrics against scikit-learn on the expanded list of coins, and against hand-made cases."""
+"""Acceptance metrics against scikit-learn on the expanded list of accept draws, and against hand-made cases."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_kl_is_zero_at_the_label_and_finite_for_certain_labels():
     assert float(binary_kl(torch.tensor([0.0, 0.0]), torch.tensor([0.0, 1.0]))) == pytest.approx(math.log(2))
 
 
-def test_brier_is_the_expanded_score_less_the_coins_own_variance():
+def test_brier_is_the_expanded_score_less_the_accept_draws_own_variance():
     logit, label = scores_and_labels(2)
     labels, probs, weights = expanded(torch.sigmoid(logit), label)
     expected = sklearn.metrics.brier_score_loss(labels, probs, sample_weight=weights) - float(
@@ -132,7 +132,7 @@ def test_a_weight_of_three_is_three_tokens():
     repeated = acceptance_metrics(*(x.repeat_interleave(times) for x in (logit, label, -logit)))
     for name in ("kl", "brier", "auc", "auc_q"):
         assert ours[name] == pytest.approx(repeated[name], abs=TOLERANCE), name
-    # Bins of whole tokens can not be cut as those of their copies can: at most three tokens a bin are elsewhere.
+    # Bins of whole tokens cannot be cut as those of their copies can: at most three tokens a bin are elsewhere.
     assert ours["ece"] == pytest.approx(repeated["ece"], abs=15 * 3 / float(weight.sum()))
     copies = (x.repeat_interleave(times) for x in (logit, label))
     assert fit_platt(logit, label, weight=weight) == pytest.approx(fit_platt(*copies), abs=1e-6)

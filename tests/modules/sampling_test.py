@@ -28,20 +28,20 @@ from draftsmith.modules.types import InputError, SamplingParams
 LARGEST_UNIFORM = 1 - 2**-53  # the largest float64 below one
 
 
-def law_by_definition(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+def distribution_by_definition(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
     """[V] in float64, token by token: sort, cut after k, cut where the mass reaches top_p."""
     weights = torch.exp((logits.double() - logits.double().max()) / temperature).tolist()
     order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     if top_k:
         boundary = weights[order[min(top_k, len(order)) - 1]]
         order = [i for i in order if weights[i] >= boundary]
-    total, mass, law = sum(weights[i] for i in order), 0.0, [0.0] * len(weights)
+    total, mass, distribution = sum(weights[i] for i in order), 0.0, [0.0] * len(weights)
     for i in order:
         if mass >= top_p:
             break
-        law[i] = weights[i]
+        distribution[i] = weights[i]
         mass += weights[i] / total
-    return torch.tensor(law, dtype=torch.float64) / sum(law)
+    return torch.tensor(distribution, dtype=torch.float64) / sum(distribution)
 
 
 SETTINGS = [
@@ -55,9 +55,11 @@ SETTINGS = [
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
 def test_probabilities_are_the_definitions(temperature, top_k, top_p):
     logits = 3 * torch.randn(8, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    laws = probabilities(logits, SamplingParams(temperature, top_k, top_p))
-    for row, law in zip(logits, laws, strict=True):
-        torch.testing.assert_close(law, law_by_definition(row, temperature, top_k, top_p), atol=1e-12, rtol=0)
+    distributions = probabilities(logits, SamplingParams(temperature, top_k, top_p))
+    for row, distribution in zip(logits, distributions, strict=True):
+        torch.testing.assert_close(
+            distribution, distribution_by_definition(row, temperature, top_k, top_p), atol=1e-12, rtol=0
+        )
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
@@ -68,22 +70,22 @@ def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(None, scores)
-    laws = probabilities(logits, SamplingParams(temperature, top_k, top_p))
-    assert torch.equal(laws > 0, scores.softmax(-1) > 0)
-    torch.testing.assert_close(laws, scores.softmax(-1), atol=1e-6, rtol=0)  # float32 rounding of a sum of 50
+    distributions = probabilities(logits, SamplingParams(temperature, top_k, top_p))
+    assert torch.equal(distributions > 0, scores.softmax(-1) > 0)
+    torch.testing.assert_close(distributions, scores.softmax(-1), atol=1e-6, rtol=0)  # float32 rounding of a sum of 50
 
 
 def test_ties_at_the_top_k_boundary_are_all_kept_as_in_transformers():
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
-    law = probabilities(logits, SamplingParams(1.0, top_k=2))
-    assert (law > 0).tolist() == [[True, True, True, True, False]]
-    assert torch.equal(law > 0, TopKLogitsWarper(2)(None, logits) > -torch.inf)
+    distribution = probabilities(logits, SamplingParams(1.0, top_k=2))
+    assert (distribution > 0).tolist() == [[True, True, True, True, False]]
+    assert torch.equal(distribution > 0, TopKLogitsWarper(2)(None, logits) > -torch.inf)
 
 
 def test_ties_at_the_top_p_boundary_keep_the_smallest_set_from_the_lowest_index():
     logits = torch.log(torch.tensor([[0.2, 0.2, 0.2, 0.2, 0.2]], dtype=torch.float64))
-    law = probabilities(logits, SamplingParams(1.0, top_p=0.5))
-    torch.testing.assert_close(law, torch.tensor([[1, 1, 1, 0, 0]], dtype=torch.float64) / 3)
+    distribution = probabilities(logits, SamplingParams(1.0, top_p=0.5))
+    torch.testing.assert_close(distribution, torch.tensor([[1, 1, 1, 0, 0]], dtype=torch.float64) / 3)
     # transformers breaks ties by its sort; how many survive is defined.
     assert (TopPLogitsWarper(0.5)(None, logits) > -torch.inf).sum() == 3
 
@@ -94,8 +96,8 @@ def test_a_nucleus_ends_with_the_token_that_brings_its_mass_to_top_p_exactly(kep
     logits = torch.full((1, 11), -torch.inf, dtype=dtype)
     logits[:, 2:10] = 1.5  # an eighth each: no rounding decides
     for top_p, expected in ((kept / 8, kept), (kept / 8 + 1e-3, kept + 1)):
-        law = probabilities(logits, SamplingParams(1.0, top_p=top_p))
-        assert law[0].nonzero()[:, 0].tolist() == list(range(2, 2 + expected))
+        distribution = probabilities(logits, SamplingParams(1.0, top_p=top_p))
+        assert distribution[0].nonzero()[:, 0].tolist() == list(range(2, 2 + expected))
         if dtype != torch.bfloat16:
             assert int((TopPLogitsWarper(top_p)(None, logits) > -torch.inf).sum()) == expected
 
@@ -106,9 +108,9 @@ def test_greedy_is_one_hot_on_the_lowest_index_of_the_maximum():
 
 def test_half_precision_logits_are_widened_before_the_softmax():
     logits = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    law = probabilities(logits, SamplingParams(1.0))
-    assert law.dtype == torch.float32
-    torch.testing.assert_close(law.double(), logits.double().softmax(-1), atol=1e-7, rtol=0)
+    distribution = probabilities(logits, SamplingParams(1.0))
+    assert distribution.dtype == torch.float32
+    torch.testing.assert_close(distribution.double(), logits.double().softmax(-1), atol=1e-7, rtol=0)
     assert (logits.softmax(-1).double() - logits.double().softmax(-1)).abs().sum() / 2 > 1e-4  # what it prevents
 
 
@@ -136,8 +138,8 @@ def test_residual_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("uniform", [0.0, 2**-1074, 0.5, LARGEST_UNIFORM])
 def test_a_token_of_probability_zero_is_never_drawn(uniform, dtype):
-    for law in ([0, 0.5, 0, 0.5, 0], [0, 0, 1, 0], [1, 0, 0], [0, 0, 1e-30, 0], [0.1] * 10 + [0]):
-        probs = torch.tensor(law, dtype=dtype)
+    for distribution in ([0, 0.5, 0, 0.5, 0], [0, 0, 1, 0], [1, 0, 0], [0, 0, 1e-30, 0], [0.1] * 10 + [0]):
+        probs = torch.tensor(distribution, dtype=dtype)
         probs = probs / probs.sum()
         assert probs[pick(probs, uniform)] > 0
         assert probs[draw_rows(probs[None], torch.tensor([uniform], dtype=torch.float64))[0]] > 0
@@ -145,7 +147,7 @@ def test_a_token_of_probability_zero_is_never_drawn(uniform, dtype):
 
 @given(st.lists(st.sampled_from([0.0, 1e-20, 0.1, 1.0, 3.0]), min_size=1, max_size=9), st.floats(0, LARGEST_UNIFORM))
 @settings(max_examples=200, deadline=None)
-def test_any_law_and_any_uniform_draw_a_possible_token(weights, uniform):
+def test_any_distribution_and_any_uniform_draw_a_possible_token(weights, uniform):
     probs = torch.tensor(weights)
     if probs.sum() == 0:
         return
@@ -161,7 +163,7 @@ def test_draws_are_the_inverse_cdf():
     assert draw_rows(probs.expand(6, 4), torch.tensor(uniforms, dtype=torch.float64)).tolist() == [0, 0, 2, 2, 3, 3]
 
 
-def test_rows_are_drawn_like_single_laws():
+def test_rows_are_drawn_like_single_distributions():
     rng = torch.Generator().manual_seed(3)
     probs = torch.rand(64, 20, generator=rng, dtype=torch.float64).pow(4)
     probs = probs / probs.sum(-1, keepdim=True)
@@ -170,7 +172,7 @@ def test_rows_are_drawn_like_single_laws():
     assert draw_rows(probs, uniforms).tolist() == singles
 
 
-def test_a_source_repeats_itself_and_its_coins_have_the_right_odds():
+def test_a_source_repeats_itself_and_its_accept_draws_have_the_right_odds():
     first, second = TorchSource(5), TorchSource(5)
     assert [first.uniform() for _ in range(600)] == [second.uniform() for _ in range(600)]
     assert not any(first.accept(0.0) for _ in range(300)) and all(first.accept(1.0) for _ in range(300))
@@ -275,25 +277,25 @@ def test_nothing_is_drawn_from_numbers_that_are_none(logits, dtype):
     rows = torch.stack([torch.zeros_like(row), row])
     assert best_tokens(rows).tolist() == [0, NO_TOKEN]
     for params in MODES:
-        laws = probabilities(rows, params)
-        assert laws[0].isfinite().all() and laws[1].isnan().any()
+        distributions = probabilities(rows, params)
+        assert distributions[0].isfinite().all() and distributions[1].isnan().any()
         for uniform in (0.0, 0.5, LARGEST_UNIFORM):
             with pytest.raises(NonFinite):
-                pick(laws[1], uniform)
-            drawn = draw_rows(laws, torch.full((2,), uniform, dtype=torch.float64))
+                pick(distributions[1], uniform)
+            drawn = draw_rows(distributions, torch.full((2,), uniform, dtype=torch.float64))
             assert drawn[0] >= 0 and drawn[1] == NO_TOKEN
-        whole = laws[0]
-        for law in (residual(laws[1], whole), residual(whole, laws[1])):
+        whole = distributions[0]
+        for distribution in (residual(distributions[1], whole), residual(whole, distributions[1])):
             with pytest.raises(NonFinite):
-                pick(law, 0.5)
+                pick(distribution, 0.5)
 
 
 def test_masked_logits_are_legal():
     row = torch.tensor([-math.inf, 1.0, -math.inf, 2.0])
     for params in (*MODES, SamplingParams(1e30), SamplingParams(1.0, 3)):
-        law = probabilities(row, params)
-        assert law[[0, 2]].tolist() == [0, 0] and abs(float(law.sum()) - 1) < 1e-6
-        assert pick(law, LARGEST_UNIFORM) == 3
+        distribution = probabilities(row, params)
+        assert distribution[[0, 2]].tolist() == [0, 0] and abs(float(distribution.sum()) - 1) < 1e-6
+        assert pick(distribution, LARGEST_UNIFORM) == 3
     assert best_token(row) == 3 and best_tokens(row[None]).tolist() == [3]
 
 
@@ -301,9 +303,9 @@ def test_masked_logits_are_legal():
 @pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-39, 1e-30, 1e-12])
 def test_a_temperature_near_zero_is_the_greedy_limit(temperature, dtype):
     logits = torch.tensor([[65504.0, 65472.0, -65504.0], [0.25, 0.375, 0.375], [0, -60000, -math.inf]], dtype=dtype)
-    laws = probabilities(logits, SamplingParams(temperature))
-    assert laws.tolist() == [[1, 0, 0], [0, 0.5, 0.5], [1, 0, 0]]
-    assert torch.equal(probabilities(logits, SamplingParams(temperature, 1))[[0, 2]], laws[[0, 2]])
+    distributions = probabilities(logits, SamplingParams(temperature))
+    assert distributions.tolist() == [[1, 0, 0], [0, 0.5, 0.5], [1, 0, 0]]
+    assert torch.equal(probabilities(logits, SamplingParams(temperature, 1))[[0, 2]], distributions[[0, 2]])
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 9e-4, 1e-3, 0.02])
@@ -317,15 +319,15 @@ def test_a_low_temperature_is_the_softmax_in_float64(temperature):
 
 @pytest.mark.parametrize("temperature", [1e6, 1e38, 1e39, 1.7e308])
 def test_a_very_high_temperature_is_uniform_over_what_can_come(temperature):
-    law = probabilities(torch.tensor([1.0, -math.inf, 5.0]), SamplingParams(temperature))
-    torch.testing.assert_close(law, torch.tensor([0.5, 0, 0.5]), atol=1e-5, rtol=0)
+    distribution = probabilities(torch.tensor([1.0, -math.inf, 5.0]), SamplingParams(temperature))
+    torch.testing.assert_close(distribution, torch.tensor([0.5, 0, 0.5]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("top_p", [5e-324, 1e-46, 1e-38, 1e-9])
 def test_a_nucleus_is_never_empty(top_p):
     """Below the smallest float32 a comparison in float32 would be with zero."""
-    law = probabilities(torch.tensor([1.0, 3.0, 2.0]), SamplingParams(1.0, top_p=top_p))
-    assert law.tolist() == [0, 1, 0]
+    distribution = probabilities(torch.tensor([1.0, 3.0, 2.0]), SamplingParams(1.0, top_p=top_p))
+    assert distribution.tolist() == [0, 1, 0]
 
 
 def test_a_nucleus_of_a_large_vocabulary_ends_where_the_mass_does():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant, replayed
 
-REPLAY, JUDGED, COUPLING = (f"eval/replay/{name}.py" for name in ("replay", "stop_rules", "coupling"))
-RULES, REPLAYED, JUDGED_TEST, COUPLED = (
+REPLAY, STOP_RULES, COUPLING = (f"eval/replay/{name}.py" for name in ("replay", "stop_rules", "coupling"))
+RULES, REPLAYED, STOP_RULES_TEST, COUPLED = (
     f"tests/eval/replay/{name}_test.py" for name in ("rules", "replay", "stop_rules", "coupling")
 )
 LOSSES, METRICS = "modules/losses.py", "modules/metrics.py"
@@ -19,7 +19,7 @@ COSTS, COST_TEST = "eval/cost/machine.py", "tests/eval/cost/machine_test.py"
 
 MUTANTS = [
     # -- replays
-    Mutant("replay-threshold-judges-the-last-token", REPLAY, "    if late:\n        survival = ",
+    Mutant("replay-threshold-asks-of-the-last-token", REPLAY, "    if late:\n        survival = ",
            "    if False:\n        survival = ", (RULES,)),
     Mutant("replay-threshold-stops-at-h", REPLAY, "1 - survival > h", "1 - survival >= h", (RULES,)),
     Mutant("replay-confidence-stops-at-its-threshold", REPLAY, "np.exp(rollouts.log_q) < t",
@@ -42,21 +42,21 @@ MUTANTS = [
     Mutant("replay-tree-one-node-more", REPLAY, "(rank >= taken)", "(rank > taken)", (RULES,)),
     Mutant("replay-tree-rule-hears-of-the-last-round", REPLAY, "rollouts.start[row] + accepted + 1 < len(text)",
            "rollouts.start[row] + accepted + 1 <= len(text)",
-           (f"{REPLAYED}::test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace",)),
-    Mutant("judged-replay-hears-of-the-last-round", JUDGED, "        last = (0, 0)  #",
-           "        last = last if traces else (0, 0)  #", (JUDGED_TEST,)),
-    Mutant("judged-replay-late-judges-at-once", JUDGED, "view.num_drafted - 1 - self.late", "view.num_drafted - 1",
-           (JUDGED_TEST,)),
-    Mutant("coupling-rejects-to-the-wrong-residual", COUPLING, "self._free.draw(residual(probs, law))",
-           "self._free.draw(residual(law, probs))", (COUPLED,)),
-    Mutant("coupling-side-by-side-to-the-wrong-residual", COUPLING, "residual(laws, target), laws)",
-           "residual(target, laws), laws)", (JUDGED_TEST,)),
+           (f"{REPLAYED}::test_a_replay_of_predicted_trees_and_of_their_size_is_the_decoders_trace",)),
+    Mutant("predicted-replay-hears-of-the-last-round", STOP_RULES, "        last = (0, 0)  #",
+           "        last = last if traces else (0, 0)  #", (STOP_RULES_TEST,)),
+    Mutant("predicted-replay-late-predicts-at-once", STOP_RULES, "view.num_drafted - 1 - self.late",
+           "view.num_drafted - 1", (STOP_RULES_TEST,)),
+    Mutant("coupling-rejects-to-the-wrong-residual", COUPLING, "self._free.draw(residual(probs, distribution))",
+           "self._free.draw(residual(distribution, probs))", (COUPLED,)),
+    Mutant("coupling-side-by-side-to-the-wrong-residual", COUPLING, "residual(distributions, target), distributions)",
+           "residual(target, distributions), distributions)", (STOP_RULES_TEST,)),
     Mutant("coupling-stays-on-the-text-after-a-rejection", COUPLING, "        self._on_text = False\n        return",
            "        return", (COUPLED,)),
-    Mutant("coupling-odds-upside-down", COUPLING, "* law[token].item() < probs[token].item()",
-           "* probs[token].item() < law[token].item()", (COUPLED,)),
+    Mutant("coupling-odds-upside-down", COUPLING, "* distribution[token].item() < probs[token].item()",
+           "* probs[token].item() < distribution[token].item()", (COUPLED,)),
     Mutant("coupling-side-by-side-stays-on-the-text", COUPLING, "= on_text & within & (tokens == wanted).cpu()",
-           "= on_text & within", (JUDGED_TEST,)),
+           "= on_text & within", (STOP_RULES_TEST,)),
     # -- costs
     Mutant("costs-first-step-twice", COSTS, "cost.first + (step.draft_calls - 1) * cost.step",
            "cost.first + step.draft_calls * cost.step", (COST_TEST,)),

@@ -15,7 +15,7 @@ REPLAY_TEST = "tests/eval/replay/replay_test.py"
 
 def emitted(*methods: str, at: str = "T=1") -> tuple[str, ...]:
     """The tests that these methods' outputs follow the target exactly."""
-    return tuple(f"{EXACT}::test_emitted_law_is_the_targets[{at}-{method}]" for method in methods)
+    return tuple(f"{EXACT}::test_emitted_distribution_is_the_targets[{at}-{method}]" for method in methods)
 
 
 def replayed(method: str) -> str:

@@ -344,7 +344,7 @@ def test_a_damaged_shard_is_named(artefacts, tmp_path):
         run(config(artefacts, tmp_path / "run", data=copy))
 
 
-def test_a_family_whose_layers_the_head_can_not_take_is_refused(artefacts, tmp_path):
+def test_a_family_whose_layers_the_head_cannot_take_is_refused(artefacts, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300, eos_token_id=3)

@@ -80,11 +80,13 @@ def test_a_token_is_read_as_if_its_draft_had_been_read_alone(artefacts, rollouts
             prob = float(batch.accept_prob[number, place])
             at = len(text) + place
             states.append(hidden[at - 1] if state == "before" else hidden[at])
-            # The label's law: warped at the draft's own temperature.
-            law = (draft.lm_head(hidden[at - 1]) / batch.temperature[number]).softmax(-1)
+            # The label's distribution: warped at the draft's own temperature.
+            distribution = (draft.lm_head(hidden[at - 1]) / batch.temperature[number]).softmax(-1)
             token = batch.draft_ids[number, place]
-            entropy = -(law * law.log()).sum()
-            numbers.append([law[token].log(), torch.tensor(place + 1.0).log(), batch.temperature[number], entropy])
+            entropy = -(distribution * distribution.log()).sum()
+            numbers.append(
+                [distribution[token].log(), torch.tensor(place + 1.0).log(), batch.temperature[number], entropy]
+            )
             weights.append(reach)
             accept.append(prob)
             reach *= prob * (int(token) not in draft.info.eos_ids)
@@ -126,7 +128,7 @@ def test_an_eagle_heads_states_are_those_over_the_targets_features(artefacts, ro
         assert torch.allclose(found[number, 0], rows[-1], atol=1e-5)
 
 
-def test_children_are_judged_by_the_state_of_their_place(artefacts, rollouts):
+def test_children_are_predicted_by_the_state_of_their_place(artefacts, rollouts):
     draft = load_lm(str(artefacts.draft))
     head = AcceptanceHeadConfig(32, state="before", features=("log_q", "logit_max_q"), judges="tree")
     batch = a_batch(rollouts)
@@ -139,7 +141,7 @@ def test_children_are_judged_by_the_state_of_their_place(artefacts, rollouts):
     assert torch.equal(found.accept_prob, batch.child_prob[batch.loss_mask].flatten())
     numbers = found.features.view(count, CHILDREN, 2)
     assert torch.equal(numbers[..., 0], batch.child_log_q[batch.loss_mask].clamp_min(-12))
-    # The first child is the most probable token: its own log-odds are those of the law's maximum.
+    # The first child is the most probable token: its own log-odds are those of the distribution's maximum.
     top = numbers[:, 0, 0]
     assert torch.allclose(numbers[:, 0, 1], (top - torch.log(-torch.expm1(top))).clamp(-12, 12), atol=1e-3)
 

@@ -32,10 +32,10 @@ def test_the_warning_before_the_time_limit_requeues_the_job_once(scontrol, monke
     assert len(scontrol()) == 1
 
 
-def test_a_job_that_can_not_be_requeued_fails_and_says_why(scontrol, monkeypatch, capsys):
+def test_a_job_that_cannot_be_requeued_fails_and_says_why(scontrol, monkeypatch, capsys):
     monkeypatch.setenv("STUB_CODE", "1")
     assert exit_code(signal.SIGUSR1, goes_on=True) == 128 + signal.SIGUSR1
-    assert "job 42 can not be requeued: scontrol: not allowed" in capsys.readouterr().out
+    assert "job 42 cannot be requeued: scontrol: not allowed" in capsys.readouterr().out
     monkeypatch.setenv("PATH", "/nonexistent")
     assert exit_code(signal.SIGUSR1, goes_on=True) == 128 + signal.SIGUSR1
     assert "scontrol" in capsys.readouterr().out

@@ -83,7 +83,7 @@ def test_ranks_that_are_one_target_write_its_features_and_train_its_head(artefac
         assert curve(cached.output, name) == pytest.approx(curve(tmp_path / "one", name), rel=4e-3), name
 
 
-def test_what_can_not_be_spread_is_said(artefacts, monkeypatch, tmp_path):
+def test_what_cannot_be_spread_is_said(artefacts, monkeypatch, tmp_path):
     path = str(artefacts.target)
     with pytest.raises(InputError, match="devices: found 2, expected 1 with --target-parallel tensor"):
         config(artefacts, tmp_path, target_parallel="tensor", devices=2)

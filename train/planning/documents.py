@@ -21,7 +21,7 @@ ASSUMED_LOSS_SHARE = 0.6
 
 
 @dataclass(frozen=True)
-class Documents:
+class TrainingDocuments:
     """The training samples: tokens of each, the share of tokens that the loss counts, and where that is from.
 
     kind: of the artefact: features, responses, prompts, acceptance, rollouts. The length of one of the
@@ -48,7 +48,7 @@ class _Texts:
         self.lengths = lengths
 
 
-def documents_of(config: TrainConfig, subject: Subject, samples: int, length: int) -> Documents:
+def training_documents(config: TrainConfig, subject: Subject, samples: int, length: int) -> TrainingDocuments:
     """The training samples of the artefact, split at the context where they are longer, and without held-out ones.
 
     samples, length: what is assumed where there is no artefact.
@@ -69,7 +69,7 @@ def documents_of(config: TrainConfig, subject: Subject, samples: int, length: in
         train, _ = held_out(len(set(rows)), config.val_share)
         kept = set(train)
         lengths = [length for length, row in zip(lengths, rows, strict=True) if row in kept]
-    return Documents(lengths, share, said, kind, assumed)
+    return TrainingDocuments(lengths, share, said, kind, assumed)
 
 
 def has_texts(directory: Path) -> bool:

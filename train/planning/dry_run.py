@@ -39,7 +39,7 @@ class NotRehearsed(InputError):
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """Bytes at one moment by what they are of. freed: those that a CPU's process has freed and keeps."""
 
     parts: dict[str, int] = field(default_factory=dict)
@@ -60,8 +60,8 @@ class _Block:
 
 
 class DryRun(TorchDispatchMode):
-    """While it is on, floating-point tensors are fake. Integers and booleans are real, as code goes by their values
-    (token ids, masks, places), and so are single numbers. Weights that were made outside may be used.
+    """A mode: while it is on, floating-point tensors are fake. Integers and booleans are real, as code goes by their
+    values (token ids, masks, places), and so are single numbers. Weights that were made outside may be used.
 
     part: what tensors that are made now are counted as. now: bytes of each part. made: of all that was ever made.
     peaks: of each phase, its moment of most. flops: of matrix products. attention_flops: of causal attention only the
@@ -77,7 +77,7 @@ class DryRun(TorchDispatchMode):
         self._phase = ""
         self.part = WORKING
         self.now: dict[str, int] = {}
-        self.peaks: dict[str, Held] = {}
+        self.peaks: dict[str, HeldBytes] = {}
         self.made, self.flops, self.attention_flops = 0, 0.0, 0.0
 
     @contextmanager
@@ -153,7 +153,7 @@ class DryRun(TorchDispatchMode):
         self.now[block.part] = self.now.get(block.part, 0) + block.size
         weakref.finalize(storage, self._freed, block).atexit = False
         held = sum(self.now.values()) + (self._heap.end - self._heap.used if self._heap is not None else 0)
-        if held > self.peaks.setdefault(self._phase, Held()).total:
+        if held > self.peaks.setdefault(self._phase, HeldBytes()).total:
             self.peaks[self._phase] = self._moment()
 
     def _freed(self, block: _Block) -> None:
@@ -161,8 +161,8 @@ class DryRun(TorchDispatchMode):
         if self._heap is not None:
             self._heap.give(block.place, block.size)
 
-    def _moment(self) -> Held:
-        return Held(dict(self.now), self._heap.end - self._heap.used if self._heap is not None else 0)
+    def _moment(self) -> HeldBytes:
+        return HeldBytes(dict(self.now), self._heap.end - self._heap.used if self._heap is not None else 0)
 
 
 def _tensors(*values: Any) -> list[Tensor]:

@@ -23,7 +23,7 @@ from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig
 from draftsmith.train.data_module import Order
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.planning.documents import Documents, documents_of
+from draftsmith.train.planning.documents import TrainingDocuments, training_documents
 from draftsmith.train.planning.dry_run import DryRun, NotRehearsed
 from draftsmith.train.planning.frozen import FROZEN, frozen_model
 from draftsmith.train.planning.memory import LAYOUTS, Memory, Resident, Strategy, memory
@@ -45,7 +45,7 @@ class LargestPart:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """What a training takes. Bytes, elements, tokens and model FLOPs.
 
     memories: (strategy, offload) -> of one rank. checkpoint_bytes: of one; disk_bytes: most on the disk at a time.
@@ -56,7 +56,7 @@ class Plan:
     model: str
     trained: int
     frozen: int
-    documents: Documents
+    documents: TrainingDocuments
     world: int
     steps_per_epoch: int
     steps: int
@@ -74,24 +74,24 @@ class Plan:
 
     @property
     def own(self) -> Memory:
-        """Of the configured strategy."""
+        """Memory of the configured strategy."""
         return self.memories[self.strategy]
 
 
 Training = DrafterTraining | AcceptanceTraining
 
 
-def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: int = 512) -> Plan:
+def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: int = 512) -> TrainingPlan:
     """The plan of a training, by its settings.
 
-    world: ranks; 0 takes what a launcher has set, or the config's. samples, length: as of `documents_of`.
+    world: ranks; 0 takes what a launcher has set, or the config's. samples, length: as of `training_documents`.
 
     Raises:
         InputError: a model that is none, or of a family that the head cannot take its layer from; NotRehearsed: one
             whose code cannot run without numbers.
     """
     training = training_of(config)
-    documents = documents_of(config, training, samples, length)
+    documents = training_documents(config, training, samples, length)
     world = planned_world(config, world)
     order = order_of(config, documents.lengths)
     part = largest_part(order, documents, world * config.accumulate, training.packed)
@@ -103,7 +103,7 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
     strategy = planned_strategy(config, world)
     shown = {key for key in LAYOUTS if key[0] != "one process" or world == 1} | {strategy}
     checkpoint = run.step.weights + run.step.optimizer
-    return Plan(
+    return TrainingPlan(
         job=training.job,
         model=training.frozen.path,
         trained=run.trained,
@@ -137,7 +137,9 @@ class Rehearsal:
     trained: elements of its head. resident, step: bytes.
     """
 
-    def __init__(self, config: TrainConfig, training: Training, part: LargestPart, documents: Documents, steps: int):
+    def __init__(
+        self, config: TrainConfig, training: Training, part: LargestPart, documents: TrainingDocuments, steps: int
+    ):
         self._training, self._share = training, documents.loss_share
         on_cpu = planned_device(config) == "cpu"
         run = DryRun(on_cpu)
@@ -163,13 +165,13 @@ class Rehearsal:
         # Of a GPU's libraries nothing is known, nor does torch count them.
         self.resident = Resident(own_memory() if on_cpu else 0, frozen + more, loading)
 
-    def flops(self, documents: Documents, epochs: float) -> float:
-        """Of an epoch, on average over so many."""
+    def flops(self, documents: TrainingDocuments, epochs: float) -> float:
+        """FLOPs of an epoch, on average over so many."""
         counted = self._counted.of(documents.lengths, documents.loss_share)
         return counted + self._training.read_flops(self._model, documents.lengths, epochs)
 
 
-def largest_part(order: Any, documents: Documents, shares: int, packed: bool) -> LargestPart:
+def largest_part(order: Any, documents: TrainingDocuments, shares: int, packed: bool) -> LargestPart:
     """The largest of what a rank computes at once, over the steps of the first epoch.
 
     shares: ranks times accumulated parts, over which a step's samples are dealt out in turn. packed: without padding.
@@ -210,7 +212,7 @@ def order_of(config: TrainConfig, lengths: Sequence[int]) -> Any:
 
 
 def feature_bytes(size: int, tokens: int) -> dict[str, int]:
-    """On disk, with their index. size: elements of a token's."""
+    """Bytes on disk, with their index. size: elements of a token's."""
     dtypes: tuple[FeatureDtype, ...] = ("bf16", "fp8")
     return {dtype: tokens * (feature_codec.token_bytes(size, dtype) + INDEX_BYTES_PER_TOKEN) for dtype in dtypes}
 
@@ -226,7 +228,7 @@ def own_memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def check_room(plan: Plan, output: Path) -> None:
+def check_room(plan: TrainingPlan, output: Path) -> None:
     """Raises:
     InputError: the disk cannot hold the run's checkpoints."""
     remedy = f"Free some space, pass a smaller --keep ({plan.checkpoint_bytes:,} bytes each), or use another disk."

@@ -12,8 +12,8 @@ import torch
 
 from draftsmith.data.models.loading import tokenizer_identity
 from draftsmith.data.responses import FIELDS, ResponsesConfig
-from draftsmith.data.store.shards import Plan, Shard, ShardContent, run_stage
-from draftsmith.data.text.turns import count
+from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
+from draftsmith.data.text.turns import count_responses
 
 # Lengths of conversations in tokens: log-normal, the median and spread of shared chats, cut at both ends.
 DIALOGUE_MEDIAN, DIALOGUE_SIGMA = 400, 0.9
@@ -33,7 +33,7 @@ def write_responses(directory: Path, target: str, lengths: Sequence[int], vocab:
     """A real `responses` artefact of random tokens, which any target of this tokenizer may be trained on."""
     generator = torch.Generator().manual_seed(seed)
     documents = [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
-    plan = Plan(
+    plan = StagePlan(
         kind="responses",
         stage="data responses",
         directory=directory,
@@ -60,7 +60,7 @@ def write_responses(directory: Path, target: str, lengths: Sequence[int], vocab:
             }
             for number in range(shard.start, shard.stop)
         ]
-        return ShardContent(rows, count(rows))
+        return ShardContent(rows, count_responses(rows))
 
     run_stage(plan, make)
     return directory

@@ -18,7 +18,7 @@ from draftsmith.modules.types import InputError
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig
 from draftsmith.train.metrics import num_ranks
-from draftsmith.train.planning.estimate import Plan, planned_dtype
+from draftsmith.train.planning.estimate import TrainingPlan, planned_dtype
 from draftsmith.train.planning.frozen import frozen_model
 from draftsmith.train.planning.made_up import dialogue_lengths, write_responses
 from draftsmith.train.prepare import TrainedConfig, prepare
@@ -29,7 +29,7 @@ WARM_UP, TIMED = 3, 5
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSteps:
     """steps: that were timed. flops_per_s: model FLOPs over their time on one rank. tokens_per_s: of one rank.
     peak_bytes: of this process, models and libraries included. on_what: real or made-up data."""
 
@@ -40,11 +40,11 @@ class Measured:
     peak_bytes: int
     on_what: str
 
-    def hours(self, plan: Plan) -> float:
-        """For all steps, by their FLOPs, as the timed ones may be of short documents; validation is not in it."""
+    def hours(self, plan: TrainingPlan) -> float:
+        """Hours for all steps, by their FLOPs, as the timed ones may be of short documents; validation is not in it."""
         return plan.step_flops * plan.steps / plan.world / self.flops_per_s / 3600
 
-    def text(self, plan: Plan) -> str:
+    def text(self, plan: TrainingPlan) -> str:
         planned = plan.own.peak
         return (
             f"measured {self.steps} steps on {self.on_what}: {self.tokens_per_s:,.0f} tokens/s and "
@@ -71,7 +71,7 @@ class Timing(pl.Callback):
             self.numbers = self.telemetry.take(pl_module.device)
 
 
-def measure(config: TrainConfig, plan: Plan) -> Measured:
+def measure_steps(config: TrainConfig, plan: TrainingPlan) -> MeasuredSteps:
     """Train for a few steps on the first batches; on made-up responses where the data is not there.
 
     Raises:
@@ -95,7 +95,7 @@ def measure(config: TrainConfig, plan: Plan) -> Measured:
             trainer.fit(module, datamodule=data)
     found = timing.numbers
     seconds, tokens = TIMED / found["steps_per_s"], found["tokens_per_s"] / num_ranks()
-    return Measured(TIMED, seconds, found["mfu"], tokens, int(found["memory_gb"] * 1e9), on_what)
+    return MeasuredSteps(TIMED, seconds, found["mfu"], tokens, int(found["memory_gb"] * 1e9), on_what)
 
 
 def short_run(config: TrainConfig, folder: Path) -> tuple[TrainConfig, str]:

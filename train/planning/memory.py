@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from draftsmith.train.planning.dry_run import WORKING
-from draftsmith.train.planning.step import GRADIENTS, Step
+from draftsmith.train.planning.step import GRADIENTS, StepBytes
 
 FLOAT32 = 4
 # Elements that ZeRO reduces at once, in a buffer of their own; train/deepspeed.py sets it.
@@ -96,7 +96,7 @@ def trained(whole: int, averages: int, update: int, strategy: Strategy, world: i
 
 
 def memory(
-    resident: Resident, step: Step, accumulate: int, strategy: Strategy, world: int, offload: bool = False
+    resident: Resident, step: StepBytes, accumulate: int, strategy: Strategy, world: int, offload: bool = False
 ) -> Memory:
     """The peak of one rank and where it comes from. world: ranks that compute as many parts at once.
 

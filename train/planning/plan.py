@@ -18,8 +18,8 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import is_first_process
 from draftsmith.train.planning.documents import has_texts
 from draftsmith.train.planning.dry_run import NotRehearsed
-from draftsmith.train.planning.estimate import Plan, check_room, plan_of, planned_device
-from draftsmith.train.planning.measure import measure
+from draftsmith.train.planning.estimate import TrainingPlan, check_room, plan_of, planned_device
+from draftsmith.train.planning.measure import measure_steps
 from draftsmith.train.planning.memory import LAYOUTS
 
 WIDEST = 100  # longer lines are hard to read
@@ -35,7 +35,7 @@ def run(config: Any) -> Path | None:
     print_plan(plan, config, console)
     measured = None
     if config.measure:
-        measured = measure(config, plan)
+        measured = measure_steps(config, plan)
         console.print(measured.text(plan), markup=False)
     if config.json is None:
         return None
@@ -72,23 +72,23 @@ def announce(config: TrainConfig) -> None:
             say(f"no plan: {error}")
         return
     if is_first_process():
-        say(short(plan))
+        say(short_plan(plan))
     check_room(plan, config.output)
 
 
-def short(plan: Plan) -> str:
+def short_plan(plan: TrainingPlan) -> str:
     """Two lines."""
     own = plan.own
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
     return (
-        f"plan: {count(plan.trained).strip()} trained and {count(plan.frozen).strip()} frozen parameters, about "
-        f"{size(own.peak)} of memory a rank ({ranks}, {LAYOUTS[plan.strategy]}; most in: {own.phase})\n"
-        f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {count(plan.step_flops)}FLOPs each; "
+        f"plan: {short_count(plan.trained).strip()} trained and {short_count(plan.frozen).strip()} frozen parameters, "
+        f"about {size(own.peak)} of memory a rank ({ranks}, {LAYOUTS[plan.strategy]}; most in: {own.phase})\n"
+        f"plan: {plan.steps:,} steps, {plan.steps_per_epoch:,} an epoch, {short_count(plan.step_flops)}FLOPs each; "
         f"checkpoints {size(plan.checkpoint_bytes)} each, {size(plan.disk_bytes)} at most"
     )
 
 
-def print_plan(plan: Plan, config: TrainConfig, console: Console) -> None:
+def print_plan(plan: TrainingPlan, config: TrainConfig, console: Console) -> None:
     console.print(f"{plan.job} head for {plan.model}, planned from its config.json\n", markup=False)
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True, style="cyan")
@@ -100,17 +100,20 @@ def print_plan(plan: Plan, config: TrainConfig, console: Console) -> None:
     console.print(memory_table(plan))
 
 
-def fact_rows(plan: Plan, config: TrainConfig) -> list[tuple[str, str]]:
+def fact_rows(plan: TrainingPlan, config: TrainConfig) -> list[tuple[str, str]]:
     documents, per_step = plan.documents, plan.documents.tokens / plan.steps_per_epoch
     rows = [
-        ("parameters", f"{count(plan.trained).strip()} trained, {count(plan.frozen).strip()} frozen"),
+        ("parameters", f"{short_count(plan.trained).strip()} trained, {short_count(plan.frozen).strip()} frozen"),
         ("data", f"{documents.source}: {len(documents.lengths):,} training samples, {documents.tokens:,} tokens"),
         (
             "steps",
             f"{plan.steps:,} of {per_step:,.0f} tokens: {plan.epochs:.3g} epochs of {plan.steps_per_epoch:,} steps; "
             f"{per_step * plan.steps:,.0f} tokens in all",
         ),
-        ("compute", f"{count(plan.step_flops)}FLOPs a step, {count(plan.step_flops * plan.steps)}FLOPs in all"),
+        (
+            "compute",
+            f"{short_count(plan.step_flops)}FLOPs a step, {short_count(plan.step_flops * plan.steps)}FLOPs in all",
+        ),
         (
             "largest part",
             f"{plan.part.tokens:,} tokens on a rank at once ({plan.world} ranks, {config.accumulate} parts)",
@@ -127,7 +130,7 @@ def fact_rows(plan: Plan, config: TrainConfig) -> list[tuple[str, str]]:
     return rows
 
 
-def memory_table(plan: Plan) -> Table:
+def memory_table(plan: TrainingPlan) -> Table:
     """A row a part, a column a strategy."""
     keys = [key for key in LAYOUTS if key in plan.memories]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -147,12 +150,12 @@ def memory_table(plan: Plan) -> Table:
     return table
 
 
-def memory_unit(plan: Plan) -> tuple[str, float, int]:
+def memory_unit(plan: TrainingPlan) -> tuple[str, float, int]:
     """Name, bytes and decimals of the unit that suits the table."""
     return ("GB", 1e9, 2) if plan.own.peak >= 1e10 else ("MB", 1e6, 0)
 
 
-def as_numbers(plan: Plan) -> dict[str, Any]:
+def as_numbers(plan: TrainingPlan) -> dict[str, Any]:
     """The plan as JSON values."""
     numbers = {name: value for name, value in dataclasses.asdict(plan).items() if name not in ("documents", "memories")}
     documents = plan.documents
@@ -161,7 +164,7 @@ def as_numbers(plan: Plan) -> dict[str, Any]:
     return numbers
 
 
-def count(number: float) -> str:
+def short_count(number: float) -> str:
     """1234567 -> `1.23 M`, to be followed by a unit or a noun."""
     for step, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if number >= step:

@@ -14,7 +14,7 @@ from draftsmith.data.store.datasets import Item
 from draftsmith.modules.flops import causal_pairs
 from draftsmith.train.data_module import Key, Part
 from draftsmith.train.lit_head import LitHead
-from draftsmith.train.planning.dry_run import DryRun, Held
+from draftsmith.train.planning.dry_run import DryRun, HeldBytes
 
 WEIGHTS, GRADIENTS, OPTIMIZER, BATCH = "weights", "gradients", "optimizer", "batch"
 
@@ -41,7 +41,7 @@ class Subject(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepBytes:
     """Bytes that one optimizer step takes in one process.
 
     weights: of what is trained. optimizer: its averages. batch: of the samples of one part. peaks: of forward, backward
@@ -51,7 +51,7 @@ class Step:
     weights: int
     optimizer: int
     batch: int
-    peaks: dict[str, Held]
+    peaks: dict[str, HeldBytes]
 
 
 def batch_of(subject: Subject, lengths: Sequence[int], share: float, read: bool = False) -> Part:
@@ -62,7 +62,9 @@ def batch_of(subject: Subject, lengths: Sequence[int], share: float, read: bool 
     return Part(subject.collate(items), keys, sum(counted), sum(counted), True, True)
 
 
-def dry_step(run: DryRun, module: LitHead, part: Part, lengths: Sequence[int], accumulates: bool, on_gpu: bool) -> Step:
+def dry_step(
+    run: DryRun, module: LitHead, part: Part, lengths: Sequence[int], accumulates: bool, on_gpu: bool
+) -> StepBytes:
     """The second step of a training: in the first one there are no averages yet. part: with `lengths` tokens."""
     trained = [parameter for parameter in module.head.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -87,7 +89,7 @@ def dry_step(run: DryRun, module: LitHead, part: Part, lengths: Sequence[int], a
             optimizer.step()
     peaks = {phase: run.peaks[phase] for phase in ("forward", "backward", "update")}
     optimizer.zero_grad()
-    return Step(sum(p.nbytes for p in trained), averages(optimizer), run.now[BATCH], peaks)
+    return StepBytes(sum(p.nbytes for p in trained), averages(optimizer), run.now[BATCH], peaks)
 
 
 def averages(optimizer: torch.optim.Optimizer) -> int:
@@ -128,7 +130,7 @@ class Counted:
 
 
 def _flops(run: DryRun, subject: Subject, module: LitHead, length: int, counted: int) -> tuple[float, float]:
-    """Of products, and of attention."""
+    """FLOPs of products, and of attention."""
     products, attention = run.flops, run.attention_flops
     loss_of(module, batch_of(subject, [length], counted / length, read=True), [length]).backward()
     module.zero_grad()

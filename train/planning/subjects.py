@@ -80,7 +80,7 @@ class DrafterTraining:
         return DrafterObjective(self.config.drafter, self.config, target)
 
     def read_flops(self, target: CausalLM, lengths: Sequence[int], epochs: float) -> float:
-        """Of the target's forward in an epoch, on average over so many."""
+        """FLOPs of the target's forward in an epoch, on average over so many."""
         if self.stored or not self.feature_size:
             return 0.0
         # A cache is filled in the first epoch and read in the others.

@@ -17,7 +17,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.report.tables import Column, Table, drawn_data
 from draftsmith.eval.settings import Decoding
-from draftsmith.eval.studies.common import StudyContext, load, recorded_chains, write_results
+from draftsmith.eval.studies.common import StudyContext, load_study_models, recorded_chains, write_results
 from draftsmith.eval.studies.predictors import (
     ENTROPY,
     LABELS,
@@ -147,7 +147,9 @@ def run(config: CalibrationConfig) -> Path:
 def load_all(config: CalibrationConfig, prompts: Sequence[BenchPrompt]) -> Models:
     """The pair and the head. It warns of every temperature that the head's labels were not made at."""
     first, *others = config.temperatures
-    models = load(config, config.paths, [f"specdec++:drafter={config.drafter}"], config.sampling(first), prompts)
+    models = load_study_models(
+        config, config.paths, [f"specdec++:drafter={config.drafter}"], config.sampling(first), prompts
+    )
     for temperature in others:
         warn_about_sampling(config.acceptance, config.sampling(temperature))
     return models

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftsmith.eval.cost.fit import LinearCost, fit
+from draftsmith.eval.cost.fit import LinearCost, least_squares
 from draftsmith.modules.decoding.trace import Totals
 
 COUNTS = ("num_target_calls", "num_draft_tokens", "draft_calls")
@@ -20,7 +20,7 @@ def fit_tree_cost(rows: Sequence[Mapping[str, Any]]) -> LinearCost:
     rows: of one bench, at least as many as there are unknowns, `ar` among them, whose drafts count 0.
     """
     assert len(rows) > len(COUNTS)
-    return fit([counts_of(row) for row in rows], [seconds_of(row) for row in rows], fixed=True, relative=True)
+    return least_squares([counts_of(row) for row in rows], [seconds_of(row) for row in rows], fixed=True, relative=True)
 
 
 def seconds_of(row: Mapping[str, Any]) -> float:
@@ -28,7 +28,7 @@ def seconds_of(row: Mapping[str, Any]) -> float:
     return row["tokens"] / row["tokens_per_s"]
 
 
-def left_out(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+def predicted_by_others(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
     """Seconds of every row as the others predict them; None where the others are too few to say."""
     if len(rows) - 1 <= len(COUNTS):
         return [None] * len(rows)

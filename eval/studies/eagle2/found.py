@@ -11,8 +11,8 @@ import numpy as np
 from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.report.tables import Column, Row, Table, drawn_data, interval, plain
 from draftsmith.eval.studies.common import mean, mode, slug
-from draftsmith.eval.studies.eagle2.cost import counts_of, fit_tree_cost, left_out
-from draftsmith.eval.studies.eagle2.nodes import Node, by_confidence, by_position, correlation, positions
+from draftsmith.eval.studies.eagle2.cost import counts_of, fit_tree_cost, predicted_by_others
+from draftsmith.eval.studies.eagle2.nodes import Node, by_confidence, by_position, correlation, node_names
 from draftsmith.modules.decoding.trace import Totals
 from draftsmith.modules.decoding.tree import StaticTree
 
@@ -96,7 +96,7 @@ def tables_of(
     predicted = [
         {"mode": one.mode, "nodes": size.nodes, "depth": size.depth, "speedup": speedup}
         for one in found
-        for size, speedup in predictions(timed, one).items()
+        for size, speedup in predicted_speedups(timed, one).items()
     ]
     return [
         ablation_table(ablated, references, found),
@@ -146,7 +146,7 @@ def position_rows(shape: StaticTree, found: Sequence[ModeResults]) -> list[Row]:
 def task_rows(shape: StaticTree, found: Sequence[ModeResults]) -> list[Row]:
     """Figure 5, context by context; cells that were reached too seldom are left out."""
     rows: list[Row] = []
-    for index, name in enumerate(positions(shape)):  # outermost, so that the chart has them in the tree's order
+    for index, name in enumerate(node_names(shape)):  # outermost, so that the chart has them in the tree's order
         for one in found:
             at_position = [node for node in one.static if node.index == index]
             for task in sorted({node.task for node in at_position}):
@@ -190,7 +190,7 @@ def cost_rows(sizes: Sequence[TreeSize], one: ModeResults) -> list[Mapping[str, 
     return [one.rows[label] for label in (BASELINE, *(size.label for size in sizes))]
 
 
-def predictions(sizes: Sequence[TreeSize], one: ModeResults) -> dict[TreeSize, float]:
+def predicted_speedups(sizes: Sequence[TreeSize], one: ModeResults) -> dict[TreeSize, float]:
     """Speed-up of every replayed size by the cost fitted to the measured ones; empty where they are too few."""
     rows = cost_rows(sizes, one)
     if len(rows) < 5:
@@ -204,7 +204,7 @@ def prediction_table(sizes: Sequence[TreeSize], found: Sequence[ModeResults]) ->
     rows = []
     for one in found:
         rate = one.rows[BASELINE]["tokens_per_s"]
-        for size, seconds in zip(sizes, left_out(cost_rows(sizes, one))[1:], strict=True):
+        for size, seconds in zip(sizes, predicted_by_others(cost_rows(sizes, one))[1:], strict=True):
             row = one.rows[size.label]
             predicted = row["tokens"] / seconds / rate if seconds else None
             error = predicted / row["speedup"] - 1 if predicted else None
@@ -233,7 +233,7 @@ def summary_of(ablated: Sequence[TreeSize], timed: Sequence[TreeSize], found: Se
                     flat[f"{key}_{slug(str(size), name, one.mode)}"] = one.rows[label][key]
         flat[f"correlation_{slug(one.mode)}"] = correlation(one.dynamic)
         speeds = {"measured": {size: one.rows[size.label]["speedup"] for size in timed}}
-        speeds["predicted"] = predictions(timed, one)
+        speeds["predicted"] = predicted_speedups(timed, one)
         for how, speedups in speeds.items():
             if speedups:
                 best, speedup = max(speedups.items(), key=lambda item: item[1])

@@ -55,10 +55,10 @@ def nodes_of(prompt: BenchPrompt, done: Round, params: SamplingParams, eos_ids: 
         for node in children.get(parent, []):
             token = tree.tokens[node]
             accepted = float(token == best) if probs is None else float(probs[token])
-            yield Node(prompt.id, prompt.task, node, confidence(tree, node), accepted)
+            yield Node(prompt.id, prompt.task, node, node_confidence(tree, node), accepted)
 
 
-def confidence(tree: DraftTree, node: int) -> float | None:
+def node_confidence(tree: DraftTree, node: int) -> float | None:
     """Probability by the head: a node's value is the log-probability of its path (EAGLE-2, section 4.1)."""
     if tree.values is None:
         return None
@@ -66,7 +66,7 @@ def confidence(tree: DraftTree, node: int) -> float | None:
     return math.exp(tree.values[node] - (tree.values[parent] if parent >= 0 else 0.0))
 
 
-def positions(shape: StaticTree) -> list[str]:
+def node_names(shape: StaticTree) -> list[str]:
     """Name of every node: the ranks on its path, `0.1` is the second child of the root's best child."""
     names: list[str] = []
     for parent, rank in zip(shape.parents, shape.ranks, strict=True):
@@ -108,7 +108,7 @@ def correlation(nodes: Sequence[Node]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class TreePosition:
     """A position of the static tree. low, high: quartiles of the prompts' own acceptance rates there."""
 
     name: str
@@ -119,9 +119,9 @@ class Place:
     count: int
 
 
-def by_position(nodes: Sequence[Node], shape: StaticTree) -> list[Place]:
+def by_position(nodes: Sequence[Node], shape: StaticTree) -> list[TreePosition]:
     """Acceptance at every position that was reached, given that its parent was accepted."""
-    names, found = positions(shape), []
+    names, found = node_names(shape), []
     for index, name in enumerate(names):
         own = [node for node in nodes if node.index == index]
         if not own:
@@ -132,5 +132,5 @@ def by_position(nodes: Sequence[Node], shape: StaticTree) -> list[Place]:
         ]
         low, high = np.percentile(rates, [25, 75])
         average = float(np.mean([node.accepted for node in own]))
-        found.append(Place(name, shape.depths[index], average, float(low), float(high), len(own)))
+        found.append(TreePosition(name, shape.depths[index], average, float(low), float(high), len(own)))
     return found

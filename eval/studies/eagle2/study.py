@@ -7,14 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.data.settings import numbers
+from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.trees import read_tree
 from draftsmith.eval.replay.record import Recording, record_all
 from draftsmith.eval.replay.replay import replay_tree
 from draftsmith.eval.replay.trees import TreeRecorder
-from draftsmith.eval.studies.common import StudyConfig, StudyContext, decode, measured, prepare, reduced, write_results
+from draftsmith.eval.studies.common import (
+    StudyConfig,
+    StudyContext,
+    decode_prompts,
+    measured,
+    prepare,
+    reduced,
+    write_results,
+)
 from draftsmith.eval.studies.eagle2.found import ModeResults, TreeSize, summary_of, tables_of
 from draftsmith.eval.studies.eagle2.nodes import Node, nodes_of
 from draftsmith.modules.decoding.loop import Round
@@ -53,13 +61,13 @@ class Eagle2Config(StudyConfig):
     @property
     def sizes(self) -> list[TreeSize]:
         """Sizes of the trees whose counts are replayed."""
-        counts, depths = numbers("nodes", self.nodes, int), numbers("depths", self.depths, int)
+        counts, depths = comma_numbers("nodes", self.nodes, int), comma_numbers("depths", self.depths, int)
         return [TreeSize(count, depth, self.topk) for depth in depths for count in counts]
 
     @property
     def measured_sizes(self) -> list[TreeSize]:
-        counts = numbers("measured_nodes", self.measured_nodes, int)
-        depths = numbers("measured_depths", self.measured_depths, int)
+        counts = comma_numbers("measured_nodes", self.measured_nodes, int)
+        depths = comma_numbers("measured_depths", self.measured_depths, int)
         return [TreeSize(count, depth, self.topk) for depth in depths for count in counts]
 
     @property
@@ -109,7 +117,7 @@ def run(config: Eagle2Config) -> Path:
 
 
 def ablation_labels(config: Eagle2Config) -> list[str]:
-    """Both parts on and off, at every size."""
+    """Labels of both parts on and off, at every size."""
     return [label for size in config.ablated_sizes for label in size.ablations.values()]
 
 
@@ -133,7 +141,7 @@ def watch(config: Eagle2Config, context: StudyContext, label: str, params: Sampl
     def on_round(prompt: BenchPrompt, done: Round) -> None:
         seen.extend(nodes_of(prompt, done, params, context.eos_ids))
 
-    decode(config, context, label, params, on_round)
+    decode_prompts(config, context, label, params, on_round)
     return seen
 
 

@@ -8,10 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.data.settings import numbers
+from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.studies.common import StudyConfig, StudyContext, decode, measured, prepare, reduced, write_results
+from draftsmith.eval.studies.common import (
+    StudyConfig,
+    StudyContext,
+    decode_prompts,
+    measured,
+    prepare,
+    reduced,
+    write_results,
+)
 from draftsmith.eval.studies.hsddw.found import WatchedMethod, WindowSpeed, summary_of, tables_of
 from draftsmith.eval.studies.hsddw.watch import Watcher
 from draftsmith.modules.decoding.loop import Round
@@ -59,7 +67,7 @@ def run(config: HsddwConfig) -> Path:
         at_least(field, getattr(config, field), 1)
     if config.quick:
         config = reduced(config, {"limit": 5, "repeats": 1}, {"windows": f"{max(2, config.k // 2)},{2 * config.k}"})
-    windows = sorted({config.k, *numbers("windows", config.windows, int)})
+    windows = sorted({config.k, *comma_numbers("windows", config.windows, int)})
     labels = [method.format(k=k, max=config.max) for method in METHODS.values() for k in windows]
     context = prepare(config, labels)
     watched = [watch(config, context, name, params) for params in config.sampling for name in METHODS]
@@ -78,7 +86,7 @@ def watch(config: HsddwConfig, context: StudyContext, name: str, params: Samplin
     def on_round(prompt: BenchPrompt, done: Round) -> None:
         watcher.on_round(prompt.id, done)
 
-    made = decode(config, context, label, params, on_round, drafter)
+    made = decode_prompts(config, context, label, params, on_round, drafter)
     lengths = {prompt.id: len(answer.tokens) for prompt, answer in zip(context.prompts, made, strict=True)}
     return WatchedMethod(params.temperature, name, watcher.seen, pool(answer.trace for answer in made), lengths)
 

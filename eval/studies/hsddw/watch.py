@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.modules.decoding.confidence import draft_law
+from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import Drafter, DraftView, EachRow, StopPolicy
 from draftsmith.modules.decoding.stop import Around, RunningEntropy, entropy
@@ -61,7 +61,7 @@ class Observations:
     origin: Counter[str] = field(default_factory=Counter)
 
 
-class WatchedStop(Around):
+class VerifiedStop(Around):
     """A stop policy that keeps what it was shown, and the verdicts."""
 
     def __init__(self, policy: StopPolicy):
@@ -74,7 +74,7 @@ class WatchedStop(Around):
         super().start_round()
 
     def should_stop(self, view: DraftView) -> bool:
-        self.entropies.append(entropy(draft_law(view)))
+        self.entropies.append(entropy(draft_distribution(view)))
         return super().should_stop(view)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
@@ -90,7 +90,7 @@ class Watcher:
         own = drafter.drafters[0] if isinstance(drafter, EachRow) else drafter
         self._hierarchy = own if isinstance(own, HierarchicalDrafter) else None
         chain: Any = drafter if self._hierarchy is None else self._hierarchy.inner
-        self._stop = chain.stops[0] = WatchedStop(chain.stops[0])
+        self._stop = chain.stops[0] = VerifiedStop(chain.stops[0])
         self._prompt, self._emitted, self._number = "", 0, 0
         self.seen = Observations()
 

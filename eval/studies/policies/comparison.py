@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftsmith.eval.replay.rollouts import ChainRollouts
-from draftsmith.eval.studies.policies.families import FIXED, Family, Policy, PolicyGrid, Role
+from draftsmith.eval.studies.policies.families import FIXED, Policy, PolicyFamily, PolicyGrid, Role
 from draftsmith.eval.studies.policies.replayed import Gain, PolicyReplay, gain, predictors_of, rate
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.trace import Totals, pool
@@ -44,7 +44,7 @@ class DrafterMode:
 class Chosen:
     """A family's setting, and its gain over the best fixed K on the prompts that it was chosen on."""
 
-    family: Family
+    family: PolicyFamily
     policy: Policy
     dev_gain: float
 
@@ -75,7 +75,7 @@ class AtCost:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PolicyComparison:
     """Settings chosen for one drafter and mode at every c, this machine's last. test: replays the reported prompts.
     overlaps, least: of the reported prompts, the share of their answers' n-grams that heads were trained on, and
     whether it is among the least third."""
@@ -89,7 +89,7 @@ class Comparison:
 
     @property
     def own(self) -> AtCost:
-        """At this machine's c."""
+        """The comparison at this machine's c."""
         return self.at[-1]
 
     @cached_property
@@ -107,18 +107,18 @@ class Comparison:
         return pool(self.test.traces(own.policy, at.c)[:first])
 
 
-def compare(
+def compare_policies(
     scene: DrafterMode, grid: PolicyGrid, cs: Sequence[float], overlaps: Sequence[float], least: Mask, seed: int
-) -> Comparison:
+) -> PolicyComparison:
     """cs: the last one is this machine's own."""
     families = grid.families(scene.heads, scene.dev.accept_along is not None)
     dev = PolicyReplay(scene.dev, predictors_of(scene.dev, scene.dev, scene.heads))
     test = PolicyReplay(scene.test, predictors_of(scene.test, scene.dev, scene.heads))
-    at = [choose(dev, families, c, number == len(cs) - 1) for number, c in enumerate(cs)]
-    return Comparison(scene, at, test, overlaps, least, seed)
+    at = [choose_settings(dev, families, c, number == len(cs) - 1) for number, c in enumerate(cs)]
+    return PolicyComparison(scene, at, test, overlaps, least, seed)
 
 
-def choose(dev: PolicyReplay, families: Sequence[Family], c: float, own: bool) -> AtCost:
+def choose_settings(dev: PolicyReplay, families: Sequence[PolicyFamily], c: float, own: bool) -> AtCost:
     best = {family.name: dev.best(family.policies, c) for family in families}
     base = rate(dev.pairs(best[FIXED], c))
     chosen = {

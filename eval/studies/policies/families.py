@@ -76,7 +76,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Family:
+class PolicyFamily:
     """Settings of which one is chosen on dev prompts. role: what it is in the comparison. `free` and `looking`
     need no training: the first go by the draft's confidence alone, the second look for repetitions of the text too."""
 
@@ -94,7 +94,7 @@ class PolicyGrid:
     hs: tuple[float, ...]
     maxima: tuple[int, ...]
 
-    def families(self, heads: Mapping[str, AcceptanceHead], knows_p: bool) -> list[Family]:
+    def families(self, heads: Mapping[str, AcceptanceHead], knows_p: bool) -> list[PolicyFamily]:
         """knows_p: p/q of every drafted token was recorded."""
 
         def thresholds(predictor: str) -> tuple[Policy, ...]:
@@ -105,27 +105,27 @@ class PolicyGrid:
 
         deepest = max(self.maxima)
         found = [
-            Family(FIXED, "fixed", tuple(Policy("k", k) for k in self.ks)),
-            Family(EACH, "free", tuple(Policy("t", t, maximum=most) for most in self.maxima for t in self.ts)),
-            Family(SELF_VERIFY, "free", tuple(Policy("entropy", maximum=most) for most in self.maxima)),
+            PolicyFamily(FIXED, "fixed", tuple(Policy("k", k) for k in self.ks)),
+            PolicyFamily(EACH, "free", tuple(Policy("t", t, maximum=most) for most in self.maxima for t in self.ts)),
+            PolicyFamily(SELF_VERIFY, "free", tuple(Policy("entropy", maximum=most) for most in self.maxima)),
             *(
-                Family(f"{name}, cost rule", "looking" if repeats else "free", cost(name))
+                PolicyFamily(f"{name}, cost rule", "looking" if repeats else "free", cost(name))
                 for name, (_, repeats) in ONLINE.items()
             ),
-            Family(f"{FITTED}, threshold", "fitted", thresholds(FITTED)),
-            Family(f"{FITTED}, cost rule", "fitted", cost(FITTED)),
+            PolicyFamily(f"{FITTED}, threshold", "fitted", thresholds(FITTED)),
+            PolicyFamily(f"{FITTED}, cost rule", "fitted", cost(FITTED)),
         ]
         for name, head in heads.items():
             if is_published_style(head):
                 as_published = Policy("h", PUBLISHED_H, name + RAW, min(PUBLISHED_MIN, deepest), deepest)
-                found.append(Family(name + AS_PUBLISHED, "head", (as_published,)))
+                found.append(PolicyFamily(name + AS_PUBLISHED, "head", (as_published,)))
             if head.config.w_rej != head.config.w_acc:
-                found.append(Family(f"{name}: raw, threshold", "head", thresholds(name + RAW)))
-            found.append(Family(f"{name}: calibrated, threshold", "head", thresholds(name)))
-            found.append(Family(f"{name}: calibrated, cost rule", "head", cost(name)))
+                found.append(PolicyFamily(f"{name}: raw, threshold", "head", thresholds(name + RAW)))
+            found.append(PolicyFamily(f"{name}: calibrated, threshold", "head", thresholds(name)))
+            found.append(PolicyFamily(f"{name}: calibrated, cost rule", "head", cost(name)))
         if knows_p:
-            found.append(Family(f"{KNOWN}, cost rule", "ceiling", cost(KNOWN)))
-        return [*found, Family(ORACLE, "oracle", (Policy("oracle"),))]
+            found.append(PolicyFamily(f"{KNOWN}, cost rule", "ceiling", cost(KNOWN)))
+        return [*found, PolicyFamily(ORACLE, "oracle", (Policy("oracle"),))]
 
 
 def is_published_style(head: AcceptanceHead) -> bool:

@@ -14,7 +14,7 @@ from draftsmith.eval.bench.results import cpu_name
 from draftsmith.eval.report.tables import plain
 from draftsmith.eval.studies.common import StudyConfig, bench_directory, measured
 from draftsmith.eval.studies.forward_times import bench_rows, gain_interval
-from draftsmith.eval.studies.policies.comparison import Chosen, Comparison
+from draftsmith.eval.studies.policies.comparison import Chosen, PolicyComparison
 from draftsmith.eval.studies.policies.families import FIXED, Policy
 from draftsmith.modules.drafters.methods import Models
 
@@ -22,7 +22,7 @@ HEAD, FREE, LOOKING = "best head", "best training-free", "online with repetition
 
 
 def cross_check(
-    config: StudyConfig, compared: Comparison, places: Mapping[str, Path], limit: int
+    config: StudyConfig, compared: PolicyComparison, places: Mapping[str, Path], limit: int
 ) -> list[dict[str, Any]]:
     """One row a setting: the fixed K that the cost model chose and its neighbours, the best head's policy, the best
     training-free one; throughput over the fastest of the fixed K, counts beside those of the replay.

@@ -88,19 +88,19 @@ def texts_of(directory: Path) -> Iterator[list[int]]:
         yield row["input_ids"]
 
 
-def grams_of(tokens: Sequence[int], n: int) -> Iterator[Gram]:
+def ngrams_of(tokens: Sequence[int], n: int) -> Iterator[Gram]:
     """Every n tokens that follow each other."""
     return zip(*(tokens[i:] for i in range(n)), strict=False)
 
 
 def overlap(tokens: Sequence[int], known: set[Gram], n: int) -> float:
     """Share of the n-grams of these tokens that are known; 0 of fewer than n tokens."""
-    grams = list(grams_of(tokens, n))
+    grams = list(ngrams_of(tokens, n))
     return sum(gram in known for gram in grams) / len(grams) if grams else 0.0
 
 
 def known_grams(texts: Iterable[Sequence[int]], n: int) -> set[Gram]:
-    return {gram for tokens in texts for gram in grams_of(tokens, n)}
+    return {gram for tokens in texts for gram in ngrams_of(tokens, n)}
 
 
 def least_third(overlaps: Sequence[float]) -> NDArray[np.bool_]:

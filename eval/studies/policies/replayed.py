@@ -59,7 +59,7 @@ class PolicyReplay:
         if policy.rule == "k":
             return replay.replay(rollouts, replay.fixed_k(rollouts, int(policy.value)))
         if policy.rule == "t":
-            lengths = replay.confidence(rollouts, policy.value, policy.minimum, policy.maximum)
+            lengths = replay.confidence_lengths(rollouts, policy.value, policy.minimum, policy.maximum)
             return replay.replay(rollouts, lengths)
         if policy.rule == "entropy":
             return replay.self_verify(rollouts, policy.maximum)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.data.settings import numbers
-from draftsmith.eval.bench.load import reads
+from draftsmith.data.settings import comma_numbers
+from draftsmith.eval.bench.load import trained_for
 from draftsmith.eval.studies.common import StudyConfig, head_directories
 from draftsmith.eval.studies.policies.families import PolicyGrid
 from draftsmith.modules.drafters.chains import chain_methods
@@ -69,8 +69,8 @@ class PoliciesConfig(StudyConfig):
         deepest = self.max_drafted
         return PolicyGrid(
             tuple(range(1, deepest + 1)),
-            tuple(numbers("ts", self.ts, float)),
-            tuple(numbers("hs", self.hs, float)),
+            tuple(comma_numbers("ts", self.ts, float)),
+            tuple(comma_numbers("hs", self.hs, float)),
             tuple(sorted({max(1, deepest // 2), deepest})),
         )
 
@@ -84,7 +84,7 @@ class PoliciesConfig(StudyConfig):
         for name in ("dev_limit", "bench_limit"):
             at_least(name, getattr(self, name), 0)
         for name in ("hs", "ts", "cs"):
-            for value in numbers(name, getattr(self, name), float):
+            for value in comma_numbers(name, getattr(self, name), float):
                 between(name, value, 0, 10 if name == "cs" else 1)
         if not self.chain_drafters:
             raise InputError("draft", "nothing", "a drafter", "Pass --draft: a draft model, a head, or several.")
@@ -93,6 +93,6 @@ class PoliciesConfig(StudyConfig):
                 found, expected = f"heads of what {name} drafts without it", "--draft with it"
                 raise InputError(f"{name}_heads", found, expected, "Pass --draft DIR too.")
         for place in (place for folder in self.heads for place in head_directories(folder).values()):
-            if reads(str(place)) not in self.chain_drafters:
-                found = f"{place}, for what {reads(str(place))} drafts, which is not given"
+            if trained_for(str(place)) not in self.chain_drafters:
+                found = f"{place}, for what {trained_for(str(place))} drafts, which is not given"
                 raise InputError("heads", found, "--draft with it", "Pass --draft DIR too.")

@@ -9,9 +9,9 @@ from typing import Any
 
 from draftsmith.data.heads.directory import drafter_identity, head_config
 from draftsmith.data.progress import say
-from draftsmith.data.settings import numbers
+from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import reads
+from draftsmith.eval.bench.load import trained_for
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.eval.replay.rollouts import ChainRollouts
@@ -24,7 +24,7 @@ from draftsmith.eval.studies.common import (
     reduced,
     write_results,
 )
-from draftsmith.eval.studies.policies.comparison import Comparison, DrafterMode, compare
+from draftsmith.eval.studies.policies.comparison import DrafterMode, PolicyComparison, compare_policies
 from draftsmith.eval.studies.policies.measured import cross_check, own_c
 from draftsmith.eval.studies.policies.prompts import known_grams, least_third, overlap, parted, training_texts
 from draftsmith.eval.studies.policies.settings import PoliciesConfig
@@ -71,15 +71,15 @@ def run(config: PoliciesConfig) -> Path:
     if both := sum(tuple(prompt.prompt_ids) in known for prompt in context.prompts):
         total = len(context.prompts)
         say(f"{both} of {total} reported prompts are among those that settings are chosen on: gains flatter.")
-    heads = {name: heads_of(config, context.models, name) for name in config.chain_drafters}
+    heads = {name: drafter_heads(config, context.models, name) for name in config.chain_drafters}
     train = known_grams(training_texts(config), config.ngram)
     own = {name: own_c(config, context.models, name) for name in config.chain_drafters}
     found = []
     for scene in scenes(config, context, dev, heads):
         overlaps = [overlap(answer.tokens, train, config.ngram) for answer in scene.test.answers]
         say(f"{scene.title}: {', '.join(scene.heads) or 'no head'}; c = {own[scene.drafter]:.3f} here")
-        cs = (*numbers("cs", config.cs, float), own[scene.drafter])
-        found.append(compare(scene, config.grid, cs, overlaps, least_third(overlaps), config.seed))
+        cs = (*comma_numbers("cs", config.cs, float), own[scene.drafter])
+        found.append(compare_policies(scene, config.grid, cs, overlaps, least_third(overlaps), config.seed))
     measured = [row for compared in found for row in timed(config, compared, heads)]
     tables, summary = tables_of(found, measured), summary_of(found, measured)
     if not train:
@@ -88,21 +88,23 @@ def run(config: PoliciesConfig) -> Path:
     return write_results("policies", config, context, tables, summary, shown_first(tables), c=own)
 
 
-def timed(config: PoliciesConfig, compared: Comparison, heads: Mapping[str, DrafterHeads]) -> list[dict[str, Any]]:
+def timed(
+    config: PoliciesConfig, compared: PolicyComparison, heads: Mapping[str, DrafterHeads]
+) -> list[dict[str, Any]]:
     """The chosen settings, decoded for real; nothing with bench_limit 0."""
     if not config.bench_limit:
         return []
     return cross_check(config, compared, heads[compared.scene.drafter].places, config.bench_limit)
 
 
-def heads_of(config: PoliciesConfig, models: Models, drafter: str) -> DrafterHeads:
+def drafter_heads(config: PoliciesConfig, models: Models, drafter: str) -> DrafterHeads:
     """Raises:
     InputError: a folder without heads, or a head that was trained for another drafter.
     """
     old = {"draft": config.draft_heads, "eagle": config.eagle_heads}.get(drafter)
     places = head_directories(old) if old is not None else {}
     for folder in config.heads:
-        own = {name: place for name, place in head_directories(folder).items() if reads(str(place)) == drafter}
+        own = {name: place for name, place in head_directories(folder).items() if trained_for(str(place)) == drafter}
         for name in own.keys() & places.keys():
             raise InputError("heads", f"{own[name]} and {places[name]}", "one head of a name", "Rename one of them.")
         places |= own

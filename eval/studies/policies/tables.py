@@ -9,7 +9,7 @@ from draftsmith.eval.replay import replay
 from draftsmith.eval.report.tables import Column, Table, drawn_data, plain
 from draftsmith.eval.studies.common import slug
 from draftsmith.eval.studies.policies.bars import bar_rows
-from draftsmith.eval.studies.policies.comparison import AtCost, Chosen, Comparison, DrafterMode
+from draftsmith.eval.studies.policies.comparison import AtCost, Chosen, DrafterMode, PolicyComparison
 from draftsmith.eval.studies.policies.families import (
     AS_PUBLISHED,
     FITTED,
@@ -52,7 +52,7 @@ MODEL = (
 Findings = Mapping[str, tuple[LabelledTokens, Mapping[str, Prediction]]]
 
 
-def tables_of(found: Sequence[Comparison], measured: Sequence[Row]) -> list[Table]:
+def tables_of(found: Sequence[PolicyComparison], measured: Sequence[Row]) -> list[Table]:
     """All of them. measured: of the cross-check, none where nothing was decoded."""
     said: dict[str, tuple[LabelledTokens, dict[str, Prediction]]] = {}
     for compared in found:
@@ -81,7 +81,7 @@ def shown_first(tables: Sequence[Table]) -> list[str]:
     return [table.name for table in tables if table.name.startswith((BARS, GAINS, BENCH, WHO_KNOWS))]
 
 
-def bars_table(found: Sequence[Comparison], measured: Sequence[Row]) -> Table:
+def bars_table(found: Sequence[PolicyComparison], measured: Sequence[Row]) -> Table:
     columns = [
         Column("scene", "drafter, mode"), Column("c", "c"), Column("what", "what"), Column("value", "value", "+.1%"),
         Column("interval", "interval"), Column("bar", "bar", ".1%"), Column("reached", "reached"), Column("who", "who"),
@@ -94,7 +94,7 @@ def bars_table(found: Sequence[Comparison], measured: Sequence[Row]) -> Table:
     return Table(BARS, "The bars, and what was reached", columns, bar_rows(found, measured), note)
 
 
-def gain_table(compared: Comparison) -> Table:
+def gain_table(compared: PolicyComparison) -> Table:
     """A row a family, a column a c."""
     scene = compared.scene
     columns = [Column("policy", "policy"), Column("role", "kind")]
@@ -116,7 +116,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def gain_rows(found: Sequence[Comparison]) -> list[Row]:
+def gain_rows(found: Sequence[PolicyComparison]) -> list[Row]:
     """One row for each scene, c and family but the fixed, with the setting chosen and its counts."""
     rows = []
     for compared in found:
@@ -137,7 +137,7 @@ def gain_rows(found: Sequence[Comparison]) -> list[Row]:
     return rows
 
 
-def chart_rows(found: Sequence[Comparison]) -> list[Row]:
+def chart_rows(found: Sequence[PolicyComparison]) -> list[Row]:
     """The best of every kind, by rising c: all families together could not be told apart."""
     rows = [
         {"scene": compared.scene.title, "c": at.c, "policy": role, "setting": setting_of(chosen),
@@ -160,7 +160,7 @@ def published(at: AtCost) -> dict[str, Chosen]:
     return {"SpecDec++ as published": max(own, key=lambda chosen: chosen.dev_gain)} if own else {}
 
 
-def settings_table(found: Sequence[Comparison]) -> Table:
+def settings_table(found: Sequence[PolicyComparison]) -> Table:
     columns = [
         Column("scene", "drafter, mode"), Column("at", "c"), Column("policy", "policy"), Column("setting", "setting"),
         Column("dev_gain", "gain on dev", "+.1%"), Column("gain", "gain", "+.1%"), Column("tau", "tau", ".2f"),
@@ -196,7 +196,7 @@ def compared_policies(at: AtCost) -> dict[str, Chosen]:
     return {name: chosen for name, chosen in named.items() if chosen is not None}
 
 
-def task_table(found: Sequence[Comparison]) -> Table:
+def task_table(found: Sequence[PolicyComparison]) -> Table:
     """Gains by task, at this machine's c."""
     rows = [
         {
@@ -220,7 +220,7 @@ def role_columns(rows: Sequence[Row]) -> list[Column]:
     return [Column(role, role) for role in known if any(role in row for row in rows)]
 
 
-def overlap_table(found: Sequence[Comparison]) -> Table:
+def overlap_table(found: Sequence[PolicyComparison]) -> Table:
     """Gains on the third of prompts whose answers have the least in common with the training text, and on the rest."""
     rows = []
     for compared in found:
@@ -286,7 +286,7 @@ def depth_rows(said: Findings) -> list[Row]:
     ]
 
 
-def summary_of(found: Sequence[Comparison], measured: Sequence[Row]) -> dict[str, Any]:
+def summary_of(found: Sequence[PolicyComparison], measured: Sequence[Row]) -> dict[str, Any]:
     """Flat numbers that texts quote: gains at each c by scene and policy, and the bars."""
     gains = {f"{row['scene']}, c={row['at']}, {row['policy']}: gain": row["gain"] for row in gain_rows(found)}
     bars = {

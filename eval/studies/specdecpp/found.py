@@ -55,7 +55,7 @@ class Measurements:
     labels: Mapping[str, Path]
 
 
-def write_results(study: LoadedStudy, found: Measurements) -> Path:
+def write_study_results(study: LoadedStudy, found: Measurements) -> Path:
     """results.json of the study, whose tables are printed."""
     config, draft, times = study.config, study.models.draft, found.times
     assert draft is not None
@@ -93,7 +93,7 @@ def write_results(study: LoadedStudy, found: Measurements) -> Path:
 
 
 def drafting(rows: Sequence[Row]) -> list[Row]:
-    """Without ar, whose target calls read one row: what the times are fitted to."""
+    """The methods without ar, whose target calls read one row: what the times are fitted to."""
     return [row for row in rows if row["method"] != "ar"]
 
 

@@ -19,7 +19,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.replay.record import Recording
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.settings import Decoding
-from draftsmith.eval.studies.common import head_directories, load, load_heads, recorded_chains
+from draftsmith.eval.studies.common import head_directories, load_heads, load_study_models, recorded_chains
 from draftsmith.eval.studies.forward_times import ForwardTimes
 from draftsmith.eval.studies.specdecpp.sweep import (
     PUBLISHED_H,
@@ -200,7 +200,7 @@ def load_study(config: SpecDecPPConfig, heads: Path) -> LoadedStudy:
     }
     everything = [prompt for own in prompts.values() for prompt in own]
     paths = {"target": config.target, "draft": config.draft}
-    models = load(config, paths, ["spec"], config.sampling, everything)
+    models = load_study_models(config, paths, ["spec"], config.sampling, everything)
     assert models.draft is not None
     places = head_directories(heads)
     for place in places.values():
@@ -229,7 +229,7 @@ def dev_methods(config: SpecDecPPConfig) -> list[str]:
     return [rule.method(config.min_drafted, config.max_drafted) for rule in rules]
 
 
-def choose(study: LoadedStudy, settings: Sequence[Setting], times: ForwardTimes) -> ChosenRules:
+def choose_fastest(study: LoadedStudy, settings: Sequence[Setting], times: ForwardTimes) -> ChosenRules:
     """The fastest settings by the cost model."""
     fixed = [setting for setting in settings if setting.rule.k]
     stopped = [setting for setting in settings if setting.rule.head is not None]

@@ -108,7 +108,7 @@ def replayed(
     if rule.k:
         lengths = replay.fixed_k(rollouts, rule.k)
     elif rule.t:
-        lengths = replay.confidence(rollouts, rule.t, 1, grid.maximum)
+        lengths = replay.confidence_lengths(rollouts, rule.t, 1, grid.maximum)
     elif rule.known:
         lengths = replay.threshold(rollouts, true_probs(rollouts), rule.h, (1, grid.maximum), late=False)
     elif rule.head is None:

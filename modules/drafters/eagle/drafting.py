@@ -21,7 +21,7 @@ from draftsmith.modules.drafters.eagle.net import EagleNet
 from draftsmith.modules.finite import blame
 from draftsmith.modules.kv_cache import KVCache
 from draftsmith.modules.lean import LeanStack, as_bias
-from draftsmith.modules.lean_rows import CachedRows, Run, at, cached_rows
+from draftsmith.modules.lean_rows import CachedRows, Run, cached_rows, picked_of
 from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
@@ -45,7 +45,7 @@ class LeanHead:
         """Feed pairs (x_{t+1}, f_t): logits and states of what is picked (`lean_rows.Forward`)."""
         if not isinstance(ids, Tensor):
             ids = torch.tensor(ids, device=self._target.device)
-        hidden = at(run(self.fuse(ids, features)), picked)
+        hidden = picked_of(run(self.fuse(ids, features)), picked)
         return self._target.lm_head(hidden), hidden
 
 
@@ -122,7 +122,7 @@ class EagleDrafter:
         params: SamplingParams,
         sources: Sequence[Source],
     ) -> list[DraftTree]:
-        """From logits [B, 1, V] and hidden [B, 1, H] of the last pairs read."""
+        """A draft from logits [B, 1, V] and hidden [B, 1, H] of the last pairs read."""
         rows = self.rows
 
         def step(tokens: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
@@ -176,10 +176,10 @@ class EagleTreeDrafter(EagleDrafter):
         capacity: int,
         rows: int = 1,
         static: bool | None = None,
-        judge: AcceptanceHead | None = None,
+        acceptance: AcceptanceHead | None = None,
         rules: Sequence[TreeRule] | None = None,
     ):
-        """judge: a head that judges trees, whose probabilities are the nodes' values. rules: how far each row's dynamic
+        """acceptance: a head of trees, whose probabilities are the nodes' values. rules: how far each row's dynamic
         tree is to grow, and how many of its `nodes` to take."""
         assert rules is None or (isinstance(shape, DynamicTree) and shape.value and shape.rerank)
         self.shape, self.rules = shape, rules
@@ -188,7 +188,9 @@ class EagleTreeDrafter(EagleDrafter):
         else:
             self._room = width = len(shape.parents)
         super().__init__(head, target, [FixedLength(1)] * rows, capacity, static)
-        self._judge = None if judge is None else TreePredictor(judge, target.embed, target.info.vocab_size)
+        self._predictor = (
+            None if acceptance is None else TreePredictor(acceptance, target.embed, target.info.vocab_size)
+        )
         own = torch.eye(width, dtype=torch.bool, device=target.device)
         self._own = as_bias(own, target.dtype)  # nodes of a level see themselves and not each other
 
@@ -219,7 +221,7 @@ class EagleTreeDrafter(EagleDrafter):
 
         if isinstance(self.shape, StaticTree):
             return grow_static(self.shape, level, expand, limits)
-        return grow_dynamic(self.shape, level, expand, limits, params, self._judge, self._rules)
+        return grow_dynamic(self.shape, level, expand, limits, params, self._predictor, self._rules)
 
     def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
         self._rules = None if self.rules is None else list(self.rules[: len(prompts)])

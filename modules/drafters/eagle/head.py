@@ -235,8 +235,8 @@ class EagleHead(EagleNet, DraftHead):
     def loss(
         self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings, step: TrainStep | None
     ) -> LossOutput:
-        """In training features are read with U(-noise, noise) * feature_std added, so that the head learns to draft on
-        its own imprecise ones."""
+        """The loss. In training features are read with U(-noise, noise) * feature_std added, so that the head learns to
+        draft on its own imprecise ones."""
         pair, passes = shift(batch), 1
         features = pair.features.to(self.fc.weight.dtype)
         if step is not None:
@@ -258,7 +258,7 @@ class EagleHead(EagleNet, DraftHead):
         return self.unroll(embeds, features, passes, pair.position_ids, pair.documents)
 
     def validation(self, batch: FeatureBatch, target: CausalLM, settings: EagleSettings) -> LossOutput:
-        """With `agreement`."""
+        """The metrics of validation, with `agreement`."""
         output = self.loss(batch, target, settings, None)
         if not settings.agreement_steps:
             return output

@@ -114,7 +114,7 @@ class Eagle2(DynamicTrees):
         head = tree_head(models) if self.value == "head" else None
         shape = DynamicTree(nodes, depth, self.topk, self.value != "off", self.rerank)
         eagle, target, capacity = models.heads["eagle"], models.target, models.capacity
-        return EagleTreeDrafter(eagle, target, shape, capacity, rows, judge=head, rules=rules)
+        return EagleTreeDrafter(eagle, target, shape, capacity, rows, acceptance=head, rules=rules)
 
 
 def tree_head(models: Models) -> AcceptanceHead:

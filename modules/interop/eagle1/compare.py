@@ -48,7 +48,7 @@ class ProbeRows:
         return ProbeRows(probe.ids[1:], probe.features[:-1], choices, counts)
 
 
-class Comparison:
+class ReadingComparison:
     """One reading of a directory on probes of the target."""
 
     def __init__(self, reading: Reading, package: Package, trial: Trial):

@@ -16,8 +16,8 @@ from draftsmith.modules.interop.eagle1.reader import (
     ROTARY_BUFFERS,
     Biases,
     Sizes,
-    number,
-    positions,
+    config_number,
+    max_positions,
     positive,
     same_values,
 )
@@ -134,7 +134,7 @@ def parse_head(package: Package, target: TargetFacts | None, producer: Producer)
     tensors = _own_tensors(package, target, notes)
     kept = _kept_biases(tensors, producer, raw.get("bias") is False, notes)
     max_position = positive(raw, "max_position_embeddings")
-    longest = max(max_position, positions(target))
+    longest = max(max_position, max_positions(target))
     if longest > max_position:
         notes.append(f"max_position_embeddings {max_position} is raised to the target's {longest}, as vLLM does")
     if "rms_norm_eps" not in raw:
@@ -148,7 +148,7 @@ def parse_head(package: Package, target: TargetFacts | None, producer: Producer)
         num_kv_heads=size.kv_heads,
         head_dim=size.head_dim,
         max_position=longest,
-        rms_eps=number(raw, "rms_norm_eps", 1e-6),
+        rms_eps=config_number(raw, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=kept.qkv,
@@ -195,8 +195,8 @@ def _checked_fields(raw: Mapping[str, Any], size: Sizes, target: TargetFacts | N
 
 
 def _own_tensors(package: Package, target: TargetFacts | None, notes: list[str]) -> dict[str, Tensor]:
-    """Without prefix, and without what is not of the head: rotary buffers, the target's tables, a norm that no system
-    applies."""
+    """Tensors without prefix, and without what is not of the head: rotary buffers, the target's tables, a norm that no
+    system applies."""
     tensors: dict[str, Tensor] = {}
     for on_disk, tensor in package.tensors.items():
         name = on_disk.removeprefix("model.")

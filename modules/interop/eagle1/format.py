@@ -19,7 +19,7 @@ from draftsmith.modules.interop.base import (
     TargetFacts,
     Trial,
 )
-from draftsmith.modules.interop.eagle1.compare import DRAFT_STEPS, Comparison, settings_differ
+from draftsmith.modules.interop.eagle1.compare import DRAFT_STEPS, ReadingComparison, settings_differ
 from draftsmith.modules.interop.eagle1.detect import producer
 from draftsmith.modules.interop.eagle1.directory import Producer, parse_head
 from draftsmith.modules.interop.eagle1.reader import Biases, Reader, Sizes, sizes, slots
@@ -82,7 +82,7 @@ class EagleFormat(HeadFormat):
         return parse_head(package, target, Producer(self.system, self.biases(raw), sizes(raw), self.zero_bias))
 
     def compare(self, reading: Reading, head: nn.Module, package: Package, trial: Trial) -> list[Measure]:
-        return Comparison(reading, package, trial).measures(head)
+        return ReadingComparison(reading, package, trial).measures(head)
 
     def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
         """The type to run in: the target's, whatever type the weights are stored in. SGLang would otherwise run a head

@@ -70,7 +70,7 @@ def positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
-def number(raw: Mapping[str, Any], key: str, default: float) -> float:
+def config_number(raw: Mapping[str, Any], key: str, default: float) -> float:
     """A number in a `config.json`, `default` where it is absent."""
     value = raw.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -78,7 +78,7 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def positions(target: TargetFacts | None) -> int:
+def max_positions(target: TargetFacts | None) -> int:
     """How many the target has, 0 where that is not known."""
     return 0 if target is None else int(target.raw.get("max_position_embeddings") or 0)
 
@@ -184,7 +184,7 @@ class Reader:
             "num_heads": size.heads,
             "num_kv_heads": size.kv_heads,
             "head_dim": size.head_dim,
-            "rms_eps": number(raw, "rms_norm_eps", 1e-6),
+            "rms_eps": config_number(raw, "rms_norm_eps", 1e-6),
             "inv_freq": inverse_frequencies(rope, size.head_dim),
             "max_position": positive(raw, "max_position_embeddings"),
         }

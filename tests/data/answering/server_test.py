@@ -171,7 +171,7 @@ def test_a_server_that_returns_only_text_gives_marked_rows(vllm_like, ask, capsy
     assert Manifest.read(directory).counts["retokenised"] == len(rows)
 
 
-def test_a_refusal_that_asking_again_can_not_mend_is_one_error(vllm_like, ask):
+def test_a_refusal_that_asking_again_cannot_mend_is_one_error(vllm_like, ask):
     server = vllm_like()
     with pytest.raises(InputError, match=r"server: found .*status 404.*no model huge"):
         ask(server.url, model="huge")
@@ -196,7 +196,7 @@ def test_no_server_is_an_input_error_after_the_retries(ask):
         ({"url": "http://[::1/v1"}, {}, "server.url"),
     ],
 )
-def test_settings_that_can_not_work_are_refused(remake, settings, changes, what):
+def test_settings_that_cannot_work_are_refused(remake, settings, changes, what):
     with pytest.raises(InputError, match=what):
         remake("responses", engine="openai", server=ServerConfig(**settings), **changes)
 

@@ -83,7 +83,7 @@ def test_a_changed_tensor_of_an_acceptance_head_is_found(tied, draft, tmp_path, 
     assert f"{name}" in capsys.readouterr().out
 
 
-def test_what_specdec_pp_can_not_hold_is_refused_with_the_remedy(tied, draft, tmp_path):
+def test_what_specdec_pp_cannot_hold_is_refused_with_the_remedy(tied, draft, tmp_path):
     own_blocks = save_head(tmp_path / "own", varied_acceptance_head(32), {}, "card")
     with pytest.raises(InputError, match="--tied"):
         export(ExportConfig(format="specdec_pp", head=own_blocks, draft=draft, output=tmp_path / "out"))
@@ -122,7 +122,9 @@ def test_an_acceptance_head_is_exported_with_a_statement_of_its_inputs(draft, tm
     assert check(CheckConfig(directory=there, format="acceptance", draft=draft)) == 0
     (there / "config.json").write_text(json.dumps({**config, "knots": []}))  # nothing else would tell
     assert check(CheckConfig(directory=there, format="acceptance", draft=draft, head=made)) == 1
-    with pytest.raises(InputError, match="head: found a head that judges a chain by the state before the token, log_q"):
+    with pytest.raises(
+        InputError, match="head: found a head that predicts for a chain by the state before the token, log_q"
+    ):
         export(ExportConfig(format="specdec_pp", head=made, draft=draft, output=tmp_path / "out"))
 
 

@@ -242,7 +242,7 @@ def test_a_head_to_train_on_is_float32_trainable_and_of_no_particular_model(save
         ("nowhere", "eagle", HIDDEN, None, "init: found .*nowhere"),
     ],
 )
-def test_a_head_that_can_not_be_trained_on_is_refused(saved, directory, kind, width, vocab, expected):
+def test_a_head_that_cannot_be_trained_on_is_refused(saved, directory, kind, width, vocab, expected):
     with pytest.raises(InputError, match=expected):
         starting_head(saved.with_name(directory), kind, width, vocab)
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from draftsmith.data.store.feature_codec import decode, encode, read, rounded, token_bytes, token_scale
+from draftsmith.data.store.feature_codec import decode, encode, rounded, stored_features, token_bytes, token_scale
 from draftsmith.data.store.manifest import Manifest
 
 
@@ -76,7 +76,7 @@ def test_a_safetensors_file_gives_back_what_was_encoded(tmp_path, dtype):
     features = like_hidden_states(5, 32)
     save_file({"0000007" + suffix: tensor for suffix, tensor in encode(features, dtype).items()}, tmp_path / "x")
     with safe_open(tmp_path / "x", framework="pt") as file:
-        assert torch.equal(read(file, "0000007"), decode(encode(features, dtype)))
+        assert torch.equal(stored_features(file, "0000007"), decode(encode(features, dtype)))
         stored = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118  (no dictionary)
     assert stored == 5 * token_bytes(32, dtype)
 

@@ -21,7 +21,7 @@ from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.fit import train_and_val
-from draftsmith.train.planning.documents import documents_of
+from draftsmith.train.planning.documents import training_documents
 
 
 def test_features_of_a_row_are_those_of_its_tokens(answered, oracle, tmp_path):
@@ -47,7 +47,7 @@ def test_labels_are_on_answer_tokens_of_every_turn(answered, tmp_path):
         p = target.lm_head(target.features(whole))[0].softmax(-1)
         places = [at for start, end in spans(row["loss_mask"]) for at in range(start, end)]
         assert len(places) == len(row["draft_ids"]) == sum(row["loss_mask"])
-        # The responses are greedy, so one-hot laws: Y is the draft's choice, kept where it is the target's.
+        # The responses are greedy, so one-hot distributions: Y is the draft's choice, kept where it is the target's.
         assert row["draft_ids"] == [int(q[at - 1].argmax()) for at in places]
         assert row["accept_prob"] == [float(q[at - 1].argmax() == p[at - 1].argmax()) for at in places]
     data = AcceptanceDataset(config.output, mix=0.3)
@@ -92,7 +92,7 @@ def test_rows_of_a_conversation_stay_on_one_side_of_the_validation_split(rewritt
         sides = [{owner[i] for i in side.indices} for side in (train, val)]
         assert sides[0] | sides[1] == set(names) and not sides[0] & sides[1]
         # What `plan` expects is what is trained on.
-        assert documents_of(config, training, 0, 0).lengths == train.lengths
+        assert training_documents(config, training, 0, 0).lengths == train.lengths
 
 
 def training_data(source: Path, root: Path) -> list:

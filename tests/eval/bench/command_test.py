@@ -279,7 +279,7 @@ def test_sampled_batches_repeat_with_their_seed(config, tmp_path):
         ({"batch_size": "0"}, "batch_size: found 0"),
     ],
 )
-def test_what_can_not_be_batched_is_told_before_anything_is_loaded(tmp_path, capsys, change, expected):
+def test_what_cannot_be_batched_is_told_before_anything_is_loaded(tmp_path, capsys, change, expected):
     arguments = {"target": "absent", "prompts": "absent", "draft": "absent", "eagle": "absent", "batch_size": "4",
                  "output": str(tmp_path), **change}  # fmt: skip
     assert main(["eval", "bench", *(word for key, value in arguments.items() for word in (f"--{key}", value))]) == 2

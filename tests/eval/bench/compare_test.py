@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from draftsmith.eval.bench.compare import compare, open_bench
+from draftsmith.eval.bench.compare import compare_runs, open_bench
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.results import Measured, failed_row, measured_row, write_rows
+from draftsmith.eval.bench.results import MeasuredPrompt, failed_row, measured_row, write_rows
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
@@ -24,16 +24,16 @@ META: dict[str, Any] = {
 }  # fmt: skip
 
 
-def item(number: int, tokens: list[int], cpu_s: float, rounds: int) -> Measured:
+def item(number: int, tokens: list[int], cpu_s: float, rounds: int) -> MeasuredPrompt:
     """An answer of one prefill token, and the rest spread over so many rounds."""
     per_round, rest = divmod(len(tokens) - 1, rounds)
     steps = [DecodeStep(5, per_round - 1 + (i < rest), per_round + (i < rest), 5) for i in range(rounds)]
     trace = DecodeTrace(steps, prefill_emitted=1)
     prompt = BenchPrompt(str(number), [1, 2], "task", number=number)
-    return Measured(prompt, number, tokens, trace, False, cpu_s, cpu_s, (cpu_s,), (cpu_s,))
+    return MeasuredPrompt(prompt, number, tokens, trace, False, cpu_s, cpu_s, (cpu_s,), (cpu_s,))
 
 
-def write(directory: Path, methods: dict[str, list[Measured]], more: tuple = (), **changes: Any) -> str:
+def write(directory: Path, methods: dict[str, list[MeasuredPrompt]], more: tuple = (), **changes: Any) -> str:
     directory.mkdir()
     rows = [measured_row(each, method, 0.0) for method, items in methods.items() for each in items]
     write_rows(directory / "prompts.parquet", [*rows, *more])
@@ -57,7 +57,7 @@ def runs(tmp_path) -> tuple[str, str]:
 
 
 def test_ratios_differences_and_intervals_by_hand(runs):
-    (table,) = compare(*(open_bench(path) for path in runs), seed=0)
+    (table,) = compare_runs(*(open_bench(path) for path in runs), seed=0)
     rows = {row["method"]: row for row in table.rows}
     assert list(rows) == ["ar", "eagle:k=5"]
     row = rows["eagle:k=5"]
@@ -93,7 +93,7 @@ def test_tokens_per_second_of_different_machines_are_left_out(tmp_path):
         ("threads", {"settings": {**META["settings"], "num_threads": 4}}),
     ):
         second = write(tmp_path / name, {"ar": AR, "spec": FAST}, **changes)
-        (table,) = compare(open_bench(first), open_bench(second), seed=0)
+        (table,) = compare_runs(open_bench(first), open_bench(second), seed=0)
         titles = [column.title for column in table.columns]
         assert "tokens/s B/A" not in titles and {"speed-up A", "tau B"} <= set(titles)
         assert table.rows[1]["gain"] == pytest.approx(5 / 4) and "speed" not in table.rows[1]
@@ -103,7 +103,7 @@ def test_prompts_that_one_run_failed_on_are_left_out_of_both(tmp_path):
     first = write(tmp_path / "a", {"ar": AR, "spec": SLOW})
     failed = tuple(failed_row(AR[1].prompt, 1, method, 0.0, "too long") for method in ("ar", "spec"))
     second = write(tmp_path / "b", {"ar": AR[:1], "spec": FAST[:1]}, failed)
-    (table,) = compare(open_bench(first), open_bench(second), seed=0)
+    (table,) = compare_runs(open_bench(first), open_bench(second), seed=0)
     assert table.rows[1]["speed"] == 2.0 and table.rows[1]["speed_ci"] == "" and table.rows[1]["equal"] == "1 of 1"
 
 

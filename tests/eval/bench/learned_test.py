@@ -13,7 +13,7 @@ from quick_heads import varied_acceptance_head, varied_tree_head
 from run_models import run_models
 
 from draftsmith.data.models.loading import load_lm
-from draftsmith.eval.bench.prompt_runner import measure
+from draftsmith.eval.bench.prompt_runner import measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import (
     EngineRunner,
@@ -134,7 +134,7 @@ def test_repeats_teach_nothing_more(lms):
     once, thrice = (runner(lms, LEARNING[0]) for _ in range(2))
     for number, group in enumerate(GROUPS):
         found = [
-            measure({"online": made}, group, number, COUNT, repeats, [number])["online"][0]
+            measure_group({"online": made}, group, number, COUNT, repeats, [number])["online"][0]
             for made, repeats in ((once, 1), (thrice, 3))
         ]
         assert found[0].tokens == found[1].tokens and found[0].trace == found[1].trace

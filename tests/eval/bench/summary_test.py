@@ -12,7 +12,7 @@ from rich.console import Console
 from draftsmith.eval.bench.prompt_runner import medians_of
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import (
-    Measured,
+    MeasuredPrompt,
     failed_row,
     failures_of,
     measured_row,
@@ -29,9 +29,9 @@ from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
 def measured(
     tokens: list[int], steps: list[DecodeStep], cpu_s: float, wall_s: float, task: str = "", group: int = 0
-) -> Measured:
+) -> MeasuredPrompt:
     trace = DecodeTrace(steps, prefill_emitted=1)
-    return Measured(BenchPrompt("id", [1, 2], task), group, tokens, trace, False, wall_s=wall_s, cpu_s=cpu_s)
+    return MeasuredPrompt(BenchPrompt("id", [1, 2], task), group, tokens, trace, False, wall_s=wall_s, cpu_s=cpu_s)
 
 
 AR = [
@@ -78,7 +78,7 @@ def test_the_interval_is_seeded_and_holds_the_bootstrap_extremes():
 def test_what_was_timed_together_is_resampled_together():
     # Groups of two prompts, each with an equal share of its group's seconds: whole groups give 3x and 5/3x, as above
     # with their tokens halved, while resampling prompts would mix a share with its mate's.
-    def halves(items: list[Measured]) -> list[Measured]:
+    def halves(items: list[MeasuredPrompt]) -> list[MeasuredPrompt]:
         return [dataclasses.replace(i, wall_s=i.wall_s / 2, cpu_s=i.cpu_s / 2, tokens=t)
                 for i in items for t in (i.tokens[:1], i.tokens[1:])]  # fmt: skip
 
@@ -118,7 +118,7 @@ def test_medians_over_repeats_are_taken_for_each_clock():
 SETTINGS = {"temperature": 0.0, "dtype": "float32", "device": "cpu", "num_threads": 1, "repeats": 3}
 
 
-def results_of(methods: dict[str, list[Measured]], *temperatures: float) -> dict:
+def results_of(methods: dict[str, list[MeasuredPrompt]], *temperatures: float) -> dict:
     rows = [row for t in temperatures or (0.0,) for row in summarise(methods, "cpu", 0, True, t)]
     return json.loads(json.dumps({"meta": {"clock": "cpu", "settings": SETTINGS}, "methods": rows}))
 
@@ -158,7 +158,7 @@ def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
 def test_turns_of_one_question_are_resampled_together():
     # Two questions of two turns. Question 1 is 3x in both turns, question 2 is 1x in both: resamples are 1x, 3x or the
     # mix of both, (8/4)/(8/8) = 2x, never something between, and the extremes have probability 1/4 each.
-    def turns(per_turn: float, question: int) -> list[Measured]:
+    def turns(per_turn: float, question: int) -> list[MeasuredPrompt]:
         one = [measured([1, 2], [DecodeStep(1, 0, 1, 1)], per_turn, per_turn, group=question) for _ in range(2)]
         return [dataclasses.replace(item, prompt=dataclasses.replace(item.prompt, turn=i + 1))
                 for i, item in enumerate(one)]  # fmt: skip

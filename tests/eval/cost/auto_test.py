@@ -39,7 +39,7 @@ def first(models, tmp_path_factory) -> BenchConfig:
 
 def interrupt_after(monkeypatch, calls: int) -> None:
     """The call number `calls` + 1 to `measure` raises what Ctrl-C raises."""
-    measure, seen = asking.measure, []
+    measure, seen = asking.measure_group, []
 
     def measured(*args):
         if len(seen) == calls:
@@ -47,7 +47,7 @@ def interrupt_after(monkeypatch, calls: int) -> None:
         seen.append(args)
         return measure(*args)
 
-    monkeypatch.setattr(asking, "measure", measured)
+    monkeypatch.setattr(asking, "measure_group", measured)
 
 
 def rounds(config: BenchConfig) -> list[tuple]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from draftsmith.eval.cost.fit import LinearCost, explained, fit, fit_positive
+from draftsmith.eval.cost.fit import LinearCost, explained, fit_positive, least_squares
 
 COUNTS = [[1, 0], [4, 2], [2, 5], [7, 1]]
 
@@ -20,13 +20,13 @@ def seconds_of(cost: LinearCost) -> list[float]:
 @pytest.mark.parametrize("fixed", [0.0, 3.0])
 def test_what_made_the_seconds_is_found_again(fixed, relative):
     planted = LinearCost((0.5, 2.0), fixed)
-    found = fit(COUNTS, seconds_of(planted), fixed=fixed > 0, relative=relative)
+    found = least_squares(COUNTS, seconds_of(planted), fixed=fixed > 0, relative=relative)
     assert (*found.weights, found.fixed, found.r2) == pytest.approx((0.5, 2.0, fixed, 1.0))
 
 
 def test_relative_errors_weigh_small_measurements_as_much_as_large_ones():
     """Two measurements of one count contradict each other: 1 s for 1, and 20 s for 10."""
-    absolute, relative = fit([[1], [10]], [1, 20]), fit([[1], [10]], [1, 20], relative=True)
+    absolute, relative = least_squares([[1], [10]], [1, 20]), least_squares([[1], [10]], [1, 20], relative=True)
     assert absolute.weights[0] == pytest.approx(201 / 101)
     assert relative.weights[0] == pytest.approx(1.5 / 1.25)  # the least of (w - 1)^2 + (w / 2 - 1)^2
 
@@ -35,7 +35,7 @@ def test_r2_is_of_the_variance_and_not_defined_without_one():
     seconds = np.array([1.0, 2.0, 4.0])
     assert explained(LinearCost((0.0,), float(seconds.mean())), [[1], [2], [3]], seconds) == pytest.approx(0)
     assert explained(LinearCost((1.0,)), [[1], [2], [3]], seconds) == pytest.approx(1 - 1 / (14 / 3))
-    assert math.isnan(fit([[1], [1]], [2, 2]).r2)
+    assert math.isnan(least_squares([[1], [1]], [2, 2]).r2)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,10 @@ def test_no_weight_is_below_zero(planted, expected):
     found = fit_positive(COUNTS, seconds_of(LinearCost(planted))).weights
     assert min(found) >= 0
     if expected is None:  # the first count alone explains the most
-        assert found == (pytest.approx(fit([row[:1] for row in COUNTS], seconds_of(LinearCost(planted))).weights[0]), 0)
+        assert found == (
+            pytest.approx(least_squares([row[:1] for row in COUNTS], seconds_of(LinearCost(planted))).weights[0]),
+            0,
+        )
     else:
         assert found == pytest.approx(expected)
 

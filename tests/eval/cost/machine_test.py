@@ -8,7 +8,7 @@ import json
 import pytest
 
 from draftsmith.eval.cost.forwards import DraftCost
-from draftsmith.eval.cost.machine import DecodingCosts, Overhead, Probe, drafter_of, family_of, overhead
+from draftsmith.eval.cost.machine import DecodingCosts, Overhead, TimedAnswer, drafter_of, family_of, overhead
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.methods import Named, parse_methods
@@ -57,10 +57,10 @@ def test_families_and_their_drafters():
 def test_what_is_beyond_the_forwards_is_found_again():
     planted = Overhead(0.5, 0.25)
 
-    def probe(*steps: DecodeStep, family: str = "spec", extra: float = 0.0) -> Probe:
+    def probe(*steps: DecodeStep, family: str = "spec", extra: float = 0.0) -> TimedAnswer:
         trace = DecodeTrace(list(steps), prefill_emitted=1)
         spent = dataclasses.replace(COSTS, families={family: planted}).seconds(trace, one(family))
-        return Probe(family, one(family).method, Generation([0], trace, False), spent - extra)
+        return TimedAnswer(family, one(family).method, Generation([0], trace, False), spent - extra)
 
     bare = DecodingCosts(100, 5.0, COSTS.target, COSTS.tree, COSTS.drafters)
     short, long = [DecodeStep(1, 1, 2, 1)] * 5, [DecodeStep(4, 2, 3, 4)] * 3

@@ -51,8 +51,8 @@ def test_a_run_measures_the_target_once_and_every_kind_of_tree_once(models):
     known = dict(models.times.seconds)
     assert len(first.verify) == 129 and min(first.verify) > 0 and first.first > 0
     assert tree_times(models, "eagle2:nodes=auto:topk=3:depth=2") == first
-    judged = tree_times(models, "eagle2:nodes=auto:topk=3:value=head")
-    assert judged.verify == first.verify
+    predicted = tree_times(models, "eagle2:nodes=auto:topk=3:value=head")
+    assert predicted.verify == first.verify
     assert {key: models.times.seconds[key] for key in known} == known and len(models.times.seconds) == len(known) + 1
 
 

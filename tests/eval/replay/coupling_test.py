@@ -1,4 +1,4 @@
-"""Drafts coupled with the target's text have the law of drafts that the target verifies."""
+"""Drafts coupled with the target's text have the distribution of drafts that the target verifies."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ SIZE = 5
 EDGE = 1e-9
 
 
-def random_law(seed: int) -> torch.Tensor:
+def random_distribution(seed: int) -> torch.Tensor:
     """One of its entries is zero, in places that differ."""
-    law = torch.rand(SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    law[seed % SIZE] = 0
-    return law / law.sum()
+    distribution = torch.rand(SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    distribution[seed % SIZE] = 0
+    return distribution / distribution.sum()
 
 
 def p_after(prefix: tuple[int, ...]) -> torch.Tensor:
-    return random_law(hash((1, *prefix)) % 9973)
+    return random_distribution(hash((1, *prefix)) % 9973)
 
 
 def q_after(prefix: tuple[int, ...]) -> torch.Tensor:
-    return random_law(hash((2, *prefix)) % 9973)
+    return random_distribution(hash((2, *prefix)) % 9973)
 
 
 class Recorded:
-    """A source that gives a chosen token and remembers the law it was asked for."""
+    """A source that gives a chosen token and remembers the distribution it was asked for."""
 
     def __init__(self, token: int):
-        self.token, self.law = token, None
+        self.token, self.distribution = token, None
 
     def draw(self, probs: torch.Tensor) -> int:
-        self.law = probs
+        self.distribution = probs
         return self.token
 
 
 def branches(text: TargetText, start: int, prefix: tuple[int, ...]):
     """(y, accepted, weight) of one draw, given the text: the uniform's two sides by their lengths, the free draw by its
-    law. Where the uniform's edge is comes from the code: it is searched for."""
+    distribution. Where the uniform's edge is comes from the code: it is searched for."""
 
     def draw(uniform: float, token: int) -> tuple[int, torch.Tensor | None]:
         uniforms = list(text.uniforms)
         uniforms[start] = uniform
         free = Recorded(token)
-        source = CoupledSource(TargetText(text.tokens, text.laws, uniforms), start, free)
-        return source.draw(q_after(prefix)), free.law
+        source = CoupledSource(TargetText(text.tokens, text.distributions, uniforms), start, free)
+        return source.draw(q_after(prefix)), free.distribution
 
     low, high = 0.0, 1.0
     if draw(0.0, 0)[1] is not None:
@@ -60,9 +60,9 @@ def branches(text: TargetText, start: int, prefix: tuple[int, ...]):
     if accepted > 0:
         yield draw(0.0, 0)[0], True, accepted
     if 1 - accepted > EDGE:
-        law = draw(1 - 1e-16, 0)[1]
+        distribution = draw(1 - 1e-16, 0)[1]
         for token in range(SIZE):
-            yield draw(1 - 1e-16, token)[0], False, (1 - accepted) * law[token].item()
+            yield draw(1 - 1e-16, token)[0], False, (1 - accepted) * distribution[token].item()
 
 
 def test_a_coupled_draft_is_drawn_from_q_and_accepted_as_speculative_sampling_accepts():
@@ -70,11 +70,11 @@ def test_a_coupled_draft_is_drawn_from_q_and_accepted_as_speculative_sampling_ac
     accepted with min(1, p/q), else replaced by a draw from norm((p - q)+)."""
     coupled: dict[tuple, float] = {}
     for tokens in itertools.product(range(SIZE), repeat=2):
-        laws = torch.stack([p_after(()), p_after(tokens[:1])])
-        weight = (laws[0, tokens[0]] * laws[1, tokens[1]]).item()
+        distributions = torch.stack([p_after(()), p_after(tokens[:1])])
+        weight = (distributions[0, tokens[0]] * distributions[1, tokens[1]]).item()
         if weight == 0:
             continue
-        text = TargetText(list(tokens), laws, [0.5, 0.5])
+        text = TargetText(list(tokens), distributions, [0.5, 0.5])
         for first, accepted, w1 in branches(text, 0, ()):
             if not accepted:
                 add(coupled, (first, False, tokens[0]), weight * w1)
@@ -107,20 +107,20 @@ def speculative(prefix: tuple[int, ...]):
             yield y, False, own, q[y] * (1 - keep) * excess[own] / sum(excess)
 
 
-def add(law: dict, key: tuple, weight: float) -> None:
+def add(distribution: dict, key: tuple, weight: float) -> None:
     if weight:
-        law[key] = law.get(key, 0) + weight
+        distribution[key] = distribution.get(key, 0) + weight
 
 
 def test_past_a_rejection_and_past_the_text_the_draft_goes_on_by_itself():
-    laws = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    distributions = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     never = torch.tensor([0.0, 1.0], dtype=torch.float64)
     free = Recorded(1)
-    rejected = CoupledSource(TargetText([0, 1], laws, [0.3, 0.3]), 0, free)
-    assert rejected.draw(never) == 1 and free.law.tolist() == [0, 1]
+    rejected = CoupledSource(TargetText([0, 1], distributions, [0.3, 0.3]), 0, free)
+    assert rejected.draw(never) == 1 and free.distribution.tolist() == [0, 1]
     other = torch.tensor([0.4, 0.6], dtype=torch.float64)
-    assert rejected.draw(other) == 1 and free.law is other
-    past = CoupledSource(TargetText([0, 1], laws, [0.3, 0.3]), 2, free)
-    free.law = None
+    assert rejected.draw(other) == 1 and free.distribution is other
+    past = CoupledSource(TargetText([0, 1], distributions, [0.3, 0.3]), 2, free)
+    free.distribution = None
     past.draw(other)
-    assert free.law is other
+    assert free.distribution is other

@@ -148,19 +148,19 @@ def test_a_replay_is_the_decoders_trace(request, which, name):
 
 
 @pytest.mark.parametrize(
-    ("judged", "auto", "any_depth", "nodes"),
+    ("predicted", "auto", "any_depth", "nodes"),
     [(True, False, False, 7), (False, True, False, 30), (True, True, True, 30), (False, True, True, 30)],
 )
-def test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace(tiny, judged, auto, any_depth, nodes):
+def test_a_replay_of_predicted_trees_and_of_their_size_is_the_decoders_trace(tiny, predicted, auto, any_depth, nodes):
     models, times = tiny.models, TreeTimes(1.0, 0.2, tuple(10 + 0.01 * n for n in range(31)))
-    judge = varied_tree_head(models.target.info.hidden_size) if judged else None
+    head = varied_tree_head(models.target.info.hidden_size) if predicted else None
     rules = [TreeRule(times, any_depth) for _ in range(2)] if auto else [None, None]
     shape = DynamicTree(nodes, TREE_DEPTH, TOPK)
     own = rules[:1] if auto else None
-    drafter = EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, judge=judge, rules=own)
-    method = Eagle2(nodes=1, topk=TOPK, value="head" if judged else "on")
+    drafter = EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, acceptance=head, rules=own)
+    method = Eagle2(nodes=1, topk=TOPK, value="head" if predicted else "on")
     recorder = TreeRecorder(
-        dataclasses.replace(models, acceptance=judge),
+        dataclasses.replace(models, acceptance=head),
         method,
         tree_recording(tiny.new_tokens, tiny.eos_ids),
         keep_values=30 if auto else 0,
@@ -169,7 +169,7 @@ def test_a_replay_of_judged_trees_and_of_their_size_is_the_decoders_trace(tiny, 
     assert replay.replay_tree(rollouts, nodes, TREE_DEPTH, rules[1]) == decoded
     totals = pool(decoded)
     assert 0 < totals.num_accepted < totals.num_draft_tokens
-    assert judged == (rollouts.rank != tiny.trees.rank).any()
+    assert predicted == (rollouts.rank != tiny.trees.rank).any()
     if auto:
         sizes = {(step.draft_calls, step.num_drafted) for trace in decoded for step in trace.steps}
         assert rules[0].pace == rules[1].pace and len(sizes) > 2
@@ -201,7 +201,7 @@ def test_the_oracle_discards_nothing_and_calls_the_target_once_a_disagreement(em
 
 def test_what_is_known_of_drafted_tokens(embedded):
     rollouts = embedded.chains["draft"]
-    judged = rollouts.judged()
+    verified = rollouts.verified()
     texts = [answer.tokens for answer in rollouts.answers]
     for row in range(0, len(rollouts.start), 7):
         text = texts[rollouts.answer[row]][rollouts.start[row] :]
@@ -209,10 +209,10 @@ def test_what_is_known_of_drafted_tokens(embedded):
         accepted = (same + [False]).index(False)
         assert rollouts.num_accepted[row] == accepted
         expected = [1.0] * accepted + [0.0] * (len(same) > accepted)
-        assert rollouts.accept_prob[row, judged[row]].tolist() == expected[:DEPTH]
+        assert rollouts.accept_prob[row, verified[row]].tolist() == expected[:DEPTH]
     drafted = rollouts.token >= 0
     assert (rollouts.log_q[drafted] == rollouts.log_max_q[drafted]).all()  # greedy drafts are the argmax
-    # The entropy lies between that of the most and of the least spread law with this maximum.
+    # The entropy lies between that of the most and of the least spread distribution with this maximum.
     largest = np.exp(rollouts.log_max_q[drafted])
     spread = -largest * np.log(largest) - (1 - largest) * np.log(np.maximum(1 - largest, 1e-300) / 2047)
     assert (rollouts.entropy[drafted] <= spread + 1e-3).all() and (rollouts.entropy[drafted] >= -1e-6).all()

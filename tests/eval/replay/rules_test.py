@@ -30,14 +30,14 @@ def rows(count: int = 2) -> ChainRollouts:
         (0.95, 1, 5, 5), (0.95, 1, 4, 4), (0.1, 3, 5, 3), (0.1, 1, 1, 1), (0.625, 4, 4, 4), (0.0, 1, 5, 2),
     ],
 )  # fmt: skip
-def test_a_threshold_is_passed_not_met_and_judges_the_tokens_before_the_last(h, minimum, maximum, length):
+def test_a_threshold_is_passed_not_met_and_asks_of_the_tokens_before_the_last(h, minimum, maximum, length):
     rollouts = rows()
     probs = np.tile(PROBS, (len(rollouts.start), 1))
     assert replay.threshold(rollouts, probs, h, (minimum, maximum), True).tolist() == [length] * len(rollouts.start)
-    # A head that judges the last token too is one token earlier, where the least allows it.
+    # A head that predicts for the last token too is one token earlier, where the least allows it.
     early = replay.threshold(rollouts, probs, h, (minimum, maximum), False).tolist()
-    judged_too = next((n for n in range(minimum, maximum) if 1 - np.prod(PROBS[:n]) > h), maximum)
-    assert early == [judged_too] * len(rollouts.start)
+    predicted_too = next((n for n in range(minimum, maximum) if 1 - np.prod(PROBS[:n]) > h), maximum)
+    assert early == [predicted_too] * len(rollouts.start)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_confidence_that_equals_the_threshold_goes_on(t, minimum, maximum, len
     rollouts = rows()
     rollouts.log_q[:] = np.log(PROBS)
     assert set(np.exp(rollouts.log_q).flat) == {0.5, 0.75}  # no rounding decides
-    assert replay.confidence(rollouts, t, minimum, maximum).tolist() == [length] * len(rollouts.start)
+    assert replay.confidence_lengths(rollouts, t, minimum, maximum).tolist() == [length] * len(rollouts.start)
 
 
 def test_self_verification_goes_on_at_an_entropy_that_equals_the_mean():

@@ -71,7 +71,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> World:
-    root = tmp_path_factory.mktemp("judged")
+    root = tmp_path_factory.mktemp("predicted")
     directory = tiny_llama_dir(root / "target", seed=3)
     target = load_lm(str(directory))
     draft = load_lm(str(near_copy(directory, root / "draft", noise=0.15)))
@@ -97,16 +97,16 @@ def rule_of(name: str) -> ThresholdRule | CostRule:
 
 
 @pytest.mark.parametrize("drafter", ["draft", "eagle"])
-@pytest.mark.parametrize("judge", ["before", "late", "online q", "online max_q"])
+@pytest.mark.parametrize("predictor", ["before", "late", "online q", "online max_q"])
 @pytest.mark.parametrize("rule", ["threshold", "cost"])
-def test_a_replay_is_the_decoders_trace_and_learns_as_it_does(world, drafter, judge, rule):
+def test_a_replay_is_the_decoders_trace_and_learns_as_it_does(world, drafter, predictor, rule):
     rollouts = world.recorded(drafter, GREEDY)
-    if judge.startswith("online"):
-        own, recorded = OnlinePredictor(judge.split()[1]), RecordedOnline(rollouts, judge.split()[1])
+    if predictor.startswith("online"):
+        own, recorded = OnlinePredictor(predictor.split()[1]), RecordedOnline(rollouts, predictor.split()[1])
     else:
-        head = world.heads[judge]
+        head = world.heads[predictor]
         own = HeadPredictor(head, world.embeds[drafter].embed)
-        recorded = KnownPredictor(head_probs(rollouts.heads[judge], head, True), late=judge == "late")
+        recorded = KnownPredictor(head_probs(rollouts.heads[predictor], head, True), late=predictor == "late")
     stop = PredictorStop(own, rule_of(rule), 1, DEPTH)
     chain = build_chains(world.models, drafter, [stop])
     decoded = [
@@ -115,7 +115,7 @@ def test_a_replay_is_the_decoders_trace_and_learns_as_it_does(world, drafter, ju
     ]
     assert replay_by_prediction(rollouts, recorded, rule_of(rule), 1, DEPTH) == decoded
     lengths = {step.num_drafted for trace in decoded for step in trace.steps}
-    assert len(lengths) > 1 or rule == "cost"  # the judge had a say
+    assert len(lengths) > 1 or rule == "cost"  # the predictor had a say
 
 
 @pytest.mark.parametrize("drafter", ["draft", "eagle"])
@@ -174,10 +174,10 @@ def test_drafts_end_at_end_tokens_in_replays_too(world, drafter, side_by_side):
 
 @pytest.mark.parametrize("drafter", ["draft", "eagle"])
 def test_the_target_of_drafts_below_their_first_rejection(world, drafter, tmp_path):
-    """Against the target's teacher-forced laws of text and draft."""
+    """Against the target's teacher-forced distributions of text and draft."""
     rollouts = world.recorded(drafter, WARM, along=True, side_by_side=True)
-    judged, below = rollouts.judged(), 0
-    np.testing.assert_array_equal(rollouts.accept_along[judged], rollouts.accept_prob[judged])
+    verified, below = rollouts.verified(), 0
+    np.testing.assert_array_equal(rollouts.accept_along[verified], rollouts.accept_prob[verified])
     target = world.models.target
     for row in range(0, len(rollouts.start), 9):
         number, start = rollouts.answer[row], rollouts.start[row]
@@ -187,7 +187,7 @@ def test_the_target_of_drafts_below_their_first_rejection(world, drafter, tmp_pa
         p = probabilities(logits, WARM)[torch.arange(DEPTH), drafted].numpy()
         expected = np.minimum(p / np.exp(rollouts.log_q[row]), 1)
         np.testing.assert_allclose(rollouts.accept_along[row], expected, rtol=2e-3, atol=1e-6)  # float32, other shapes
-        below += (~judged[row]).sum()
+        below += (~verified[row]).sum()
     assert below > 5
     write_answer(of_answer(rollouts, 0), tmp_path / "kept.parquet")
     np.testing.assert_array_equal(
@@ -222,9 +222,11 @@ def test_a_context_that_ends_is_drafted_to_its_end(world):
 def test_draws_side_by_side_are_those_of_single_rounds():
     """The coupling that `coupling_test.py` enumerates, given the same uniforms."""
     rng, vocab, length, depth = torch.Generator().manual_seed(0), 6, 9, 4
-    laws = (2 * torch.randn(length, vocab, generator=rng)).softmax(-1)
+    distributions = (2 * torch.randn(length, vocab, generator=rng)).softmax(-1)
     uniforms = torch.rand(length, generator=rng, dtype=torch.float64).tolist()
-    text = TargetText([int(law.multinomial(1, generator=rng)) for law in laws], laws, uniforms)
+    text = TargetText(
+        [int(distribution.multinomial(1, generator=rng)) for distribution in distributions], distributions, uniforms
+    )
     tokens = text.tokens[: length - 2]  # the text goes on behind the answer
     reading = ReadAnswer(TargetAnswer("a", "", 3, tokens, True, 50), text, torch.empty(0), torch.empty(0))
     draws = CoupledDraws(reading, depth, WARM, seed=1)
@@ -247,12 +249,12 @@ def test_draws_side_by_side_are_those_of_single_rounds():
         single = CoupledSource(text, row + 1, given)
         for level in range(depth):
             given.level = level
-            law = probabilities(logits[level, row], WARM)
-            assert single.draw(law) == drawn[row][level]
+            distribution = probabilities(logits[level, row], WARM)
+            assert single.draw(distribution) == drawn[row][level]
             token, place = drawn[row][level], row + 1 + level
-            assert draws.known["log_q"][row, level].item() == pytest.approx(law[token].log().item(), abs=1e-6)
+            assert draws.known["log_q"][row, level].item() == pytest.approx(distribution[token].log().item(), abs=1e-6)
             if place < length:
-                expected = min(1.0, (laws[place, token] / law[token]).item())
+                expected = min(1.0, (distributions[place, token] / distribution[token]).item())
                 assert draws.known["accept_prob"][row, level].item() == pytest.approx(expected, rel=1e-5)
                 rejected += token != text.tokens[place]
     assert 0 < rejected < len(tokens) * depth

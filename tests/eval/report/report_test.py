@@ -43,7 +43,7 @@ from draftsmith.eval.report.runs import comparable, read_runs
 from draftsmith.eval.report.sections import STUDIES, make_sections
 from draftsmith.eval.report.settings import ReportConfig
 from draftsmith.eval.report.tables import Table
-from draftsmith.eval.report.viewer import choose, kinds, viewer_data
+from draftsmith.eval.report.viewer import kinds, shown_prompts, viewer_data
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
 
@@ -70,9 +70,9 @@ def test_the_viewer_has_every_answer_of_the_trace_with_its_text(tmp_path):
 def test_prompts_are_taken_task_by_task_until_the_bytes_are_used():
     tasks = {(0, 1): "a", (1, 1): "a", (2, 1): "a", (3, 1): "b"}
     sizes = {(0, 1): 10, (1, 1): 50, (2, 1): 5, (3, 1): 10}
-    assert choose(sizes, tasks, 100) == [(0, 1), (3, 1), (1, 1), (2, 1)]
-    assert choose(sizes, tasks, 30) == [(0, 1), (3, 1), (2, 1)]
-    assert choose(sizes, tasks, 4) == []
+    assert shown_prompts(sizes, tasks, 100) == [(0, 1), (3, 1), (1, 1), (2, 1)]
+    assert shown_prompts(sizes, tasks, 30) == [(0, 1), (3, 1), (2, 1)]
+    assert shown_prompts(sizes, tasks, 4) == []
 
 
 def test_what_is_embedded_keeps_to_its_bytes(tmp_path):
@@ -123,7 +123,7 @@ def test_the_headline_says_what_the_results_say(tmp_path):
     (section,) = make_sections(comparable(read_runs([path])), 0)
     for temperature in (0, 1):
         table = next(figure for figure in section.figures if figure.name == f"headline-t{temperature}")
-        shown = tables.cells(table)
+        shown = tables.text_cells(table)
         for cells, row in zip(shown, [row for row in rows if row["temperature"] == temperature], strict=True):
             low, high = row["speedup_ci95"]
             expected = [row["method"], f"{row['speedup']:.2f}x", f"{low:.2f}-{high:.2f}", f"{row['tau']:.2f}"]
@@ -183,7 +183,7 @@ def test_results_of_earlier_versions_are_drawn_from_their_rows(tmp_path):
     best, drawn, gone = section.figures
     assert best == study_tables()[0]
     assert isinstance(drawn, Chart) and drawn.specification["data"]["values"] == rows_to_draw()
-    assert isinstance(gone, Table) and gone.title == "Old gone" and len(tables.cells(gone)) == len(rows_to_draw())
+    assert isinstance(gone, Table) and gone.title == "Old gone" and len(tables.text_cells(gone)) == len(rows_to_draw())
 
 
 def test_files_for_papers(tmp_path):
@@ -217,7 +217,7 @@ def test_tables_as_markdown_csv_and_latex():
     assert r"a\_b \& c & 1.50x & 1,200 \\" in body and r"\bottomrule" in body
 
 
-def test_json_in_the_page_can_not_end_its_element():
+def test_json_in_the_page_cannot_end_its_element():
     text = json_text({"a": "</script><!-- & \u2028\u2029", "b": HOSTILE})
     assert not set(text) & set("<>&\u2028\u2029")
     assert json.loads(text) == {"a": "</script><!-- & \u2028\u2029", "b": HOSTILE}

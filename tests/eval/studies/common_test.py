@@ -9,11 +9,11 @@ import shutil
 import numpy as np
 import pytest
 
-from draftsmith.data.settings import numbers
+from draftsmith.data.settings import comma_numbers
 from draftsmith.eval.bootstrap import mean_interval
 from draftsmith.eval.report.tables import interval, plain
 from draftsmith.eval.studies import common
-from draftsmith.eval.studies.common import StudyConfig, decode, measured, prepare, reduced, slug
+from draftsmith.eval.studies.common import StudyConfig, decode_prompts, measured, prepare, reduced, slug
 from draftsmith.modules.types import InputError, SamplingParams
 
 
@@ -26,11 +26,11 @@ def test_quick_lowers_and_never_raises(tmp_path):
 
 
 def test_numbers_are_read_in_order_and_each_once():
-    assert numbers("windows", " 4, 2,10", int) == [4, 2, 10]
-    assert numbers("temperatures", "0,1", float) == [0.0, 1.0]
+    assert comma_numbers("windows", " 4, 2,10", int) == [4, 2, 10]
+    assert comma_numbers("temperatures", "0,1", float) == [0.0, 1.0]
     for wrong in ("", "4,4", "4;5"):
         with pytest.raises(InputError, match="windows"):
-            numbers("windows", wrong, int)
+            comma_numbers("windows", wrong, int)
 
 
 def test_values_are_plain_json():
@@ -59,7 +59,7 @@ def test_end_tokens_are_ignored_where_lengths_matter(models, tmp_path):
             target=target, prompts=models["prompts"], draft=models["draft"], split="test", limit=2, output=tmp_path,
             max_new_tokens=40, ignore_eos=ignore_eos,
         )  # fmt: skip
-        made = decode(config, prepare(config, ["spec:k=2"]), "ar", SamplingParams(), lambda *_: None)
+        made = decode_prompts(config, prepare(config, ["spec:k=2"]), "ar", SamplingParams(), lambda *_: None)
         return [list(one.tokens) for one in made]
 
     plain = answers(models["target"], ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Judging one token while decoding, against the head's definition in float64 and what the head says of many."""
+"""Predicting for one token while decoding, against the head's definition in float64 and what the head says of many."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def views(request) -> list[DraftView]:
     """A round: in the view of token n the state is that which predicted it."""
     rng = torch.Generator().manual_seed(2)
     states, logits = torch.randn(DEPTH, H, generator=rng), 2 * torch.randn(DEPTH, V, generator=rng)
-    laws = None if request.param.greedy else probabilities(logits, request.param)
-    tokens = logits.topk(2).indices[:, 0 if laws is None else 1].tolist()
+    distributions = None if request.param.greedy else probabilities(logits, request.param)
+    tokens = logits.topk(2).indices[:, 0 if distributions is None else 1].tolist()
     return [
-        DraftView(n + 1, tokens[n], states[n][None], logits[n], None if laws is None else laws[n],
+        DraftView(n + 1, tokens[n], states[n][None], logits[n], None if distributions is None else distributions[n],
                   request.param.temperature)
         for n in range(DEPTH)
     ]  # fmt: skip
@@ -60,20 +60,22 @@ def embed(ids: torch.Tensor) -> torch.Tensor:
 
 
 def numbers(view: DraftView, names: tuple[str, ...]) -> list[float]:
-    """The features of a token, from its law in float64."""
-    law = (view.logits.double().softmax(-1) if view.draft_prob is None else view.draft_prob.double()).numpy()
-    q, most = law[view.token], law.max()
-    entropy = -(law[law > 0] * np.log(law[law > 0])).sum()
+    """The features of a token, from its distribution in float64."""
+    distribution = (view.logits.double().softmax(-1) if view.draft_prob is None else view.draft_prob.double()).numpy()
+    q, most = distribution[view.token], distribution.max()
+    entropy = -(distribution[distribution > 0] * np.log(distribution[distribution > 0])).sum()
     found = {"log_q": np.log(q), "logit_q": np.log(q / (1 - q)), "logit_max_q": np.log(most / (1 - most)),
              "entropy": entropy, "depth": math.log(view.num_drafted), "temperature": view.temperature}  # fmt: skip
     return [float(found[name]) for name in names]
 
 
-def by_definition(head: AcceptanceHead, state: torch.Tensor, judged: DraftView) -> float:
+def by_definition(head: AcceptanceHead, state: torch.Tensor, predicted: DraftView) -> float:
     """The raw logit of a token, in float64: join [state; embedding; features], then blocks, then one logit."""
     weights = {name: weight.double() for name, weight in head.state_dict().items()}
-    features = torch.tensor(numbers(judged, head.config.features), dtype=torch.float64)
-    parts = [state.double(), embed(torch.tensor(judged.token))] if head.config.state == "before" else [state.double()]
+    features = torch.tensor(numbers(predicted, head.config.features), dtype=torch.float64)
+    parts = (
+        [state.double(), embed(torch.tensor(predicted.token))] if head.config.state == "before" else [state.double()]
+    )
     x = torch.cat([*parts, features])
     if len(x) > H:
         x = weights["join.weight"] @ x + weights["join.bias"]
@@ -98,24 +100,24 @@ def prob(logit: float) -> float:
 
 
 def expected(head: AcceptanceHead, views: list[DraftView], how) -> list[float]:
-    """Token n is judged by its own view's state, or by the next one's, which has read it."""
+    """Token n is predicted by its own view's state, or by the next one's, which has read it."""
     if head.config.state == "before":
         return [prob(how(by_definition(head, view.hidden, view))) for view in views]
     pairs = itertools.pairwise(views)
-    return [1.0, *(prob(how(by_definition(head, after.hidden, judged))) for judged, after in pairs)]
+    return [1.0, *(prob(how(by_definition(head, after.hidden, predicted))) for predicted, after in pairs)]
 
 
-def say(judge: HeadPredictor, views: list[DraftView]) -> list[float]:
-    judge.start_round()
-    return [judge.prob(view) for view in views]
+def say(predictor: HeadPredictor, views: list[DraftView]) -> list[float]:
+    predictor.start_round()
+    return [predictor.prob(view) for view in views]
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_every_token_is_judged_by_the_heads_definition(head, views, raw):
-    judge = HeadPredictor(head, embed, calibrated=not raw)
-    assert judge.late == (head.config.state == "after") and not judge.learns
+def test_every_token_is_predicted_by_the_heads_definition(head, views, raw):
+    predictor = HeadPredictor(head, embed, calibrated=not raw)
+    assert predictor.late == (head.config.state == "after") and not predictor.learns
     for _ in range(2):  # a second round is not disturbed by the first
-        assert say(judge, views) == pytest.approx(
+        assert say(predictor, views) == pytest.approx(
             expected(head, views, (lambda x: x) if raw else (lambda x: calibrated(head, x))), abs=1e-5
         )
 
@@ -128,18 +130,20 @@ def test_large_vocabularies_and_other_devices_go_another_way_to_the_same_numbers
     assert say(HeadPredictor(head, embed), views) == pytest.approx(usual, abs=1e-5)
 
 
-def test_one_token_is_judged_as_many_are(head, views):
+def test_one_token_is_predicted_as_many_are(head, views):
     """As training sees them: the features of all tokens at once."""
     if head.config.state == "after":
-        judged, states = views[:-1], torch.stack([view.hidden for view in views[1:]])
+        predicted, states = views[:-1], torch.stack([view.hidden for view in views[1:]])
     else:
-        judged, states = views, torch.stack([view.hidden for view in views])
-    laws = torch.stack([v.logits.softmax(-1) if v.draft_prob is None else v.draft_prob for v in judged])
-    tokens = torch.tensor([view.token for view in judged])
-    places = torch.tensor([view.num_drafted for view in judged])
-    heats = torch.tensor([view.temperature for view in judged])
-    features = head.feature_values(confidences_of(laws, tokens, places, heats)) if head.config.features else None
+        predicted, states = views, torch.stack([view.hidden for view in views])
+    distributions = torch.stack([v.logits.softmax(-1) if v.draft_prob is None else v.draft_prob for v in predicted])
+    tokens = torch.tensor([view.token for view in predicted])
+    places = torch.tensor([view.num_drafted for view in predicted])
+    heats = torch.tensor([view.temperature for view in predicted])
+    features = (
+        head.feature_values(confidences_of(distributions, tokens, places, heats)) if head.config.features else None
+    )
     embeds = embed(tokens) if head.config.state == "before" else None
     many = torch.sigmoid(head.calibrated(head(states, embeds, features))).tolist()
     assert say(HeadPredictor(head, embed), views)[-len(many) :] == pytest.approx(many, abs=1e-5)
-    assert confidence_of(judged[0]).log_q == pytest.approx(float(laws[0, tokens[0]].log()), abs=1e-5)
+    assert confidence_of(predicted[0]).log_q == pytest.approx(float(distributions[0, tokens[0]].log()), abs=1e-5)

@@ -109,7 +109,7 @@ def test_drafting_stops_when_a_rejection_is_likely_enough(h, min_drafted, calibr
     policy = specdecpp(head, h=h, min_drafted=min_drafted, max_drafted=9, calibrated=calibrated)
     for seed in range(20):
         states = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(seed))
-        # State n (from 1) is the drafter's once it has read token n-1, so it judges that token; state 1 judges none.
+        # State n (from 1) is the drafter's once it has read token n-1, so it predicts for that token; state 1 for none.
         survival, expected = 1.0, 9
         for n in range(1, 9):
             if n >= 2:

@@ -15,12 +15,15 @@ from draftsmith.modules.decoding.stop import Confidence, FixedLength, RunningEnt
 NOTHING = torch.zeros(1, 2)
 
 
-def view(n: int, token: int = 0, law: torch.Tensor | None = None) -> DraftView:
-    return DraftView(n, token, NOTHING, torch.zeros(2) if law is None else law.log(), law, 1.0)
+def view(n: int, token: int = 0, distribution: torch.Tensor | None = None) -> DraftView:
+    return DraftView(
+        n, token, NOTHING, torch.zeros(2) if distribution is None else distribution.log(), distribution, 1.0
+    )
 
 
 class Says:
-    """Judges drafted tokens 1, 2, ... as it is told to; a late one speaks of the token before the one it is shown."""
+    """Predicts for drafted tokens 1, 2, ... as it is told to; a late one speaks of the token before the one it is
+    shown."""
 
     def __init__(self, probs: Sequence[float], late: bool = False, learns: bool = False):
         self._probs, self.late, self.learns = probs, late, learns
@@ -35,17 +38,19 @@ class Says:
 
     def prob(self, view: DraftView) -> float:
         self.asked.append(view.num_drafted)
-        judged = view.num_drafted - self.late
-        return self._probs[judged - 1] if judged else 1.0
+        place = view.num_drafted - self.late
+        return self._probs[place - 1] if place else 1.0
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         self.verdicts.append((num_drafted, num_accepted))
 
 
-def drafted(policy: StopPolicy, laws: Sequence[torch.Tensor | None] = (None,) * 99) -> int:
-    """The length of a draft that nothing else ends; laws: that its tokens, all of them 0, are drawn from."""
+def drafted(policy: StopPolicy, distributions: Sequence[torch.Tensor | None] = (None,) * 99) -> int:
+    """The length of a draft that nothing else ends; distributions: that its tokens, all of them 0, are drawn from."""
     policy.start_round()
-    return next(n for n, law in enumerate(laws, start=1) if policy.should_stop(view(n, 0, law)))
+    return next(
+        n for n, distribution in enumerate(distributions, start=1) if policy.should_stop(view(n, 0, distribution))
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,8 +88,10 @@ def test_a_threshold_that_is_met_and_not_passed_goes_on(late, length):
     ],
 )
 def test_confidence_ends_a_draft_with_the_first_token_below_the_threshold(t, minimum, maximum, length):
-    laws = [torch.tensor(law) for law in ([0.75, 0.25], [0.5, 0.5], [0.5, 0.5], [0.25, 0.75], [1.0, 0.0])]
-    assert drafted(Confidence(t, minimum, maximum), laws) == length
+    distributions = [
+        torch.tensor(distribution) for distribution in ([0.75, 0.25], [0.5, 0.5], [0.5, 0.5], [0.25, 0.75], [1.0, 0.0])
+    ]
+    assert drafted(Confidence(t, minimum, maximum), distributions) == length
 
 
 @pytest.mark.parametrize("k", [1, 4])
@@ -93,7 +100,7 @@ def test_a_fixed_length_is_that_length(k):
 
 
 def test_self_verification_compares_with_the_mean_at_rejected_tokens_of_this_prompt():
-    even, sure, doubtful = (torch.tensor(law) for law in ([0.5, 0.5], [1.0, 0.0], [0.25] * 4))
+    even, sure, doubtful = (torch.tensor(distribution) for distribution in ([0.5, 0.5], [1.0, 0.0], [0.25] * 4))
     policy = SelfVerify(4)
     for _ in range(2):
         assert policy.threshold == 0 and drafted(policy, [sure, even, sure]) == 2  # any doubt is more than none yet
@@ -122,20 +129,20 @@ def test_entropy_is_heard_of_where_a_token_was_rejected_only():
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_only_a_judge_that_learns_is_asked_of_a_full_drafts_last_token(learns):
-    judge = Says([0.9] * 3, learns=learns)
-    policy = PredictorStop(judge, ThresholdRule(0.99), 1, 3)
-    assert drafted(policy) == 3 and judge.asked == ([1, 2, 3] if learns else [1, 2])
-    assert policy.probs == [0.9] * len(judge.asked)
+def test_only_a_predictor_that_learns_is_asked_of_a_full_drafts_last_token(learns):
+    predictor = Says([0.9] * 3, learns=learns)
+    policy = PredictorStop(predictor, ThresholdRule(0.99), 1, 3)
+    assert drafted(policy) == 3 and predictor.asked == ([1, 2, 3] if learns else [1, 2])
+    assert policy.probs == [0.9] * len(predictor.asked)
     policy.observe(3, 1)
     policy.observe(0, 0)  # a round without a draft
-    assert judge.verdicts == [(3, 1)]
+    assert predictor.verdicts == [(3, 1)]
 
 
 def test_a_token_is_worth_its_chance_and_costs_what_the_pace_would_bring():
     rule = CostRule(0.2)
     assert rule.pace == pytest.approx(1.5 / 1.2) and rule.acceptance == 0.5
-    # 0.4 x 0.5 and 0.6 x 0.5 against 0.2 x 1.25; a token that is not judged stands for its mean.
+    # 0.4 x 0.5 and 0.6 x 0.5 against 0.2 x 1.25; a token without a prediction stands for its mean.
     assert rule.enough(0.4, 0) and not rule.enough(0.6, 0) and rule.enough(0.6, 1) and not rule.enough(1.0, 1)
 
 
@@ -150,22 +157,22 @@ def test_a_token_worth_exactly_its_time_is_drafted():
 
 def test_pace_and_acceptance_are_means_over_rounds():
     rule = CostRule(0.1)
-    rounds = [(4, 2), (1, 1), (3, 0)]  # drafted, accepted; of these 3, 1 and 1 tokens were judged
+    rounds = [(4, 2), (1, 1), (3, 0)]  # drafted, accepted; of these 3, 1 and 1 tokens were verified
     for num_drafted, num_accepted in rounds:
         rule.observe(num_drafted, num_accepted)
     kept = [(1 - 1 / RecentRatio.MEMORY) ** age for age in (3, 2, 1, 0)]  # of the start, and of each round
     tokens = sum(map(math.prod, zip(kept, (1.5, 3, 2, 1), strict=True)))
     time = sum(map(math.prod, zip(kept, (1.1, 1.4, 1.1, 1.3), strict=True)))
     accepted = sum(map(math.prod, zip(kept, (0.5, 2, 1, 0), strict=True)))
-    judged = sum(map(math.prod, zip(kept, (1, 3, 1, 1), strict=True)))
-    assert rule.pace == pytest.approx(tokens / time) and rule.acceptance == pytest.approx(accepted / judged)
+    verified = sum(map(math.prod, zip(kept, (1, 3, 1, 1), strict=True)))
+    assert rule.pace == pytest.approx(tokens / time) and rule.acceptance == pytest.approx(accepted / verified)
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("a", "c"), [(0.9, 0.05), (0.8, 0.1), (0.7, 0.1), (0.8, 0.3), (0.5, 0.2), (0.3, 0.4)])
 def test_the_cost_rule_finds_the_best_fixed_length(a, c, late):
-    """Every token is accepted with probability a, which the judge knows: K tokens a round bring 1 + a + .. + a^K in the
-    time 1 + c K (Leviathan et al. 2023, theorem 3.8), and some K is the best."""
+    """Every token is accepted with probability a, which the predictor knows: K tokens a round bring 1 + a + .. + a^K in
+    the time 1 + c K (Leviathan et al. 2023, theorem 3.8), and some K is the best."""
     speed = {k: sum(a**i for i in range(k + 1)) / (1 + c * k) for k in range(1, 41)}
     best = max(speed, key=speed.__getitem__)
     policy = PredictorStop(Says([a] * 40, late), CostRule(c), 1, 40)
@@ -173,52 +180,52 @@ def test_the_cost_rule_finds_the_best_fixed_length(a, c, late):
     lengths = []
     for _ in range(1500):
         lengths.append(drafted(policy))
-        coins = (torch.rand(lengths[-1], generator=rng) < a).tolist()
-        policy.observe(lengths[-1], (coins + [False]).index(False))
+        accepts = (torch.rand(lengths[-1], generator=rng) < a).tolist()
+        policy.observe(lengths[-1], (accepts + [False]).index(False))
     late_lengths = lengths[500:]
     worth = sum(speed[k] * (1 + c * k) for k in late_lengths) / sum(1 + c * k for k in late_lengths)
     assert worth > 0.99 * speed[best]
     assert abs(sorted(late_lengths)[len(late_lengths) // 2] - best) <= 1
 
 
-def test_an_online_judge_learns_what_its_confidence_is_worth():
+def test_an_online_predictor_learns_what_its_confidence_is_worth():
     """Tokens of q = 0.9 are accepted, tokens of q = 0.6 are not: the logistic turns the one way and the other."""
-    judge = OnlinePredictor("q", repeats=False)
-    laws = [torch.tensor([0.9, 0.1]), torch.tensor([0.6, 0.4])]
-    first = [judge.prob(view(1, 0, law)) for law in laws]
+    predictor = OnlinePredictor("q", repeats=False)
+    distributions = [torch.tensor([0.9, 0.1]), torch.tensor([0.6, 0.4])]
+    first = [predictor.prob(view(1, 0, distribution)) for distribution in distributions]
     assert first == pytest.approx([0.9, 0.6])  # at its word
     for _ in range(200):
-        judge.start_round()
-        for number, law in enumerate(laws):
-            judge.prob(view(number + 1, 0, law))
-        judge.observe(2, 1)
-    certain, doubtful = (judge.prob(view(1, 0, law)) for law in laws)
+        predictor.start_round()
+        for number, distribution in enumerate(distributions):
+            predictor.prob(view(number + 1, 0, distribution))
+        predictor.observe(2, 1)
+    certain, doubtful = (predictor.prob(view(1, 0, distribution)) for distribution in distributions)
     assert certain > 0.95 and doubtful < 0.1
 
 
 @pytest.mark.parametrize(("by", "prob"), [("q", 0.25), ("max_q", 0.75)])
-def test_an_online_judge_looks_at_the_token_or_at_the_most_probable_one(by, prob):
-    law = torch.tensor([0.75, 0.25])
-    assert OnlinePredictor(by, repeats=False).prob(view(1, 1, law)) == pytest.approx(prob)
+def test_an_online_predictor_looks_at_the_token_or_at_the_most_probable_one(by, prob):
+    distribution = torch.tensor([0.75, 0.25])
+    assert OnlinePredictor(by, repeats=False).prob(view(1, 1, distribution)) == pytest.approx(prob)
 
 
 def test_what_was_learned_outlives_a_prompt():
-    judge, rule = OnlinePredictor("q"), CostRule(0.1)
-    policy = PredictorStop(judge, rule, 1, 4)
+    predictor, rule = OnlinePredictor("q"), CostRule(0.1)
+    policy = PredictorStop(predictor, rule, 1, 4)
     drafted(policy)
     policy.observe(1, 0)
-    known = (rule.pace, rule.acceptance, judge.model.weights)
+    known = (rule.pace, rule.acceptance, predictor.model.weights)
     policy.reset()
-    assert (rule.pace, rule.acceptance, judge.model.weights) == known
+    assert (rule.pace, rule.acceptance, predictor.model.weights) == known
     assert known[0] < CostRule(0.1).pace
 
 
 def test_a_draft_ends_with_an_end_token_and_the_policy_is_asked_all_the_same():
-    judge = Says([0.9] * 4, learns=True)
-    policy = UntilEnd(PredictorStop(judge, ThresholdRule(0.99), 1, 4), ends=(7,))
+    predictor = Says([0.9] * 4, learns=True)
+    policy = UntilEnd(PredictorStop(predictor, ThresholdRule(0.99), 1, 4), ends=(7,))
     policy.reset()
     policy.start_round()
     assert [policy.should_stop(view(n, token)) for n, token in ((1, 3), (2, 7))] == [False, True]
     policy.observe(2, 1)
-    assert judge.asked == [1, 2] and judge.verdicts == [(2, 1)]
+    assert predictor.asked == [1, 2] and predictor.verdicts == [(2, 1)]
     assert policy.max_drafted == 4 and policy.innermost.rule.h == 0.99

@@ -1,9 +1,10 @@
-"""The loop's own law in rows, its random numbers included: integrated over the cube of their uniforms, exactly.
+"""The loop's own distribution in rows, its random numbers included: integrated over the cube of their uniforms,
+exactly.
 
-Every law of these tables has its steps at quarters, and so have the odds of acceptance and what replaces a rejected
-token: the outcome is constant on the cells of a grid of 4 by uniform. One point of each cell, a row of the batch each,
-is the integral itself, so that what comes out is compared without any tolerance. A uniform used twice, or for two
-things, spoils it.
+Every distribution of these tables has its steps at quarters, and so have the odds of acceptance and what replaces a
+rejected token: the outcome is constant on the cells of a grid of 4 by uniform. One point of each cell, a row of the
+batch each, is the integral itself, so that what comes out is compared without any tolerance. A uniform used twice, or
+for two things, spoils it.
 """
 
 from __future__ import annotations
@@ -27,29 +28,30 @@ from draftsmith.modules.types import SamplingParams
 
 V, H, CELLS = 3, 2, 4
 PROMPT, PARAMS = (2, 0), SamplingParams(temperature=1.0)
-LAWS = [*dict.fromkeys([*itertools.permutations((0.25, 0.25, 0.5)), *itertools.permutations((0.5, 0.5, 0.0))])]
-Law = dict[tuple[int, ...], float]
+DISTRIBUTIONS = [*dict.fromkeys([*itertools.permutations((0.25, 0.25, 0.5)), *itertools.permutations((0.5, 0.5, 0.0))])]
+Distribution = dict[tuple[int, ...], float]
 
 
 class QuarterLM:
-    """A `CausalLM` whose law is a function of the whole prefix: one of LAWS by a number made of all tokens."""
+    """A `CausalLM` whose distribution is a function of the whole prefix: one of DISTRIBUTIONS by a number made of all
+    tokens."""
 
     packed, device, dtype = False, torch.device("cpu"), torch.float64
 
     def __init__(self, seed: int, context: int = 64):
         self.seed, self.info = seed, ModelInfo(H, V, 1, context, (), {"config": f"quarters-{seed}"})
-        self.log_laws = torch.tensor(LAWS, dtype=torch.float64).log()
+        self.log_distributions = torch.tensor(DISTRIBUTIONS, dtype=torch.float64).log()
 
     def session(
         self, rows: int, capacity: int, capture: tuple[int, ...] = (), static: bool | None = None
     ) -> QuarterSession:
         return QuarterSession(self, rows)
 
-    def law(self, prefix: Sequence[int]) -> tuple[float, ...]:
+    def distribution(self, prefix: Sequence[int]) -> tuple[float, ...]:
         number = self.seed
         for token in prefix:
             number = after(number, token)
-        return LAWS[number % len(LAWS)]
+        return DISTRIBUTIONS[number % len(DISTRIBUTIONS)]
 
 
 def after(number: int, token: int) -> int:
@@ -83,8 +85,8 @@ class QuarterSession:
             for token, parent in zip(own, above, strict=True):
                 numbers.append(after(kept if parent < 0 else numbers[first + parent], token))
             if own:
-                read = [number % len(LAWS) for number in numbers[first:][-num_logits:]]
-                logits[row, : len(read)] = self._lm.log_laws[read]
+                read = [number % len(DISTRIBUTIONS) for number in numbers[first:][-num_logits:]]
+                logits[row, : len(read)] = self._lm.log_distributions[read]
         return Scores(logits, torch.zeros(len(tokens), widest, H))
 
     def keep(self, lengths: Sequence[int], slots: Any = None) -> None:
@@ -122,20 +124,22 @@ class Twigs:
         self._sum += sum(outcome.emitted)
 
 
-def target_law(target: QuarterLM, law: Law, length: int) -> Law:
-    """The law of `length` tokens, of beginnings that have `law`."""
-    grown: Law = defaultdict(float)
-    for tokens, weight in law.items():
+def target_distribution(target: QuarterLM, distribution: Distribution, length: int) -> Distribution:
+    """The distribution of `length` tokens, of beginnings that have `distribution`."""
+    grown: Distribution = defaultdict(float)
+    for tokens, weight in distribution.items():
         if len(tokens) >= length:
             grown[tokens] += weight
             continue
-        more = {(*tokens, v): weight * p for v, p in enumerate(target.law((*PROMPT, *tokens))) if p > 0}
-        for whole, own in target_law(target, more, length).items():
+        more = {(*tokens, v): weight * p for v, p in enumerate(target.distribution((*PROMPT, *tokens))) if p > 0}
+        for whole, own in target_distribution(target, more, length).items():
             grown[whole] += own
     return dict(grown)
 
 
-def law_in_rows(target: QuarterLM, stops: Any, per_round: int, rounds: int, count: int, seed: int) -> tuple[Law, list]:
+def distribution_in_rows(
+    target: QuarterLM, stops: Any, per_round: int, rounds: int, count: int, seed: int
+) -> tuple[Distribution, list]:
     """Of what `rounds` rounds after the prefill emit, and after that the target's own; and the generations.
 
     per_round: most uniforms of a round. stops: makes a row's policy; "tree" drafts trees, and None nothing.
@@ -150,10 +154,10 @@ def law_in_rows(target: QuarterLM, stops: Any, per_round: int, rounds: int, coun
         drafter = DraftModelDrafter(QuarterLM(seed + 1), [stops() for _ in range(rows)], 64)
     sources = [Stream(own) for own in values]
     made = generate(target, drafter, [PROMPT] * rows, PARAMS, count, sources, ())
-    law: Law = defaultdict(float)
+    distribution: Distribution = defaultdict(float)
     for one in made:
-        law[tuple(one.tokens[: 1 + sum(step.num_emitted for step in one.trace.steps[:rounds])])] += 1 / rows
-    return target_law(target, law, count), made
+        distribution[tuple(one.tokens[: 1 + sum(step.num_emitted for step in one.trace.steps[:rounds])])] += 1 / rows
+    return target_distribution(target, distribution, count), made
 
 
 @pytest.mark.parametrize(
@@ -170,10 +174,12 @@ def law_in_rows(target: QuarterLM, stops: Any, per_round: int, rounds: int, coun
     ],
 )
 @pytest.mark.parametrize("seed", [7])
-def test_the_cube_of_uniforms_gives_the_targets_law(name, stops, most, rounds, count, seed):
+def test_the_cube_of_uniforms_gives_the_targets_distribution(name, stops, most, rounds, count, seed):
     target = QuarterLM(seed)
-    law, made = law_in_rows(target, stops, most, rounds, count, seed)
-    assert law == target_law(target, {(): 1.0}, count)  # multiples of 4^-9, which float64 holds exactly
+    distribution, made = distribution_in_rows(target, stops, most, rounds, count, seed)
+    assert distribution == target_distribution(
+        target, {(): 1.0}, count
+    )  # multiples of 4^-9, which float64 holds exactly
     steps = [step for one in made for step in one.trace.steps[:rounds]]
     if stops is not None:
         assert {step.num_accepted > 0 for step in steps} == {True, False}

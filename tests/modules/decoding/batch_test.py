@@ -215,7 +215,8 @@ def double(lm: Any) -> LlamaLM:
     ],
 )
 def test_a_row_does_not_depend_on_its_batch_mates(tmp_path, method):
-    """In float64, where another batch size moves a law by 1e-15: no uniform of this test falls that close to a jump."""
+    """In float64, where another batch size moves a distribution by 1e-15: no uniform of this test falls that close to a
+    jump."""
     world = make_world(tmp_path)
     target, draft = double(world.target), double(world.draft)
     models = {"target": target, "draft": draft, "eagle": world.eagle.double()}
@@ -243,7 +244,8 @@ def test_a_row_does_not_depend_on_its_batch_mates(tmp_path, method):
 
 @pytest.mark.parametrize("method", ["ar", "spec:k=2", "self-verify:k=3", "eagle:k=2"])
 def test_sampled_tokens_have_the_targets_odds(world, method):
-    """Plumbing only (the law is exact in chains_test.py): chi-square over four tokens, where drafts have one or two."""
+    """Plumbing only (the distribution is exact in chains_test.py): chi-square over four tokens, where drafts have one
+    or two."""
     params, prompt, runs, size = SamplingParams(temperature=1.2, top_k=2), world.prompts[6], 2048, 64
     counts: dict[tuple[int, ...], int] = {}
     drafter, session = batch_drafter(world, method, size), world.target.session(size, CONTEXT)
@@ -255,9 +257,11 @@ def test_sampled_tokens_have_the_targets_odds(world, method):
     for _ in range(4):
         with torch.no_grad():
             logits = {t: world.oracle(torch.tensor([[*prompt, *t]])).logits[0, -1] for t in expected}
-        laws = {t: probabilities(logits[t], params) for t in expected}
+        distributions = {t: probabilities(logits[t], params) for t in expected}
         expected = {
-            (*t, v): n * float(laws[t][v]) for t, n in expected.items() for v in laws[t].nonzero()[:, 0].tolist()
+            (*t, v): n * float(distributions[t][v])
+            for t, n in expected.items()
+            for v in distributions[t].nonzero()[:, 0].tolist()
         }
     assert set(counts) <= set(expected) and len(expected) == 16
     rare = {t for t, n in expected.items() if n < 8}  # counted together, as chi-square wants some of each

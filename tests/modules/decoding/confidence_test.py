@@ -1,4 +1,4 @@
-"""What a law says of its token, against the definitions in float64."""
+"""What a distribution says of its token, against the definitions in float64."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def some_logits(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def shown(params: SamplingParams, logits: torch.Tensor, token: int) -> tuple[DraftView, list[float]]:
-    """What a policy sees, and the law by its definition in float64."""
-    law = None if params.greedy else probabilities(logits, params)
+    """What a policy sees, and the distribution by its definition in float64."""
+    distribution = None if params.greedy else probabilities(logits, params)
     wide = logits.double() / (params.temperature or 1.0)
-    if law is not None:
-        wide[law == 0] = -math.inf
+    if distribution is not None:
+        wide[distribution == 0] = -math.inf
     weights = [math.exp(x - float(wide.max())) for x in wide.tolist()]
     exact = [weight / sum(weights) for weight in weights]
-    return DraftView(1, token, torch.zeros(1, 4), logits, law, params.temperature), exact
+    return DraftView(1, token, torch.zeros(1, 4), logits, distribution, params.temperature), exact
 
 
-def entropy(law: list[float]) -> float:
-    return -sum(p * math.log(p) for p in law if p > 0)
+def entropy(distribution: list[float]) -> float:
+    return -sum(p * math.log(p) for p in distribution if p > 0)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -56,11 +56,11 @@ def test_a_tokens_confidence(name, dtype):
     best = int(logits.argmax())
     second = int(logits.float().topk(2).indices[1])
     for token in {best} if params.greedy else {best, second}:
-        seen, law = shown(params, logits, token)
+        seen, distribution = shown(params, logits, token)
         known = confidence_of(seen)
-        assert known.log_q == pytest.approx(math.log(law[token]), abs=1e-5)
-        assert known.log_max_q == pytest.approx(math.log(max(law)), abs=1e-5)
-        assert known.entropy == pytest.approx(entropy(law), abs=1e-4)  # logits of 20 in float32
+        assert known.log_q == pytest.approx(math.log(distribution[token]), abs=1e-5)
+        assert known.log_max_q == pytest.approx(math.log(max(distribution)), abs=1e-5)
+        assert known.entropy == pytest.approx(entropy(distribution), abs=1e-4)  # logits of 20 in float32
         assert log_prob_of(seen, best=False) == known.log_q and log_prob_of(seen, best=True) == known.log_max_q
 
 
@@ -69,24 +69,24 @@ def test_tokens_that_a_model_rules_out():
     logits[::3] = -math.inf
     token = int(logits.argmax())
     for params in SETTINGS.values():
-        seen, law = shown(params, logits, token)
-        assert confidence_of(seen).entropy == pytest.approx(entropy(law), abs=1e-4)
+        seen, distribution = shown(params, logits, token)
+        assert confidence_of(seen).entropy == pytest.approx(entropy(distribution), abs=1e-4)
 
 
-def test_a_law_of_one_token_is_certain():
-    law = torch.zeros(V)
-    law[7] = 1.0
-    seen = DraftView(1, 7, torch.zeros(1, 4), some_logits(), law, 1.0)
+def test_a_distribution_of_one_token_is_certain():
+    distribution = torch.zeros(V)
+    distribution[7] = 1.0
+    seen = DraftView(1, 7, torch.zeros(1, 4), some_logits(), distribution, 1.0)
     assert log_odds(confidence_of(seen).log_q) == log_odds(log_prob_of(seen, True)) == MAX_LOGIT
 
 
 def test_many_tokens_at_once_are_as_one_by_one():
     logits = torch.stack([some_logits(), some_logits().flip(0), some_logits() / 3])
     params = SamplingParams(0.8, top_k=9)
-    laws, tokens = probabilities(logits, params), logits.topk(2).indices[:, 1]
-    found = confidences_of(laws, tokens, torch.tensor([1, 2, 3]), torch.tensor([0.8] * 3))
+    distributions, tokens = probabilities(logits, params), logits.topk(2).indices[:, 1]
+    found = confidences_of(distributions, tokens, torch.tensor([1, 2, 3]), torch.tensor([0.8] * 3))
     for row, token in enumerate(tokens.tolist()):
-        one = confidence_of(DraftView(row + 1, token, torch.zeros(1, 4), logits[row], laws[row], 0.8))
+        one = confidence_of(DraftView(row + 1, token, torch.zeros(1, 4), logits[row], distributions[row], 0.8))
         many = [float(part[row]) for part in (found.log_q, found.log_max_q, found.entropy)]
         assert list(one) == pytest.approx(many, abs=1e-5)
     assert found.depth.tolist() == [1, 2, 3] and found.temperature.tolist() == pytest.approx([0.8] * 3)

@@ -1,4 +1,5 @@
-"""The emitted law equals the target's, by enumeration of every branch of whole rounds through the production loop.
+"""The emitted distribution equals the target's, by enumeration of every branch of whole rounds through the production
+loop.
 
 No sampling and no tolerance for luck: 1e-10 is a thousand times what float64 sums of some thousand branches lose.
 """
@@ -12,9 +13,9 @@ from table_models import (
     Branches,
     TableLM,
     V,
-    decoded_law,
+    decoded_distribution,
     enumerate_branches,
-    target_law,
+    target_distribution,
     total_variation,
     warped,
 )
@@ -46,16 +47,16 @@ FULL_SUPPORT = {"eagle:k=2", *(name for name in METHODS if name.endswith(":eagle
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_emitted_law_is_the_targets(name, params):
+def test_emitted_distribution_is_the_targets(name, params):
     # Room for whole drafts after the first token; three tokens reach into the second round after any rejection.
     target, length = TableLM(1), 2 if name in FULL_SUPPORT and params == SETTINGS["T=1"] else 3
-    law = decoded_law(target, method(name, target), params, length, max_new_tokens=8)
-    assert total_variation(law, target_law(target, params, length)) < EXACT
+    distribution = decoded_distribution(target, method(name, target), params, length, max_new_tokens=8)
+    assert total_variation(distribution, target_distribution(target, params, length)) < EXACT
 
 
 @pytest.mark.parametrize("name", ["spec:k=3", "pearl:k=2"])
 def test_drafts_follow_the_draft_model_at_the_sampling_asked_for(name, params):
-    """Any law of the drafts leaves the output as it is, but one at other settings is accepted less often."""
+    """Any distribution of the drafts leaves the output as it is, but one at other settings is accepted less often."""
     target, draft, seen = TableLM(1), TableLM(107), 0
     for seed in range(10):
         rounds = []
@@ -63,8 +64,8 @@ def test_drafts_follow_the_draft_model_at_the_sampling_asked_for(name, params):
         text = [*PROMPT, *rounds[0].tokens]
         for done in rounds[1:]:
             for node, token in enumerate(done.tree.tokens):
-                law = warped(draft.row((*text, *done.tree.tokens[:node]))[0], params)
-                assert done.tree.draft_prob[node].tolist() == pytest.approx(law) and law[token] > 0
+                distribution = warped(draft.row((*text, *done.tree.tokens[:node]))[0], params)
+                assert done.tree.draft_prob[node].tolist() == pytest.approx(distribution) and distribution[token] > 0
                 seen += 1
             text += done.tokens
     assert seen > 50
@@ -74,42 +75,44 @@ def test_drafts_follow_the_draft_model_at_the_sampling_asked_for(name, params):
 @pytest.mark.parametrize("seed", [2, 3])
 def test_other_tables_too(name, seed):
     target, params = TableLM(seed), SETTINGS["T=1"]
-    law = decoded_law(target, method(name, target, seed), params, length=3, max_new_tokens=8)
-    assert total_variation(law, target_law(target, params, 3)) < EXACT
+    distribution = decoded_distribution(target, method(name, target, seed), params, length=3, max_new_tokens=8)
+    assert total_variation(distribution, target_distribution(target, params, 3)) < EXACT
 
 
 @pytest.mark.parametrize("eos_ids", [(1, 3), ()])
 @pytest.mark.parametrize(
     "policy", [lambda: FixedLength(3), lambda: PredictorStop(OnlinePredictor("q"), CostRule(0.1), 1, 3)]
 )
-def test_a_draft_that_ends_with_an_end_token_leaves_the_law(policy, eos_ids):
+def test_a_draft_that_ends_with_an_end_token_leaves_the_distribution(policy, eos_ids):
     """Whether the answer ends there or not: the token stays in the draft."""
     target, draft, params = TableLM(4), TableLM(104), SETTINGS["T=1"]
 
     def drafter():
         return DraftModelDrafter(draft, [UntilEnd(policy(), (1, 3))], CAPACITY)
 
-    law = decoded_law(target, drafter, params, length=3, max_new_tokens=8, eos_ids=eos_ids)
-    assert total_variation(law, target_law(target, params, 3, eos_ids=eos_ids)) < EXACT
+    distribution = decoded_distribution(target, drafter, params, length=3, max_new_tokens=8, eos_ids=eos_ids)
+    assert total_variation(distribution, target_distribution(target, params, 3, eos_ids=eos_ids)) < EXACT
     trace = generate_one(target, drafter(), PROMPT, params, 20, TorchSource(0), ()).trace
     assert {step.num_drafted for step in trace.steps[:-3]} >= {1, 3}
 
 
 @pytest.mark.parametrize("name", ["spec:k=2", "eagle:k=2", "tree"])
-def test_end_tokens_and_the_limit_cut_the_same_law(name):
+def test_end_tokens_and_the_limit_cut_the_same_distribution(name):
     target, params = TableLM(4), SETTINGS["T=1"]
-    law = decoded_law(target, method(name, target), params, length=4, max_new_tokens=4, eos_ids=(1, 3))
-    assert any(len(tokens) < 4 for tokens in law)
-    assert total_variation(law, target_law(target, params, 4, eos_ids=(1, 3))) < EXACT
+    distribution = decoded_distribution(
+        target, method(name, target), params, length=4, max_new_tokens=4, eos_ids=(1, 3)
+    )
+    assert any(len(tokens) < 4 for tokens in distribution)
+    assert total_variation(distribution, target_distribution(target, params, 4, eos_ids=(1, 3))) < EXACT
 
 
 def test_the_draft_of_full_support_is_exact():
-    # Every token can be drafted and nearly every one rejected: other branches than with sparse laws.
+    # Every token can be drafted and nearly every one rejected: other branches than with sparse distributions.
     target, draft = TableLM(5, support=(V,)), TableLM(6, support=(V,))
-    law = decoded_law(
+    distribution = decoded_distribution(
         target, lambda: DraftModelDrafter(draft, [FixedLength(2)], CAPACITY), SETTINGS["T=1"], 2, max_new_tokens=8
     )
-    assert total_variation(law, target_law(target, SETTINGS["T=1"], 2)) < EXACT
+    assert total_variation(distribution, target_distribution(target, SETTINGS["T=1"], 2)) < EXACT
 
 
 def test_a_draft_equal_to_the_target_is_never_rejected():
@@ -151,14 +154,16 @@ def test_a_stop_policy_ends_drafts_at_several_lengths(name, lengths):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_at_temperature_zero_the_law_is_one_answer_the_argmax_of_every_row(name):
+def test_at_temperature_zero_the_distribution_is_one_answer_the_argmax_of_every_row(name):
     for seed in (1, 8, 9):
         target = TableLM(seed)
         answer = list(PROMPT)
         for _ in range(9):
             answer.append(max(range(V), key=lambda token: float(target.row(tuple(answer))[0][token])))
-        law = decoded_law(target, method(name, target, seed), SamplingParams(), length=9, max_new_tokens=9)
-        assert law == {tuple(answer[len(PROMPT) :]): 1.0}
+        distribution = decoded_distribution(
+            target, method(name, target, seed), SamplingParams(), length=9, max_new_tokens=9
+        )
+        assert distribution == {tuple(answer[len(PROMPT) :]): 1.0}
 
 
 def test_trees_are_walked_to_every_depth():
@@ -190,7 +195,8 @@ class CallsTopKSampled(DraftModelDrafter):
 
 
 class ForgetsToNormalise(DraftModelDrafter):
-    """Wrong: tokens are drawn without the least probable one, and verified against the law that still had it."""
+    """Wrong: tokens are drawn without the least probable one, and verified against the distribution that still had
+    it."""
 
     class _Truncated:
         def __init__(self, source):
@@ -208,6 +214,8 @@ class ForgetsToNormalise(DraftModelDrafter):
 @pytest.mark.parametrize("wrong", [DropsByValue, CallsTopKSampled, ForgetsToNormalise])
 def test_a_biased_drafter_is_caught(wrong):
     target, draft, params = TableLM(5, support=(V,)), TableLM(6, support=(V,)), SETTINGS["T=1"]
-    law = decoded_law(target, lambda: wrong(draft, [FixedLength(1)], CAPACITY), params, length=2, max_new_tokens=8)
-    assert sum(law.values()) == pytest.approx(1)  # a law, but another one
-    assert total_variation(law, target_law(target, params, 2)) > CAUGHT
+    distribution = decoded_distribution(
+        target, lambda: wrong(draft, [FixedLength(1)], CAPACITY), params, length=2, max_new_tokens=8
+    )
+    assert sum(distribution.values()) == pytest.approx(1)  # a distribution, but another one
+    assert total_variation(distribution, target_distribution(target, params, 2)) > CAUGHT

@@ -68,7 +68,7 @@ def test_no_method_emits_a_token_of_a_model_with_a_nan(label, params):
             run(label, params, models(broken, tree))
         assert caught.value.model == broken
         # The target's is seen in the prefill, and M2's where it reads the prompt; a drafter's in its first draft, a
-        # head's that judges states after their tokens one token later.
+        # head's that reads states after their tokens one token later.
         first = len(PROMPT) + (broken not in ("target", "mid"))
         assert caught.value.position == first
 
@@ -174,11 +174,11 @@ def test_a_prompt_that_fails_leaves_nothing_to_the_next_ones(label, static):
 
 @pytest.mark.parametrize("logits", [[math.nan, 1, 2], [1, math.inf, 2], [-math.inf] * 3, [1, 2, math.nan]], ids=str)
 @pytest.mark.parametrize("params", MODES, ids=str)
-def test_a_row_without_a_law_ends_the_walk_there(logits, params):
+def test_a_row_without_a_distribution_ends_the_walk_there(logits, params):
     """Below an accepted token, chains that were drawn and chains that were chosen."""
     rows = torch.tensor([[0.0, 60.0, 0.0], logits])
-    law = torch.tensor([[0.0, 1.0, 0.0]])
-    for tree in (DraftTree((1,), (-1,)), DraftTree((1,), (-1,), law)):
+    distribution = torch.tensor([[0.0, 1.0, 0.0]])
+    for tree in (DraftTree((1,), (-1,)), DraftTree((1,), (-1,), distribution)):
         with pytest.raises(NonFinite) as caught:
             verify([tree], rows[None], params, [TorchSource(0)])
         assert caught.value.position == 1
@@ -187,10 +187,12 @@ def test_a_row_without_a_law_ends_the_walk_there(logits, params):
         assert caught.value.position == 0
 
 
-def test_a_draft_whose_law_is_none_is_not_accepted():
-    for law in ([math.nan] * 3, [0.0, math.nan, 1.0]):
+def test_a_draft_whose_distribution_is_none_is_not_accepted():
+    for distribution in ([math.nan] * 3, [0.0, math.nan, 1.0]):
         with pytest.raises(NonFinite):
-            verify([DraftTree((1,), (-1,), torch.tensor([law]))], torch.zeros(1, 2, 3), DRAWN, [TorchSource(0)])
+            verify(
+                [DraftTree((1,), (-1,), torch.tensor([distribution]))], torch.zeros(1, 2, 3), DRAWN, [TorchSource(0)]
+            )
 
 
 def test_a_masked_vocabulary_is_decoded():

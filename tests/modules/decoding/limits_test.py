@@ -12,7 +12,7 @@ from table_methods import CAPACITY, method, random_eagle_head
 from table_models import PROMPT, TableLM, V
 
 from draftsmith.modules.decoding.growth import DynamicTree
-from draftsmith.modules.decoding.loop import Answer, Generation, Round, generate_one
+from draftsmith.modules.decoding.loop import Generation, Round, RowAnswer, generate_one
 from draftsmith.modules.decoding.protocols import DraftTree, EachRow
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.verify import verify
@@ -39,7 +39,7 @@ SEEDS = range(4)
     ],
 )
 def test_an_answer_is_cut_at_the_first_end_token_and_at_its_room(room, emitted, kept, ended):
-    answer = Answer(frozenset([9]), room)
+    answer = RowAnswer(frozenset([9]), room)
     assert answer.emit(emitted) == kept == answer.tokens
     assert answer.ended == ended and answer.done == (ended or len(kept) == room)
 
@@ -169,9 +169,11 @@ class Watched(HierarchicalDrafter):
         return tree
 
     def _round(self, room, params, source):
-        laws = super()._round(room, params, source)
-        self.rounds.append([-sum(p * math.log(p) for p in law.tolist() if p > 0) for law in laws])
-        return laws
+        distributions = super()._round(room, params, source)
+        self.rounds.append(
+            [-sum(p * math.log(p) for p in distribution.tolist() if p > 0) for distribution in distributions]
+        )
+        return distributions
 
 
 @pytest.mark.parametrize("middle", [Even(201, (2,)), TableLM(201)], ids=["equal entropies", "any"])

@@ -38,7 +38,8 @@ class Given(TorchSource):
 
 
 def sparse_logits(*shape: int, rng: torch.Generator) -> Tensor:
-    """Random, about a third of them without mass, never all; float64, so that both ways compute the same laws."""
+    """Random, about a third of them without mass, never all; float64, so that both ways compute the same
+    distributions."""
     logits = 2 * torch.randn(*shape, generator=rng, dtype=torch.float64)
     hidden = torch.rand(*shape, generator=rng) < 0.35
     hidden[..., 1] = False
@@ -58,10 +59,10 @@ def drafts(logits: Tensor, params: SamplingParams, seed: int) -> list[DraftTree 
             parents = tuple(rng.randrange(-1, i) for i in range(size))
             trees.append(DraftTree(tuple(likely[parent + 1] for parent in parents), parents))
         else:
-            law = probabilities(row[:size] + 0.7 * torch.tensor([rng.random() for _ in range(V)]), params)
-            drawn = tuple(draw_each(law, [TorchSource(rng.randrange(99)) for _ in range(size)]))
-            laws = None if params.greedy or not size else law
-            trees.append(DraftTree(drawn, chain_parents(size), laws, last_unread=kind == 2 and size > 0))
+            distribution = probabilities(row[:size] + 0.7 * torch.tensor([rng.random() for _ in range(V)]), params)
+            drawn = tuple(draw_each(distribution, [TorchSource(rng.randrange(99)) for _ in range(size)]))
+            distributions = None if params.greedy or not size else distribution
+            trees.append(DraftTree(drawn, chain_parents(size), distributions, last_unread=kind == 2 and size > 0))
     return trees
 
 
@@ -151,8 +152,13 @@ def test_rows_are_drafted_like_each_alone(setting, policies):
 @pytest.mark.parametrize("uniform", [0.0, 2**-1074, 0.5, LARGEST_UNIFORM])
 def test_a_token_without_mass_is_never_emitted(uniform, ahead):
     rng, params = torch.Generator().manual_seed(7), SETTINGS["T=1"]
-    logits, laws = sparse_logits(200, 3, 6, rng=rng).float(), sparse_logits(200, 2, 6, rng=rng).float().softmax(-1)
-    drawn = [DraftTree(tuple(law.argmax(-1).tolist()), (-1, 0), law) for law in laws]
+    logits, distributions = (
+        sparse_logits(200, 3, 6, rng=rng).float(),
+        sparse_logits(200, 2, 6, rng=rng).float().softmax(-1),
+    )
+    drawn = [
+        DraftTree(tuple(distribution.argmax(-1).tolist()), (-1, 0), distribution) for distribution in distributions
+    ]
     chosen = [DraftTree(tree.tokens, tree.parents) for tree in drawn]
     target = probabilities(logits, params)
     for trees in (drawn, chosen):

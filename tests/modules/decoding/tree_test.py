@@ -105,7 +105,7 @@ def drafted_trees(draw):
 
 
 class Chooses:
-    """A source whose draws are the only token that has mass, as the laws below are certain."""
+    """A source whose draws are the only token that has mass, as the distributions below are certain."""
 
     def draw(self, probs):
         assert sorted(probs.tolist()) == [0.0, 1.0]
@@ -116,7 +116,7 @@ class Chooses:
 @settings(max_examples=300, deadline=None)
 def test_the_walk_follows_the_targets_choices_to_where_no_node_has_them(case, temperature):
     tree, choices = case
-    # Certain laws, so that sampling walks as greedy does; row 0 is what follows the root.
+    # Certain distributions, so that sampling walks as greedy does; row 0 is what follows the root.
     logits = torch.full((len(choices), 2), -torch.inf)
     logits[range(len(choices)), choices] = 0.0
     (verdict,) = verify([tree], logits[None], SamplingParams(temperature), [Chooses()])

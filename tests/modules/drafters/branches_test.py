@@ -139,7 +139,7 @@ def test_the_target_reads_all_drafts_of_a_text_at_once(lm, text, group):
 
 
 def test_a_branch_sees_its_own_prefix_and_nothing_else(group):
-    """Tables of laws, whose states depend on every token and on their order."""
+    """Tables of distributions, whose states depend on every token and on their order."""
     lm, text, starts = TableLM(0), [2, 0, 1, 3, 3, 0], [1, 3, 6]
     drafter = DraftModelBranches(lm, 3)
     drafter.open(text)

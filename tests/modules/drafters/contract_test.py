@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from quick_heads import specdecpp
-from table_models import H, TableLM, V, decoded_law, target_law, total_variation
+from table_models import H, TableLM, V, decoded_distribution, target_distribution, total_variation
 from torch import Tensor, nn
 
 from draftsmith.data.heads.directory import class_of, head_kinds, kind_at, load_head, save_head
@@ -160,8 +160,10 @@ def test_saving_and_loading_is_exact(head, tmp_path):
 def test_decoding_with_it_is_lossless(head, tmp_path):
     loaded = load_head(save_head(tmp_path / "head", head, {}, "# A head\n"))
     target = TableLM(1)
-    law = decoded_law(target, lambda: drafter_of(loaded, target), SAMPLING, length=3, max_new_tokens=8)
-    assert total_variation(law, target_law(target, SAMPLING, 3)) < 1e-10  # float64, every branch
+    distribution = decoded_distribution(
+        target, lambda: drafter_of(loaded, target), SAMPLING, length=3, max_new_tokens=8
+    )
+    assert total_variation(distribution, target_distribution(target, SAMPLING, 3)) < 1e-10  # float64, every branch
 
 
 def test_each_of_its_methods_is_lossless(drafter):
@@ -170,8 +172,10 @@ def test_each_of_its_methods_is_lossless(drafter):
     models = Models(target, heads={drafter.kind: drafter.double()}, capacity=CAPACITY, trees={"eagle-1": shape})
     methods = [m for m in known_methods().values() if m.uses == (drafter.kind,) and not issubclass(m, DynamicTrees)]
     for method in methods:
-        found = decoded_law(target, lambda method=method: method().build(models), SAMPLING, length=3, max_new_tokens=5)
-        assert total_variation(found, target_law(target, SAMPLING, 3)) < 1e-10, method
+        found = decoded_distribution(
+            target, lambda method=method: method().build(models), SAMPLING, length=3, max_new_tokens=5
+        )
+        assert total_variation(found, target_distribution(target, SAMPLING, 3)) < 1e-10, method
     assert methods
 
 

@@ -55,7 +55,7 @@ def test_the_shift_on_a_sequence_by_hand():
     assert inputs.loss_mask.tolist() == [[False, True, True, True]]
 
 
-def test_every_response_token_but_those_the_prompt_can_not_predict_is_counted_once():
+def test_every_response_token_but_those_the_prompt_cannot_predict_is_counted_once():
     for prompt_length in range(2, 7):
         inputs = shift(batch_of(list(range(8)), prompt_length))
         assert inputs.predicted_ids[inputs.loss_mask].tolist() == list(range(prompt_length, 8))

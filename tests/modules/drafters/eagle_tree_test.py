@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_methods import TREE_JUDGE, random_acceptance_head
+from table_methods import TREE_PREDICTOR, random_acceptance_head
 from table_models import PROMPT, H, TableLM, V
 
 from draftsmith.modules.acceptance import tree as acceptance_tree
@@ -72,16 +72,16 @@ def paths_of(tree) -> list[tuple[int, ...]]:
     return paths
 
 
-def slow_dynamic(slow: SlowHead, shape: DynamicTree, max_depth: int, judge=None) -> set[tuple[int, ...]]:
-    """EAGLE-2's candidates and choice, written down from the paper with paths and dictionaries. judge: log P^ of a path
-    and its child, in the place of the child's log q."""
+def slow_dynamic(slow: SlowHead, shape: DynamicTree, max_depth: int, predictor=None) -> set[tuple[int, ...]]:
+    """EAGLE-2's candidates and choice, written down from the paper with paths and dictionaries. predictor: log P^ of a
+    path and its child, in the place of the child's log q."""
     values: dict[tuple[int, ...], float] = {}
 
     def children(path: tuple[int, ...]) -> list[tuple[int, ...]]:
         log_prob = slow.log_prob(path)
         for token in log_prob.topk(min(shape.topk, V)).indices.tolist():
             base = values[path] if path and shape.value else 0.0
-            values[(*path, token)] = base + (float(log_prob[token]) if judge is None else judge(path, token))
+            values[(*path, token)] = base + (float(log_prob[token]) if predictor is None else predictor(path, token))
         return [key for key in values if key[:-1] == path]
 
     frontier = sorted(children(()), key=lambda path: -values[path])
@@ -136,19 +136,19 @@ def log_odds(prob: float) -> float:
     return 12 if prob == 1 else -12 if prob == 0 else min(max(math.log(prob / (1 - prob)), -12), 12)
 
 
-def slow_judge(slow: SlowHead, judge: AcceptanceHead, params: SamplingParams):
+def slow_predictor(slow: SlowHead, head: AcceptanceHead, params: SamplingParams):
     """log P^ by the formulas of the head's features, one child at a time."""
 
     def log_prob(path: tuple[int, ...], token: int) -> float:
         logits = slow.lm.lm_head(slow.hidden(path))
-        law = logits.softmax(-1) if params.greedy else probabilities(logits, params)
-        q, largest = float(law[token]), float(law.max())
-        entropy = -sum(p * math.log(p) for p in law.tolist() if p > 0)
+        distribution = logits.softmax(-1) if params.greedy else probabilities(logits, params)
+        q, largest = float(distribution[token]), float(distribution.max())
+        entropy = -sum(p * math.log(p) for p in distribution.tolist() if p > 0)
         log_q = max(math.log(q), -12) if q > 0 else -12
         known = [log_q, log_odds(q), log_odds(largest), entropy, math.log(len(path) + 1), params.temperature]
         embed = slow.lm.embed(torch.tensor(token))
-        logit = judge(slow.hidden(path), embed, torch.tensor(known))
-        return float(torch.nn.functional.logsigmoid(judge.calibrated(logit).double()))
+        logit = head(slow.hidden(path), embed, torch.tensor(known))
+        return float(torch.nn.functional.logsigmoid(head.calibrated(logit).double()))
 
     return log_prob
 
@@ -163,10 +163,10 @@ def test_the_heads_product_takes_the_place_of_the_confidences(monkeypatch, param
     topk, depth, nodes, max_drafted = size
     shape = DynamicTree(nodes, depth, topk)
     head, lm, tokens = random_head(seed), TableLM(seed, support=(V,)), [*PROMPT, 1, 3]
-    judge = random_acceptance_head(seed, **TREE_JUDGE, calibration=(0.05, 0.3))
-    tree, _ = propose(head, lm, shape, max_drafted, tokens, params=params, judge=judge)
+    acceptance = random_acceptance_head(seed, **TREE_PREDICTOR, calibration=(0.05, 0.3))
+    tree, _ = propose(head, lm, shape, max_drafted, tokens, params=params, acceptance=acceptance)
     slow = SlowHead(head, lm, tokens)
-    one_by_one = slow_judge(slow, judge, params)
+    one_by_one = slow_predictor(slow, acceptance, params)
     found = paths_of(tree)
     assert set(found) == slow_dynamic(slow, shape, max_drafted, one_by_one)
     for path, value in zip(found, tree.values, strict=True):

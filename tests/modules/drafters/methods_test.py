@@ -103,7 +103,7 @@ def test_a_trees_nodes_are_a_number_or_auto():
         ({"state": "before", "features": ("repeat",)}, "a head that looks for repetitions"),
     ],
 )
-def test_a_head_that_can_not_judge_a_trees_nodes_is_refused(settings, found):
+def test_a_head_that_cannot_predict_for_a_trees_nodes_is_refused(settings, found):
     models = Models(None, acceptance=AcceptanceHead(AcceptanceHeadConfig(4, judges="tree", **settings)))
     with pytest.raises(InputError, match=f"acceptance, value=head: found {found}, expected .* Train"):
         tree_head(models)

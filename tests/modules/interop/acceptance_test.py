@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature, feature_value
-from draftsmith.modules.decoding.confidence import Confidences, confidences_of
+from draftsmith.modules.decoding.confidence import TokenConfidences, confidences_of
 from draftsmith.modules.interop import acceptance, formats
 from draftsmith.modules.interop.base import Package, Served, TargetFacts
 from draftsmith.modules.interop.detect import detect
@@ -51,18 +51,18 @@ def package_of(head: AcceptanceHead) -> Package:
 
 
 def draws():
-    """States, embeddings, laws, tokens, places: what a server has at hand."""
+    """States, embeddings, distributions, tokens, places: what a server has at hand."""
     generator = torch.Generator().manual_seed(2)
     states, embeds = (torch.randn(TOKENS, HIDDEN, generator=generator) for _ in range(2))
-    laws = (4 * torch.randn(TOKENS, VOCAB, generator=generator)).softmax(-1)
-    laws[0] = torch.eye(VOCAB)[3]  # top-k 1: q(y) = 1
-    tokens = torch.multinomial(laws, 1, generator=generator)[:, 0]
-    return states, embeds, laws, tokens, torch.arange(TOKENS) % 4 + 1
+    distributions = (4 * torch.randn(TOKENS, VOCAB, generator=generator)).softmax(-1)
+    distributions[0] = torch.eye(VOCAB)[3]  # top-k 1: q(y) = 1
+    tokens = torch.multinomial(distributions, 1, generator=generator)[:, 0]
+    return states, embeds, distributions, tokens, torch.arange(TOKENS) % 4 + 1
 
 
-def by_the_words(config: dict, tensors: dict, states, embeds, laws, tokens, depth) -> np.ndarray:
+def by_the_words(config: dict, tensors: dict, states, embeds, distributions, tokens, depth) -> np.ndarray:
     """P in float64, from nothing but config.json, the weights and the words in it."""
-    q = laws.double().numpy()
+    q = distributions.double().numpy()
     own, top = q[np.arange(TOKENS), tokens], q.max(1)
     with np.errstate(divide="ignore"):
         numbers = {
@@ -96,7 +96,7 @@ def by_the_words(config: dict, tensors: dict, states, embeds, laws, tokens, dept
     return 1 / (1 + np.exp(-z))
 
 
-def named_inputs(states, embeds, known: Confidences) -> dict[str, torch.Tensor]:
+def named_inputs(states, embeds, known: TokenConfidences) -> dict[str, torch.Tensor]:
     numbers = {name: feature_value(name, known)[:, None] for name in ALL}
     return {"state_before": states, "state_after": states, "embedding": embeds, **numbers}
 
@@ -105,12 +105,12 @@ def named_inputs(states, embeds, known: Confidences) -> dict[str, torch.Tensor]:
 def test_config_and_weights_say_all_that_is_computed(name):
     head = a_head(CASES[name])
     package = package_of(head)
-    states, embeds, laws, tokens, depth = draws()
-    known = confidences_of(laws, tokens, depth, torch.full((TOKENS,), 0.7))
+    states, embeds, distributions, tokens, depth = draws()
+    known = confidences_of(distributions, tokens, depth, torch.full((TOKENS,), 0.7))
     known = dataclasses.replace(known, repeat=REPEAT)
     numbers = head.feature_values(known) if head.config.features else None
     ours = torch.sigmoid(head.calibrated(head(states, embeds if head.config.state == "before" else None, numbers)))
-    by_words = by_the_words(dict(package.config), dict(package.tensors), states, embeds, laws, tokens, depth)
+    by_words = by_the_words(dict(package.config), dict(package.tensors), states, embeds, distributions, tokens, depth)
     # Float32 sums of some tens of terms, against float64.
     assert ours.numpy() == pytest.approx(by_words, abs=1e-5)
     reading = FORMAT.read(package, TargetFacts({"hidden_size": HIDDEN}))
@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_found():
 def test_specdec_pp_refuses_what_its_class_is_not_fed():
     for name in ("late with numbers", "before", "all", "tree"):
         head = a_head(CASES[name])
-        with pytest.raises(InputError, match=r"judges a (chain|tree) by .*export --format acceptance") as error:
+        with pytest.raises(InputError, match=r"predicts for a (chain|tree) by .*export --format acceptance") as error:
             formats()["specdec_pp"].write(head.config, dict(head.named_parameters()))
         assert "\n" not in str(error.value)
 

@@ -119,7 +119,7 @@ def test_attention_and_mlp_biases_are_kept_where_their_system_uses_them():
         ({"quantization_config": {"bits": 4}}, {}, "quantization_config"),
     ],
 )
-def test_what_our_head_can_not_be_is_refused(kind, config, tensors, words):
+def test_what_our_head_cannot_be_is_refused(kind, config, tensors, words):
     with pytest.raises(InputError, match=words):
         SYSTEMS[kind].parse(changed(written(kind), config, tensors), TARGET)
 

@@ -11,10 +11,10 @@ from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.train import deepspeed
 from draftsmith.train.muon import MuonAdamW
-from draftsmith.train.planning.dry_run import MOST_REAL, WORKING, DryRun, Held
+from draftsmith.train.planning.dry_run import MOST_REAL, WORKING, DryRun, HeldBytes
 from draftsmith.train.planning.heap import Heap
 from draftsmith.train.planning.memory import FLOAT32, LAYOUTS, ZERO_BUCKET, Resident, memory, trained
-from draftsmith.train.planning.step import GRADIENTS, Step, averages
+from draftsmith.train.planning.step import GRADIENTS, StepBytes, averages
 
 MiB = 2**20
 
@@ -147,9 +147,9 @@ def test_the_bucket_is_the_one_that_deepspeed_is_given():
 
 
 def test_the_peak_is_that_of_the_largest_phase():
-    forward = Held({WORKING: 700, GRADIENTS: 40}, freed=5)
-    backward = Held({WORKING: 650, GRADIENTS: 20})
-    step = Step(40, 80, 10, {"forward": forward, "backward": backward, "update": Held({WORKING: 12})})
+    forward = HeldBytes({WORKING: 700, GRADIENTS: 40}, freed=5)
+    backward = HeldBytes({WORKING: 650, GRADIENTS: 20})
+    step = StepBytes(40, 80, 10, {"forward": forward, "backward": backward, "update": HeldBytes({WORKING: 12})})
     stays = 100 + 1000 + 40 + 80 + 2 * 10
     small = memory(Resident(100, 1000, 1100), step, 1, "one process", 1)
     assert (small.phase, small.peak) == ("forward", stays + 40 + 700 + 5)

@@ -24,7 +24,7 @@ from draftsmith.train.data_module import held_out
 from draftsmith.train.drafter import drafter_config
 from draftsmith.train.planning.estimate import own_memory, plan_of
 from draftsmith.train.planning.frozen import frozen_model
-from draftsmith.train.planning.measure import TIMED, measure
+from draftsmith.train.planning.measure import TIMED, measure_steps
 from draftsmith.train.planning.settings import plan_config
 from draftsmith.train.run import run
 
@@ -166,14 +166,14 @@ def test_measuring_runs_real_steps_and_leaves_nothing(artefacts, tmp_path):
         target=str(artefacts.target), data=artefacts.responses, output=tmp_path / "run", batch_size=4, epochs=50
     )
     plan = plan_of(config)
-    found = measure(config, plan)
+    found = measure_steps(config, plan)
     assert found.steps == TIMED and found.on_what == str(artefacts.responses)
     assert found.hours(plan) == pytest.approx(plan.step_flops * plan.steps / found.flops_per_s / 3600)
     assert not config.output.exists()
     made_up = plan_config("eagle")(
         target=str(artefacts.target), data=tmp_path / "none", output=tmp_path / "run", batch_size=2
     )
-    assert measure(made_up, plan_of(made_up)).on_what == "16 made-up dialogues"
+    assert measure_steps(made_up, plan_of(made_up)).on_what == "16 made-up dialogues"
     assert torch.is_grad_enabled() and list(tmp_path.iterdir()) == []
 
 

@@ -72,13 +72,13 @@ def test_little_and_one_sided_data_give_no_numbers():
     assert found["auc"] is None and found["brier"] is None and found["tokens"] == MIN_TOKENS
 
 
-def test_judged_tokens_are_those_down_to_the_first_rejection():
+def test_labelled_tokens_are_those_down_to_the_first_rejection():
     rollouts = hand_rollouts([[True, True, False, True], [True, False]], depth=3)
-    judged = labelled_tokens(rollouts)
+    labelled = labelled_tokens(rollouts)
     # Rounds begin at tokens 1, 2, 3 of the first answer and at 1 of the second.
-    assert judged.accept_prob.tolist() == [1, 0, 0, 1, 0]
-    assert judged.depth.tolist() == [1, 2, 1, 1, 1]
-    assert judged.task.tolist() == ["even"] * 4 + ["odd"]
+    assert labelled.accept_prob.tolist() == [1, 0, 0, 1, 0]
+    assert labelled.depth.tolist() == [1, 2, 1, 1, 1]
+    assert labelled.task.tolist() == ["even"] * 4 + ["odd"]
 
 
 def test_the_online_fit_learns_only_from_rounds_that_would_be_run():
@@ -108,18 +108,18 @@ def test_log_odds_of_a_log_probability():
 
 
 def test_what_each_predictor_says():
-    judged, fit = (labelled_tokens(hand_rollouts(agreements(12, 40, seed), 4, seed)) for seed in (2, 3))
+    labelled, fit = (labelled_tokens(hand_rollouts(agreements(12, 40, seed), 4, seed)) for seed in (2, 3))
     head = AcceptanceHead(AcceptanceHeadConfig(8, w_rej=6.0, calibration=(0.5, 0.25)))
-    said = predictions(judged, fit, head)
-    raw = judged.of(judged.rollouts.heads["head"])
+    said = predictions(labelled, fit, head)
+    raw = labelled.of(labelled.rollouts.heads["head"])
     torch.testing.assert_close(said[study.RAW].prob, torch.sigmoid(raw))
     torch.testing.assert_close(said[study.CORRECTED].prob, torch.sigmoid(raw + math.log(6)))
     torch.testing.assert_close(said[study.CALIBRATED].prob, torch.sigmoid(0.5 * (raw + math.log(6)) + 0.25))
-    torch.testing.assert_close(said[Q].prob, judged.of(judged.rollouts.log_q).exp())
+    torch.testing.assert_close(said[Q].prob, labelled.of(labelled.rollouts.log_q).exp())
     assert said[ENTROPY].prob is None
     # The fit is made on the other prompts; sklearn's has no ridge, ours one of 0.01 tokens.
     fitted = LogisticRegression(C=np.inf).fit(-fit.of(fit.rollouts.entropy).numpy()[:, None], fit.accept_prob.numpy())
-    expected = fitted.predict_proba(-judged.of(judged.rollouts.entropy).numpy()[:, None])[:, 1]
+    expected = fitted.predict_proba(-labelled.of(labelled.rollouts.entropy).numpy()[:, None])[:, 1]
     np.testing.assert_allclose(said[study.FITTED_ENTROPY].prob.numpy(), expected, atol=1e-3)
 
 

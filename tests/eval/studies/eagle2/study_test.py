@@ -11,9 +11,9 @@ import torch
 
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.report.tables import from_json
-from draftsmith.eval.studies.eagle2.cost import fit_tree_cost, left_out
-from draftsmith.eval.studies.eagle2.found import ModeResults, TreeSize, predictions
-from draftsmith.eval.studies.eagle2.nodes import Node, by_confidence, by_position, correlation, nodes_of, positions
+from draftsmith.eval.studies.eagle2.cost import fit_tree_cost, predicted_by_others
+from draftsmith.eval.studies.eagle2.found import ModeResults, TreeSize, predicted_speedups
+from draftsmith.eval.studies.eagle2.nodes import Node, by_confidence, by_position, correlation, node_names, nodes_of
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.protocols import DraftTree, Verdict
@@ -26,14 +26,14 @@ PROMPT = BenchPrompt("a", [1], "rename")
 PARENTS = (-1, -1, 0, 0, 1, 3)
 # The head gave the root's children 0.6 and 0.3, and each child 0.5 or 0.4 after its parent.
 VALUES = tuple(math.log(p) for p in (0.6, 0.3, 0.6 * 0.5, 0.6 * 0.4, 0.3 * 0.5, 0.6 * 0.4 * 0.5))
-LAWS = {-1: [0.7, 0.1, 0, 0, 0, 0.2], 0: [0, 0, 0.25, 0.75, 0, 0], 3: [0.9, 0, 0, 0, 0, 0.1]}
+DISTRIBUTIONS = {-1: [0.7, 0.1, 0, 0, 0, 0.2], 0: [0, 0, 0.25, 0.75, 0, 0], 3: [0.9, 0, 0, 0, 0, 0.1]}
 
 
 def round_of(path: tuple[int, ...], values: tuple[float, ...] | None = VALUES) -> Round:
     """A round that accepted `path`; rows of nodes that no verdict may look at are NaN."""
     logits = torch.full((len(PARENTS) + 1, 6), torch.nan, dtype=torch.float64)
-    for node, law in LAWS.items():
-        logits[node + 1] = torch.tensor(law, dtype=torch.float64).log()
+    for node, distribution in DISTRIBUTIONS.items():
+        logits[node + 1] = torch.tensor(distribution, dtype=torch.float64).log()
     tree = DraftTree(tuple(range(6)), PARENTS, values=values)
     return Round([*path, 0], len(path), tree, Verdict(path, 0), None, logits)
 
@@ -60,7 +60,7 @@ def test_the_prefill_has_no_nodes_and_a_static_tree_no_confidence():
 def test_acceptance_by_position_by_hand():
     """Prompt a reaches the root's best child three times and accepts it twice, prompt b once and never."""
     shape = StaticTree.from_paths([[0], [1], [0, 0], [0, 2], [0, 2, 0]])
-    assert positions(shape) == ["0", "1", "0.0", "0.2", "0.2.0"]
+    assert node_names(shape) == ["0", "1", "0.0", "0.2", "0.2.0"]
     seen = [("a", 0, 1.0), ("a", 0, 1.0), ("a", 0, 0.0), ("b", 0, 0.0), ("a", 3, 0.25)]
     found = by_position([Node(prompt, "", index, None, accepted) for prompt, index, accepted in seen], shape)
     assert [(place.name, place.depth, place.accepted, place.count) for place in found] == [
@@ -95,8 +95,8 @@ def test_the_cost_fit_finds_what_the_seconds_are_made_of():
     rows = [row(100, 0, 0), row(40, 300, 80), row(30, 600, 150), row(45, 2000, 90), row(25, 1500, 200)]
     cost = fit_tree_cost(rows)
     assert (cost.fixed, *cost.weights) == pytest.approx((1, 0.5, 0.01, 0.1), rel=1e-6)
-    assert left_out(rows) == pytest.approx([100 / one["tokens_per_s"] for one in rows], rel=1e-6)
-    assert left_out(rows[:4]) == [None] * 4
+    assert predicted_by_others(rows) == pytest.approx([100 / one["tokens_per_s"] for one in rows], rel=1e-6)
+    assert predicted_by_others(rows[:4]) == [None] * 4
 
 
 def test_replayed_counts_are_priced_by_the_measured_ones():
@@ -108,8 +108,8 @@ def test_replayed_counts_are_priced_by_the_measured_ones():
     found = ModeResults(0.0, [], [], {TreeSize(8, 3, 10): pool([trace])}, rows)
     seconds = 1 + 0.5 * 11 + 0.01 * 80 + 0.1 * 30
     expected = (51 / seconds) / (100 / 51)  # ar: 100 tokens in 1 + 0.5 * 100 seconds
-    assert predictions(list(measured.values()), found) == {TreeSize(8, 3, 10): pytest.approx(expected)}
-    assert predictions(list(measured.values())[:2], found) == {}
+    assert predicted_speedups(list(measured.values()), found) == {TreeSize(8, 3, 10): pytest.approx(expected)}
+    assert predicted_speedups(list(measured.values())[:2], found) == {}
 
 
 def test_ablations_name_every_combination_once():

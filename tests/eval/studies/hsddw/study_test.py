@@ -46,7 +46,7 @@ def entropy_after(lm: TableLM, prefix: tuple[int, ...]) -> float:
 
 
 def draft(lm: TableLM, prefix: tuple[int, ...], count: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens after `prefix`, and the entropies of their laws."""
+    """Greedy tokens after `prefix`, and the entropies of their distributions."""
     tokens: list[int] = []
     entropies = []
     for _ in range(count):
@@ -60,14 +60,14 @@ def agreed(lm: TableLM, prefix: tuple[int, ...], tokens: list[int]) -> int:
     return next((i for i, token in enumerate(tokens) if best(lm, (*prefix, *tokens[:i])) != token), len(tokens))
 
 
-def judgements(by: str, entropies: list[float], accepted: int, start: int, end: int) -> list[tuple[str, float, bool]]:
+def verdicts(by: str, entropies: list[float], accepted: int, start: int, end: int) -> list[tuple[str, float, bool]]:
     return [(by, value, i < accepted) for i, value in enumerate(entropies[: accepted + 1]) if start + i <= end]
 
 
 def simulated(k: int, middle: bool, eos: tuple[int, ...]) -> tuple[list, Counter, list[int]]:
-    """Greedy rounds of `spec` or `pre-verify`: what is judged, who made the tokens, and the windows."""
+    """Greedy rounds of `spec` or `pre-verify`: what is verified, who made the tokens, and the windows."""
     answer = [best(TARGET, PROMPT)]
-    judged, origin, windows = [], Counter(), []
+    verified, origin, windows = [], Counter(), []
     while len(answer) < TOKENS and answer[-1] not in eos:
         text, room = (*PROMPT, *answer), TOKENS - len(answer) - 1
         inner, entropies = draft(M1, text, min(k, room - middle))
@@ -75,9 +75,9 @@ def simulated(k: int, middle: bool, eos: tuple[int, ...]) -> tuple[list, Counter
         tokens, outer = draft(M2, text, mine + 1 if room else 0) if middle else (inner, entropies)
         end = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
         kept = agreed(TARGET, text, tokens)
-        judged += judgements("M2 by target" if middle else "M1 by target", outer, kept, 0, end)
+        verified += verdicts("M2 by target" if middle else "M1 by target", outer, kept, 0, end)
         if middle and room:
-            judged += judgements("M1 by M2", entropies, mine, 0, end)
+            verified += verdicts("M1 by M2", entropies, mine, 0, end)
         emitted = [*tokens[:kept], best(TARGET, (*text, *tokens[:kept]))]
         emitted = emitted[: next((i + 1 for i, token in enumerate(emitted) if token in eos), len(emitted))]
         drafted = min(kept, len(emitted))
@@ -85,7 +85,7 @@ def simulated(k: int, middle: bool, eos: tuple[int, ...]) -> tuple[list, Counter
         origin += Counter(M1=by_m1, M2=drafted - by_m1, target=len(emitted) - drafted)
         windows += [len(tokens)] if tokens else []
         answer += emitted
-    return judged, origin, windows
+    return verified, origin, windows
 
 
 @pytest.mark.parametrize("eos", [(), (1,)], ids=["to the limit", "to the end token"])
@@ -98,10 +98,10 @@ def test_what_is_watched_is_what_happens(middle, eos):
     watcher = Watcher(drafter, eos)
     greedy, watch = SamplingParams(), partial(watcher.on_round, "a")
     made = generate_one(TARGET, drafter, PROMPT, greedy, TOKENS, TorchSource(0), eos, watch)
-    judged, origin, windows = simulated(k, middle, eos)
+    verified, origin, windows = simulated(k, middle, eos)
     seen = watcher.seen
     assert Counter((one.by, round(one.entropy, 9), one.accepted) for one in seen.verified) == Counter(
-        (by, round(value, 9), accepted) for by, value, accepted in judged
+        (by, round(value, 9), accepted) for by, value, accepted in verified
     )
     assert {one.accepted for one in seen.verified} == {True, False}
     assert (seen.origin, [window.drafted for window in seen.windows]) == (origin, windows)
@@ -110,16 +110,16 @@ def test_what_is_watched_is_what_happens(middle, eos):
 
 
 def test_windows_carry_the_threshold_that_they_were_drafted_under():
-    """The running mean over rejected tokens so far, taken from the judgements themselves; 0 at first."""
+    """The running mean over rejected tokens so far, taken from the verdicts themselves; 0 at first."""
     drafter = DraftModelDrafter(M1, [SelfVerify(4)], CAPACITY)
     watcher = Watcher(drafter, ())
     params = SamplingParams(1.0)
     made = generate_one(TARGET, drafter, PROMPT, params, TOKENS, TorchSource(1), (), lambda d: watcher.on_round("a", d))
     rejected: list[float] = []
-    judged = iter(watcher.seen.verified)
+    verified = iter(watcher.seen.verified)
     for window in watcher.seen.windows:
         assert window.threshold == pytest.approx(sum(rejected) / len(rejected) if rejected else 0.0)
-        own = [next(judged) for _ in range(min(window.accepted + 1, window.drafted))]
+        own = [next(verified) for _ in range(min(window.accepted + 1, window.drafted))]
         rejected += [one.entropy for one in own if not one.accepted]
     steps = [step for step in made.trace.steps if step.num_drafted]
     assert [window.start for window in watcher.seen.windows][:2] == [1, 1 + steps[0].num_emitted]

@@ -17,7 +17,7 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.studies.policies.bars import bar_rows
-from draftsmith.eval.studies.policies.comparison import Comparison, DrafterMode, compare
+from draftsmith.eval.studies.policies.comparison import DrafterMode, PolicyComparison, compare_policies
 from draftsmith.eval.studies.policies.families import FITTED, FIXED, KNOWN, ORACLE, Policy, PolicyGrid
 from draftsmith.eval.studies.policies.prompts import known_grams, least_third, overlap, parted, training_texts
 from draftsmith.eval.studies.policies.replayed import Gain, PolicyReplay, gain, predictors_of, rate
@@ -45,7 +45,7 @@ def hand(answers: int, seed: int) -> ChainRollouts:
 
 
 def scene_of(params: SamplingParams) -> DrafterMode:
-    """Made by hand; when sampling, the judge that knows p/q knows the coin."""
+    """Made by hand; when sampling, the predictor that knows p/q knows the accept draw."""
     dev, test = hand(6, 0), hand(7, 1)
     if not params.greedy:
         dev, test = (dataclasses.replace(own, accept_along=np.nan_to_num(own.accept_prob)) for own in (dev, test))
@@ -53,10 +53,10 @@ def scene_of(params: SamplingParams) -> DrafterMode:
 
 
 @pytest.fixture(scope="module")
-def compared() -> Comparison:
+def compared() -> PolicyComparison:
     scene = scene_of(SamplingParams(1.0))
     shares = np.linspace(0, 1, 7).tolist()
-    return compare(scene, GRID, CS, shares, least_third(shares), seed=0)
+    return compare_policies(scene, GRID, CS, shares, least_third(shares), seed=0)
 
 
 def player(agreed: list[list[bool]], **kwargs) -> PolicyReplay:
@@ -92,7 +92,7 @@ def test_a_gain_is_a_ratio_of_sums_and_its_interval_of_paired_prompts():
     assert alone.value == 0.25 and np.isnan(alone.low) and alone.text == "+25.0%"
 
 
-def test_settings_are_chosen_on_dev_and_judged_on_others(compared):
+def test_settings_are_chosen_on_dev_and_tried_on_others(compared):
     scene = compared.scene
     dev = PolicyReplay(scene.dev, predictors_of(scene.dev, scene.dev, scene.heads))
     for at in compared.at:
@@ -106,12 +106,12 @@ def test_settings_are_chosen_on_dev_and_judged_on_others(compared):
     assert [at.own for at in compared.at] == [False, True]
 
 
-def test_a_policy_that_knows_the_coin_beats_those_that_do_not(compared):
-    """In these rollouts `accept_along` is the coin itself: the first token that will be rejected is the last."""
+def test_a_policy_that_knows_the_accept_draw_beats_those_that_do_not(compared):
+    """In these rollouts `accept_along` is the accept draw itself: the first token that will be rejected is the last."""
     at = compared.at[0]
-    coin = compared.totals(at, at.chosen[f"{KNOWN}, cost rule"])
-    rounds = coin.num_target_calls - coin.prompts
-    assert coin.num_discarded <= rounds  # one a round that met a rejection
+    oracle = compared.totals(at, at.chosen[f"{KNOWN}, cost rule"])
+    rounds = oracle.num_target_calls - oracle.prompts
+    assert oracle.num_discarded <= rounds  # one a round that met a rejection
     best = max(compared.gain(at, chosen).value for chosen in at.of("free"))
     assert compared.gain(at, at.chosen[f"{KNOWN}, cost rule"]).value > best
     assert compared.totals(at, at.chosen[ORACLE]).num_discarded == 0
@@ -160,7 +160,7 @@ def test_bars_say_what_was_reached(compared):
         assert over[at.name]["value"] == pytest.approx(compared.gain(at, head).value, rel=1e-4)
         assert over[at.name]["bar"] == 0.035
         assert head.dev_gain == max(chosen.dev_gain for chosen in at.of("head"))
-    greedy = compare(scene_of(GREEDY), GRID, CS, [0.0] * 7, least_third([0.0] * 7), 0)
+    greedy = compare_policies(scene_of(GREEDY), GRID, CS, [0.0] * 7, least_third([0.0] * 7), 0)
     assert {row["bar"] for row in bar_rows([greedy], [])} == {0.08, 0.03}
     assert bar_rows([dataclasses.replace(greedy, scene=dataclasses.replace(greedy.scene, heads={}))], []) == []
 
@@ -180,7 +180,7 @@ def test_figures_cover_policies_tasks_overlap_and_quality(compared):
     said = predictions(compared.scene, tokens)["head"].prob
     brier = np.square(said.numpy() - tokens.accept_prob.numpy()).mean()
     assert quality["head"]["brier"] == pytest.approx(brier, rel=1e-4)
-    assert quality["head"]["tokens"] == compared.scene.test.judged().sum()
+    assert quality["head"]["tokens"] == compared.scene.test.verified().sum()
     for figure in figures.values():
         assert all(column.key in row for row in figure.rows[:1] for column in figure.columns), figure.name
 

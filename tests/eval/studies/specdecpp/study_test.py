@@ -25,7 +25,7 @@ from draftsmith.eval.studies.specdecpp.study import (
     ChosenRules,
     LoadedStudy,
     SpecDecPPConfig,
-    choose,
+    choose_fastest,
     theorem_h,
 )
 from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, best, front, published_head, replayed, sweep
@@ -138,14 +138,14 @@ def test_a_rule_that_knows_p_ends_with_the_token_that_is_rejected():
 def test_the_theorems_threshold_is_chosen_where_it_is_one(settings):
     heads = {"w6-d3": head_of()}
     study = LoadedStudy(config_of(), None, heads, {}, {})
-    rule = choose(study, settings, ForwardTimes(0.2, 1.0, 1.0, 9)).settings[BOUND]
+    rule = choose_fastest(study, settings, ForwardTimes(0.2, 1.0, 1.0, 9)).settings[BOUND]
     assert (rule.head, rule.h, rule.calibrated) == ("w6-d3", 0.8, True)
     assert theorem_h(ForwardTimes(1.0, 0.5, 1.0, 9)) is None and theorem_h(ForwardTimes(-0.1, 1.0, 1.0, 9)) is None
-    assert BOUND not in choose(study, settings, ForwardTimes(1.0, 0.5, 1.0, 9)).settings
+    assert BOUND not in choose_fastest(study, settings, ForwardTimes(1.0, 0.5, 1.0, 9)).settings
 
 
 @pytest.mark.parametrize("more", [{"state": "before", "features": ("log_q",)}, {"features": ("entropy",)}])
-def test_labels_of_mixed_text_judge_no_head_that_reads_more(more):
+def test_labels_of_mixed_text_try_no_head_that_reads_more(more):
     tokens = LabelledStates(torch.randn(5, 4), torch.rand(5))
     rows = kl_rows({"new": head_of(**more), "published": head_of()}, {"eval": tokens})
     assert [row["head"] for row in rows] == ["published"]
@@ -155,7 +155,9 @@ def test_a_trees_head_is_no_head_of_a_study_of_chains(models, tmp_path):
     draft = load_lm(models["draft"])
     settings = AcceptanceHeadConfig(draft.info.hidden_size, state="before", judges="tree")
     save_head(tmp_path / "tree", AcceptanceHead(settings), {"target": draft.info.identity}, "card")
-    with pytest.raises(InputError, match=r"heads: found .*tree, which judges trees, expected heads that judge chains"):
+    with pytest.raises(
+        InputError, match=r"heads: found .*tree, which predicts for trees, expected heads that predict for chains"
+    ):
         load_heads(head_directories(tmp_path), draft)
 
 
@@ -174,10 +176,10 @@ def test_heads_that_exist_need_no_training_labels():
 
 
 def test_a_directory_is_of_one_study(tmp_path):
-    specdecpp.begin(config_of(output=tmp_path, epochs=2))
-    specdecpp.begin(config_of(output=tmp_path, epochs=2, num_threads=1))
+    specdecpp.remember_settings(config_of(output=tmp_path, epochs=2))
+    specdecpp.remember_settings(config_of(output=tmp_path, epochs=2, num_threads=1))
     with pytest.raises(InputError, match=r"begun with epochs 2, expected epochs 3"):
-        specdecpp.begin(config_of(output=tmp_path, epochs=3))
+        specdecpp.remember_settings(config_of(output=tmp_path, epochs=3))
 
 
 @pytest.mark.parametrize(
