@@ -63,7 +63,7 @@ def run(config: BuildConfig) -> Path:
 
 
 def make(config: BuildConfig) -> Path:
-    """Alone in its output."""
+    """Build everything, alone in its output."""
     import torch
 
     from draftsmith.data.models.loading import load_lm
