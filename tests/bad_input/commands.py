@@ -64,7 +64,6 @@ ROWS = [
     Row("train eagle: no loss", f"train eagle --data {{features}} {TARGET}{OUT}--feature-weight 0 --token-weight 0",
         ("feature_weight, token_weight",)),
     Row("train eagle: no layers", f"train eagle --data {{features}} {TARGET}{OUT}--num-layers 0", ("num_layers",)),
-    Row("train medusa: no heads", f"train medusa --data {{features}} {TARGET}{OUT}--num-heads 0", ("num_heads",)),
     Row("train acceptance: features", f"train acceptance --data {{features}} --draft {{draft}} {OUT}", ("features",)),
     Row("train acceptance: a head without its target", f"train acceptance --data {{labels}} --draft {{eagle}} {OUT}",
         ("target", "eagle")),
@@ -73,7 +72,6 @@ ROWS = [
     Row("plan eagle: no such target", "plan eagle --target ./nosuch", ("./nosuch",)),
     Row("plan eagle: ranks", f"plan eagle {TARGET}--world -1", ("world", "-1")),
     Row("plan eagle: short samples", f"plan eagle {TARGET}--assume-length 0", ("assume_length", "0")),
-    Row("plan medusa: no blocks", f"plan medusa {TARGET}--num-layers 0", ("num_layers",)),
     Row("plan acceptance: a head alone", "plan acceptance --draft {eagle}", ("target", "--target")),
     # Launchers check the command before anything starts.
     Row("torchrun: nothing to run", "launch torchrun", ("command",)),
