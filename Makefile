@@ -77,11 +77,13 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# mypy does not follow the import hook of an editable install: it reads a plain installation of the package,
-# and everything else from the environment. `build` goes first because setuptools never deletes from it.
+# mypy does not follow the import hook of an editable install: it reads a plain installation of the package with
+# benchmarks/ in it, and everything else from the environment. `build` goes first because setuptools never deletes from
+# it.
 types: setup-dev
 	rm -rf build $(TYPES)
 	$(PIP) install --quiet --no-deps --target $(TYPES) .
+	cp -r benchmarks $(TYPES)/draftsmith/
 	rm -rf build
 	MYPYPATH=$(TYPES) $(BIN)/mypy -p draftsmith
 

@@ -37,8 +37,8 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.hf_baseline import HFRunner
 from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.bench.runner import EngineRunner, Runner
-from draftsmith.eval.bench.tables import plain_table
 from draftsmith.eval.cost.clock import clock_of, interleaved
+from draftsmith.eval.report.tables import plain_table
 from draftsmith.launch.cli import main_of
 from draftsmith.modules.packed import can_pack
 from draftsmith.modules.types import InputError, at_least

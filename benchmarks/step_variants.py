@@ -72,7 +72,8 @@ class Work:
         self.head = EagleHead(EagleConfig.for_target(self.target.config, shape.layers))
 
     def settings(self, output: Path, steps: int, noise: float = 0.1) -> Any:
-        return drafter_config("eagle")(
+        config: Any = drafter_config("eagle")  # which has the settings of EAGLE too
+        return config(
             target="synthetic",
             data=Path("synthetic"),
             output=output,

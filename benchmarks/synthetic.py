@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM, llama_config, model_from_state
@@ -116,7 +117,5 @@ def random_pair(shape: str, dtype: torch.dtype, device: str) -> tuple[Weights, W
 
 def random_eagle_head(target: LlamaLM) -> Any:
     """An EAGLE head of the target's shape, untrained."""
-    from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-
     torch.manual_seed(0)
     return EagleHead(EagleConfig.for_target(target.config)).to(target.device, target.dtype).eval().requires_grad_(False)

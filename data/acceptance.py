@@ -17,9 +17,8 @@ from draftsmith.data.heads.directory import kind_at
 from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.mixed_text import MixedTextLabels
 from draftsmith.data.models.loading import check_same_tokenizer, load_lm, text_identity
-from draftsmith.data.prompts import check_not_negative, check_positive, comma_numbers
 from draftsmith.data.rollouts import Rollouts
-from draftsmith.data.settings import StageLoading
+from draftsmith.data.settings import StageLoading, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.manifest import open_artefact, volatile
 from draftsmith.data.store.shards import Rows, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer

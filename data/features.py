@@ -22,9 +22,8 @@ from draftsmith.data.models.loading import load_lm, text_identity
 from draftsmith.data.models.naming import naming
 from draftsmith.data.models.parallel import DONE, tell, told
 from draftsmith.data.progress import Advance, say
-from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
-from draftsmith.data.settings import StageLoading
+from draftsmith.data.settings import StageLoading, check_not_negative, check_positive
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.shards import Rows, Shard, ShardContent, StagePlan, read_done, run_stage

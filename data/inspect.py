@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.data.features import key
 from draftsmith.data.models.loading import load_tokenizer, tokenizer_identity
-from draftsmith.data.prompts import check_not_negative
+from draftsmith.data.settings import check_not_negative
+from draftsmith.data.store import feature_codec
 from draftsmith.data.store.manifest import Manifest, open_artefact, volatile
 from draftsmith.data.store.reading import open_tensors
 from draftsmith.data.store.shards import Rows
@@ -240,9 +242,6 @@ def band(prob: float) -> str:
 
 def feature_note(directory: Path, row: dict[str, Any]) -> str:
     """Shape and scale of a row's features, and whether all are finite."""
-    from draftsmith.data.features import key
-    from draftsmith.data.store import feature_codec
-
     with open_tensors(Path(directory) / row["shard"]) as file:
         features = feature_codec.stored_features(file, key(row["row"])).float()
     finite = "all finite" if bool(features.isfinite().all()) else "NOT all finite"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from draftsmith.data.models.identity import template_hash
 from draftsmith.data.models.loading import text_identity
 from draftsmith.data.progress import Advance
-from draftsmith.data.settings import RemoteCode
+from draftsmith.data.settings import RemoteCode, check_not_negative, check_positive
 from draftsmith.data.store.manifest import Field, volatile
 from draftsmith.data.store.shards import Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
@@ -29,14 +30,7 @@ from draftsmith.data.text.conversations import (
     up_to_last,
 )
 from draftsmith.data.text.sources import Row, RowSource, first_rows, named_split, open_source
-from draftsmith.data.text.template import (
-    RowError,
-    context_length,
-    load_chat_tokenizer,
-    prompt_ids,
-    supervised_ids,
-    template_hash,
-)
+from draftsmith.data.text.template import RowError, context_length, load_chat_tokenizer, prompt_ids, supervised_ids
 from draftsmith.modules.types import InputError
 
 FIELDS = (
@@ -100,36 +94,6 @@ class PromptsConfig(RemoteCode):
         if self.supervised and self.turns != "all":
             expected = "all with --supervised: the mask is on every answer"
             raise InputError("turns", self.turns, expected, "Leave --turns or --supervised out.")
-
-
-def comma_numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    """Numbers separated by commas.
-
-    Raises:
-        InputError: no number, something else, or one twice.
-    """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    try:
-        values = [kind(part) for part in parts]
-    except ValueError as error:
-        raise InputError(field, repr(text), "numbers separated by commas", "Correct it.") from error
-    if not values or len(set(values)) < len(values):
-        raise InputError(field, repr(text), "one or more different numbers", "Correct it.")
-    return values
-
-
-def check_positive(config: Any, *names: str) -> None:
-    """Raises InputError for fields that must be 1 or more."""
-    for name in names:
-        if getattr(config, name) < 1:
-            raise InputError(name, getattr(config, name), "1 or more", "Pass a positive number.")
-
-
-def check_not_negative(config: Any, *names: str) -> None:
-    """Raises InputError for fields in which 0 means off."""
-    for name in names:
-        if getattr(config, name) < 0:
-            raise InputError(name, getattr(config, name), "0 (off) or more", "Pass a number that is not negative.")
 
 
 @sole_writer(shared=True)

@@ -16,9 +16,8 @@ from draftsmith.data.models.device import pick_device
 from draftsmith.data.models.loading import load_lm, text_identity
 from draftsmith.data.models.naming import naming
 from draftsmith.data.progress import Advance, say
-from draftsmith.data.prompts import check_not_negative, check_positive
 from draftsmith.data.ranks import place
-from draftsmith.data.settings import RemoteCode, Sampling
+from draftsmith.data.settings import RemoteCode, Sampling, check_not_negative, check_positive
 from draftsmith.data.store.datasets import Lists
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.shards import Rows, Shard, ShardContent, StagePlan, run_stage

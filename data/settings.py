@@ -6,12 +6,13 @@ is written (`volatile`), it declares the field again, and the help stays this on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from draftsmith.data.models.device import pick_device
 from draftsmith.data.store.manifest import volatile
-from draftsmith.modules.types import SamplingParams
+from draftsmith.modules.types import InputError, SamplingParams
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 Engine = Literal["auto", "lean", "hf"]
@@ -85,3 +86,33 @@ class Sampling:
     @property
     def sampling(self) -> SamplingParams:
         return SamplingParams(self.temperature, self.top_k, self.top_p)
+
+
+def comma_numbers(field: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Numbers separated by commas.
+
+    Raises:
+        InputError: no number, something else, or one twice.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        values = [kind(part) for part in parts]
+    except ValueError as error:
+        raise InputError(field, repr(text), "numbers separated by commas", "Correct it.") from error
+    if not values or len(set(values)) < len(values):
+        raise InputError(field, repr(text), "one or more different numbers", "Correct it.")
+    return values
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raises InputError for fields that must be 1 or more."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise InputError(name, getattr(config, name), "1 or more", "Pass a positive number.")
+
+
+def check_not_negative(config: Any, *names: str) -> None:
+    """Raises InputError for fields in which 0 means off."""
+    for name in names:
+        if getattr(config, name) < 0:
+            raise InputError(name, getattr(config, name), "0 (off) or more", "Pass a number that is not negative.")

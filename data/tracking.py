@@ -5,6 +5,7 @@ The client itself is passed in: who may import it is decided elsewhere (tests/ar
 
 from __future__ import annotations
 
+import netrc
 import os
 import shlex
 from collections.abc import Callable
@@ -33,8 +34,6 @@ def has_wandb_key() -> bool:
     """A key in the environment or in the netrc file that `wandb login` writes. Looks; does not read the key."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    import netrc
-
     path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].rstrip("/")
     try:

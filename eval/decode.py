@@ -15,7 +15,7 @@ from rich.text import Text
 
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
-from draftsmith.data.models.loading import load_lm
+from draftsmith.data.models.loading import load_lm, load_tokenizer
 from draftsmith.data.models.naming import naming
 from draftsmith.data.settings import Sampling
 from draftsmith.data.text.conversations import well_formed
@@ -150,8 +150,6 @@ def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
 
 
 def _encoded(config: DecodeConfig) -> tuple[Any, list[int]]:
-    from draftsmith.data.models.loading import load_tokenizer
-
     text = well_formed(sys.stdin.read() if config.prompt == "-" else config.prompt, "prompt")
     if not text.strip():
         raise InputError("prompt", "no text", "a prompt", 'Write it after the command: draftsmith decode "..."')

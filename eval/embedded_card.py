@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from draftsmith.data.answering.batched import answer_all, row_uniforms
+from draftsmith.data.embedded.corpus import SOURCES
+from draftsmith.data.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
@@ -158,8 +160,6 @@ LOOPING_BELOW = 0.7  # distinct 4-grams under which a task's greedy text counts 
 
 def card_numbers(facts: BuildFacts, scores: dict[str, dict[str, TaskScore]]) -> dict[str, Any]:
     """What card.json holds."""
-    from draftsmith.data.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS
-
     numbers: dict[str, Any] = {"held_out": facts.held_out, "tasks": {}}
     for draft, by_task in scores.items():
         rows = {task: score.rates() for task, score in sorted(by_task.items())}
@@ -198,8 +198,6 @@ def render(facts: BuildFacts, numbers: dict[str, Any], samples: Sequence[tuple[H
 
 def notice(facts: BuildFacts) -> str:
     """The licence notice of what the models learned from and of the prompts, which contain excerpts."""
-    from draftsmith.data.embedded.corpus import SOURCES
-
     rows = "\n".join(f"| {name} | {version} | {SOURCES[name]} |" for name, version in facts.sources.items())
     return template("NOTICE.md").substitute(rows=rows)
 

@@ -76,7 +76,7 @@ def application(prog: str, config_class: type, positional: tuple[str, ...] = (),
             file = config_file(prog, token.value)
             Dict(read_yaml(file), source=str(file))(app, commands, known)
 
-    command.__signature__ = inspect.Signature([*settings, *own])  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature([*settings, *own])  # type: ignore[attr-defined]  # `inspect` reads it
     return App(
         name=prog,
         help=one_line(described(config_class).description or ""),

@@ -6,12 +6,14 @@ import os
 import shutil
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from draftsmith.launch import MAX_WIDTH
 from draftsmith.launch.commands import COMMANDS, SECTIONS, command_name, configure, leading_words, unknown_command
 from draftsmith.launch.errors import name_model, user_message
+from draftsmith.launch.inner import check_dashes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,8 +61,6 @@ def guarded(work: Callable[[list[str]], int], words: Sequence[str]) -> int:
         if message is None:
             raise
         if debug:
-            import traceback
-
             traceback.print_exc()
         print(f"draftsmith: error: {message}", file=sys.stderr)
         return 2
@@ -93,8 +93,6 @@ def dispatch(args: list[str]) -> int:
 
 def run_command(name: str, args: list[str]) -> int:
     if name.startswith("launch "):
-        from draftsmith.launch.inner import check_dashes
-
         check_dashes(name, args)
     run, config = configure(name, args)
     return 0 if config is None else run_settings(run, config)

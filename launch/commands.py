@@ -32,12 +32,19 @@ class Command:
     runner: str | None = None
     drafter: str | None = None
 
-    def load(self) -> tuple[type, Callable[[Any], Any]]:
-        """The dataclass of settings and the function that runs them."""
+    @property
+    def module(self) -> str:
+        """The module with `run`, which --help does not need."""
+        return f"draftsmith.{self.runner or self.settings.partition(':')[0]}"
+
+    def config_class(self) -> type:
+        """The dataclass of settings."""
         place, _, name = self.settings.partition(":")
         settings = getattr(importlib.import_module(f"draftsmith.{place}"), name)
-        run = importlib.import_module(f"draftsmith.{self.runner or place}").run
-        return settings if self.drafter is None else settings(self.drafter), run
+        return settings if self.drafter is None else settings(self.drafter)
+
+    def run(self, config: Any) -> Any:
+        return importlib.import_module(self.module).run(config)
 
 
 def of_drafters(verb: str, settings: str, runner: str | None = None, about: str = "{first_line}") -> dict[str, Command]:
@@ -75,8 +82,17 @@ SECTIONS: dict[str, dict[str, Command]] = {
             "train.acceptance:TrainAcceptanceConfig", "Acceptance head: when to stop drafting", runner="train.run"
         ),
         **of_drafters("train", "train.drafter:drafter_config", "train.run"),
-        **of_drafters("plan", "train.planning.plan:plan_config", about="What `train {kind}` takes: memory, disk, time"),
-        "plan acceptance": Command("train.planning.plan:PlanAcceptanceConfig", "The same for `train acceptance`"),
+        **of_drafters(
+            "plan",
+            "train.planning.settings:plan_config",
+            "train.planning.plan",
+            "What `train {kind}` takes: memory, disk, time",
+        ),
+        "plan acceptance": Command(
+            "train.planning.settings:PlanAcceptanceConfig",
+            "The same for `train acceptance`",
+            runner="train.planning.plan",
+        ),
     },
     "Run data and train commands on many devices": {
         "launch torchrun": Command(
@@ -162,5 +178,4 @@ def configure(name: str, args: Sequence[str]) -> tuple[Callable[[Any], Any], Any
     from draftsmith.launch.arguments import parse
 
     command = COMMANDS[name]
-    config_class, run = command.load()
-    return run, parse(f"draftsmith {name}", config_class, args, command.positional)
+    return command.run, parse(f"draftsmith {name}", command.config_class(), args, command.positional)

@@ -36,5 +36,5 @@ def run(config: CompletionConfig) -> None:
                 groups[word] = App(name=word)
                 root.command(groups[word])
             parent = groups[word]
-        parent.command(application(last, command.load()[0], command.positional))
+        parent.command(application(last, command.config_class(), command.positional))
     print(root.generate_completion(shell=config.shell))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 import random
 import time
 from collections import Counter, defaultdict
@@ -252,8 +253,6 @@ def card_questions(path: Path, tokenizer: Any) -> list[HeldOutPrompt]:
 
 def source_versions() -> dict[str, str]:
     """Installed version of each source package."""
-    import platform
-
     from draftsmith.data.embedded.corpus import SOURCES
 
     found = {"stdlib": platform.python_version()}
@@ -275,10 +274,10 @@ def write_card(
     from draftsmith.train.language_model import evaluate
 
     questions = card_questions(config.output / "prompts.jsonl", tokenizer)
-    models = {name: load_lm(str(config.output / name)) for name in ("target", *DRAFTS)}
+    models: dict[str, Any] = {name: load_lm(str(config.output / name)) for name in ("target", *DRAFTS)}
     scores = {name: embedded_card.score_pair(models["target"], models[name], questions, config.seed) for name in DRAFTS}
     held_out = {
-        name: dict(zip(("loss", "top1"), evaluate(lm.model, dev, tokenizer.pad_token_id), strict=True))  # type: ignore[attr-defined]
+        name: dict(zip(("loss", "top1"), evaluate(lm.model, dev, tokenizer.pad_token_id), strict=True))
         for name, lm in models.items()
     }
     recipes = {name: recipe for name, (_, recipe) in TARGET_STAGES.items()}

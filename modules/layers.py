@@ -190,6 +190,9 @@ class LlamaModel(nn.Module):
     Right padding needs no mask: attention is causal.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
@@ -207,7 +210,7 @@ class LlamaModel(nn.Module):
         """Hidden states after the final norm [B, T, H] of input_ids [B, T], positions from 0."""
         length = input_ids.shape[1]
         x = self.embed_tokens(input_ids)
-        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)  # type: ignore[index]
+        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
         mask = self._window_mask(length, x.device)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import functools
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -48,6 +52,8 @@ DRAWING = ("benchmark", "draw", "files", "page", "sections", "tracking")
 REPORT_PARTS = tuple(f"draftsmith.eval.report.{name}" for name in DRAWING)
 REPORT_ONLY = {"altair", "vl_convert"}  # of the extra `report`; jinja2 comes with transformers too
 OPTIONAL = {"deepspeed", "httpx", "tenacity", "wandb"}  # imported in the function that needs them, everywhere
+SLOW_STANDARD = "importlib.metadata"  # reads mail's headers, and takes as long as all of the command line
+MOST_LINES, MOST_PARAMETERS = 60, 8
 # What the command line may import before it knows the command; everything else waits.
 LIGHT = {"cyclopts", "docstring_parser", "rich", "yaml"}
 HEAVY = ("torch", "transformers", "lightning", "datasets", "deepspeed", "wandb", "pyarrow", "numpy", "safetensors")
@@ -55,11 +61,16 @@ HEAVY = ("torch", "transformers", "lightning", "datasets", "deepspeed", "wandb",
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module: its absolute dotted name, its line, and whether importing the file runs it."""
+    """One imported module: its absolute dotted name, its line, and when it is imported: with the file, when a function
+    is called, or by type checkers alone."""
 
     name: str
     line: int
-    at_import: bool
+    when: Literal["import", "call", "types"]
+
+    @property
+    def at_import(self) -> bool:
+        return self.when == "import"
 
 
 def module_name(path: str) -> str:
@@ -107,21 +118,21 @@ def names_of(node: ast.AST, path: str) -> list[str]:
 def imports_of(source: str, path: str) -> Iterator[Import]:
     """Every import of a file, inside functions and under TYPE_CHECKING too."""
 
-    def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
+    def walk(node: ast.AST, when: Literal["import", "call", "types"]) -> Iterator[Import]:
         for name in names_of(node, path):
-            yield Import(name, node.lineno, at_import)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            at_import = False
+            yield Import(name, node.lineno, when)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and when == "import":
+            when = "call"
         if is_type_checking(node):
             for child in node.body:
-                yield from walk(child, False)
+                yield from walk(child, "types")
             for child in node.orelse:
-                yield from walk(child, at_import)
+                yield from walk(child, when)
             return
         for child in ast.iter_child_nodes(node):
-            yield from walk(child, at_import)
+            yield from walk(child, when)
 
-    yield from walk(ast.parse(source, path), True)
+    yield from walk(ast.parse(source, path), "import")
 
 
 def layer_of(name: str) -> str | None:
@@ -271,6 +282,97 @@ def test_a_planted_violation_is_caught_once(path, source):
 )
 def test_an_allowed_import_passes(path, source):
     assert check(source, path) == []
+
+
+@functools.cache
+def house() -> dict[str, list[Import]]:
+    """Module -> its imports, of which those of the project are whole modules."""
+    paths = {module_name(p.relative_to(ROOT).as_posix()): p for p in source_files()}
+
+    def module_of(name: str) -> str:
+        return name if name in paths or name.rpartition(".")[0] not in paths else name.rpartition(".")[0]
+
+    found = {}
+    for module, path in paths.items():
+        imports = imports_of(path.read_text("utf-8"), path.relative_to(ROOT).as_posix())
+        found[module] = [dataclasses.replace(one, name=module_of(one.name)) for one in imports]
+    return found
+
+
+def circle(imports: dict[str, list[Import]]) -> list[str]:
+    """One circle of modules that import each other, whenever they do; empty where there is none."""
+    edges = {name: {one.name for one in found if one.name in imports} - {name} for name, found in imports.items()}
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_modules_import_each_other():
+    """Not in functions and not for types either."""
+    assert circle(house()) == []
+    planted = {"a": [Import("b", 1, "import")], "b": [Import("c", 1, "call")], "c": [Import("a", 1, "types")]}
+    assert set(circle(planted)) == {"a", "b", "c"}
+
+
+def packages_behind(module: str, imports: dict[str, list[Import]]) -> set[str]:
+    """Packages of others that are imported with a module."""
+    seen, found, ahead = {module}, set(), [module]
+    while ahead:
+        names = {one.name for one in imports[ahead.pop()] if one.at_import}
+        found |= {name.split(".")[0] for name in names - imports.keys()} - sys.stdlib_module_names - {"draftsmith"}
+        ahead += (names & imports.keys()) - seen
+        seen |= names
+    return found
+
+
+def needless(imports: dict[str, list[Import]]) -> Iterator[str]:
+    """Imports in functions that spare nothing: all that they bring is there once the file is."""
+    for module, found in imports.items():
+        there = packages_behind(module, imports)
+        for one in found:
+            top, own = one.name.split(".")[0], one.name in imports
+            if one.when != "call" or (top == "draftsmith" and not own):  # the beginning of a name that is made there
+                continue
+            if module.startswith("draftsmith.launch") and own and not one.name.startswith("draftsmith.launch"):
+                continue  # `errors_of` wants it there
+            brought = packages_behind(one.name, imports) if own else {top} - sys.stdlib_module_names
+            if brought <= there and one.name != SLOW_STANDARD:
+                yield f"{module}:{one.line}: {one.name}"
+
+
+def test_imports_in_functions_put_off_a_package_that_the_file_does_not_need():
+    assert list(needless(house())) == []
+
+
+@pytest.mark.parametrize("line", ["import json", "import torch.nn", "from draftsmith.modules import types"])
+def test_an_import_in_a_function_that_spares_nothing_is_caught(line):
+    planted = list(imports_of(f"import torch\ndef f():\n    {line}", "data/responses.py"))
+    imports = {"draftsmith.modules.types": [Import("torch", 1, "import")], "draftsmith.data.responses": planted}
+    assert len(list(needless(imports))) == 1
+
+
+def size_errors(source: str) -> Iterator[str]:
+    """Functions that are too long, from `def` to their last line, or that take too much."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        given, lines = node.args, node.end_lineno - node.lineno + 1
+        names = [a.arg for a in (*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg) if a]
+        count = len([name for name in names if name not in {"self", "cls"}])
+        if lines > MOST_LINES or count > MOST_PARAMETERS:
+            yield f"{node.lineno}: {node.name} has {lines} lines and {count} parameters"
+
+
+def test_functions_are_short_and_take_little():
+    found = [f"{path.relative_to(ROOT)}:{e}" for path in source_files() for e in size_errors(path.read_text("utf-8"))]
+    assert not found, "\n" + "\n".join(found)
+    assert (
+        len(list(size_errors("def f(self, a, b, c, d, e, f, g, h): ...\ndef g(*a, b, c, d, e, f, g, h, **i): ...")))
+        == 1
+    )
+    assert len(list(size_errors("def f():" + "\n    ..." * MOST_LINES))) == 1
 
 
 @pytest.mark.parametrize("module", ["draftsmith", "draftsmith.launch.cli"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer
+from draftsmith.eval.replay.rollouts import ChainRollouts, Rollouts, TargetAnswer
 
 ROOM = 50
 
@@ -49,3 +51,17 @@ def hand_rollouts(agreed: Sequence[Sequence[bool]], depth: int, seed: int = 0, h
         heads={head: found["logit"]},
         repeat=np.zeros(shape),
     )
+
+
+def of_answer(rollouts: Rollouts, number: int) -> Rollouts:
+    """One answer's part, with which `joined` began."""
+    rows = rollouts.answer == number
+    arrays: dict[str, Any] = {}
+    for item in fields(rollouts):
+        value = getattr(rollouts, item.name)
+        if isinstance(value, np.ndarray):
+            arrays[item.name] = value[rows]
+        elif isinstance(value, Mapping):
+            arrays[item.name] = {key: array[rows] for key, array in value.items()}
+    arrays["answer"] = np.zeros_like(arrays["answer"])
+    return replace(rollouts, answers=[rollouts.answers[number]], **arrays)

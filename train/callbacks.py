@@ -121,7 +121,8 @@ class BetweenSteps(pl.Callback):
 
     def _validate(self, trainer: pl.Trainer, module: LitHead, head: nn.Module, step: int, final: bool) -> None:
         head.eval()
-        parts = trainer.datamodule.val_batches(trainer.global_rank, trainer.world_size)  # type: ignore[attr-defined]
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]  # which Lightning sets and does not declare
+        parts = data.val_batches(trainer.global_rank, trainer.world_size)
         with module.autocast():
             metrics = module.validate(parts)
         probed = self.probe if self.probe is not None and (final or step % self.probe.every == 0) else None

@@ -51,7 +51,7 @@ def drafter_config(kind: str) -> type[TrainDrafterConfig]:
 
     def check(self: Any) -> None:
         TrainDrafterConfig.__post_init__(self)
-        own.Settings.__post_init__(self)  # type: ignore[attr-defined]
+        getattr(own.Settings, "__post_init__", lambda settings: None)(self)
 
     about = [_first_paragraph(part) for part in (own.Settings, TrainDrafterConfig)]
     return dataclasses.make_dataclass(
@@ -208,8 +208,8 @@ class FrozenWeights:
         return {name: weight.cpu() for name, weight in layer.state_dict().items()}
 
     def lm_head(self) -> Tensor:
-        model: Any = self._target.model  # type: ignore[attr-defined]
-        layer = model.lm_head if isinstance(self._target, LlamaLM) else model.get_output_embeddings()
+        target: Any = self._target
+        layer = target.model.lm_head if isinstance(target, LlamaLM) else target.model.get_output_embeddings()
         return layer.weight.detach().cpu()
 
 

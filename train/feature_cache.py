@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -178,8 +179,6 @@ class FeatureCache:
 
     def _open(self, name: str) -> Any:
         """The shard, opened once in each process."""
-        from safetensors import SafetensorError, safe_open
-
         place = (os.getpid(), name)
         if place not in self._files:
             path = self._directory / name

@@ -52,7 +52,7 @@ class MuonAdamW(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure=None):  # type: ignore[override]
+    def step(self, closure=None):  # type: ignore[override]  # torch declares two
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -24,14 +24,14 @@ from urllib.parse import urlsplit
 from draftsmith.data.answering.server_answer import SHOWN_CHARS, BadAnswer, Question, ReplyReader, named_failures
 from draftsmith.data.models.checkpoint import end_tokens
 from draftsmith.data.models.hub import model_directory
-from draftsmith.data.models.identity import config_hash
+from draftsmith.data.models.identity import config_hash, template_hash
 from draftsmith.data.models.loading import load_tokenizer, read_config
 from draftsmith.data.progress import Advance
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import volatile
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.shards import DONE, Rows, Shard, ShardContent
-from draftsmith.data.text.template import check_context, context_length, template_hash
+from draftsmith.data.text.template import check_context, context_length
 from draftsmith.data.text.turns import AnswerSettings, Talk, Talks, TargetTurn, shard_content
 from draftsmith.modules.types import InputError
 

@@ -196,7 +196,6 @@ FUNCTION_TASKS: dict[str, FunctionTask] = {
 EDIT_TASKS = tuple(task for task in FUNCTION_TASKS if task not in ("explain", "complete")) + ("sort_imports",)
 # Completions of a model this small loop, and text that repeats itself flatters every drafter: no headline counts them.
 HEADLINE_TASKS = (*EDIT_TASKS, "explain")
-TASKS = (*HEADLINE_TASKS, "complete")
 
 
 def turns(corpus: Corpus, seed: int, variant: int = 0) -> list[Turn]:

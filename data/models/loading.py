@@ -22,6 +22,7 @@ from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.identity import encoding_hash, model_identity, template_hash, vocabulary_hash
 from draftsmith.data.models.parallel import check_placed, placement
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
+from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config, model_from_state
 from draftsmith.modules.types import InputError
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -53,8 +54,6 @@ def load_lm(
     Raises:
         InputError: unknown path, dtype or engine, or weights that do not fit the config.
     """
-    from draftsmith.modules.targets.llama import SUPPORTED
-
     if engine not in ("auto", "lean", "hf"):
         raise InputError("engine", engine, "auto, lean or hf", "Choose one of these.")
     check_device(device)
@@ -90,8 +89,6 @@ def _resolve_dtype(dtype: str, raw: dict[str, Any]) -> torch.dtype:
 
 
 def _load_lean(directory: Path, raw: dict[str, Any], dtype: torch.dtype, device: str, packed: bool) -> CausalLM:
-    from draftsmith.modules.targets.llama import LlamaLM, llama_config, model_from_state
-
     try:
         config = llama_config(raw)
         eos_ids = end_tokens(directory, raw)

@@ -7,6 +7,7 @@ tensor: every layer is split over all processes, which work at the same time, on
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -93,6 +94,4 @@ def told(device: torch.device) -> Iterator[int]:
 
 
 def _installed(package: str) -> bool:
-    from importlib.util import find_spec
-
     return find_spec(package) is not None

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -147,8 +148,6 @@ class FeatureDataset(ArtefactDataset):
 
     def _open(self, name: str) -> Any:
         """The file, opened once in each process: a forked reader must not share its parent's."""
-        from safetensors import SafetensorError, safe_open
-
         place = (os.getpid(), name)
         if place not in self._files:
             path = self._directory / name

@@ -7,6 +7,7 @@ own beside the file, is synced, and takes the file's name last. A journal or a l
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -14,12 +15,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from draftsmith.modules.types import InputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 AGAIN = "Free some space or choose another place, then give the command again."
 REMEDIES = {
@@ -157,8 +159,6 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, remedy: str | None = None
 ) -> None:
     """A safetensors file."""
-    from safetensors.torch import save_file
-
     needed = sum(tensor.nbytes for tensor in tensors.values())
     with whole(path, needed, remedy) as temporary:
         save_file(dict(tensors), temporary, dict(metadata) if metadata is not None else None)
@@ -166,10 +166,6 @@ def write_tensors(
 
 def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A file of torch's own format that holds plain tensors: what loads it needs no more than `weights_only`."""
-    import io
-
-    import torch
-
     file = io.BytesIO()  # torch's writer ends the process where a disk refuses it
     torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
     write_bytes(path, file.getvalue())

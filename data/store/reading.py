@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from draftsmith.modules.types import InputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 REMEDY = "Delete it and give the command that wrote it again."
 NUMBER = (int, float)
@@ -76,8 +76,6 @@ def open_tensors(path: Path, remedy: str = REMEDY) -> Iterator[Any]:
     Raises:
         InputError: it is damaged or cannot be read, whether that shows at once or later.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="pt") as file:
             yield file

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 import os
 import shlex
 import socket
@@ -178,8 +179,6 @@ def _job() -> str:
 
 def read_holder(directory: Path) -> Holder | None:
     """Who says that it writes there; None where nobody does, or nobody knows."""
-    import json
-
     try:
         return Holder(**json.loads((Path(directory) / HOLDER).read_text("utf-8")))
     except (OSError, ValueError, TypeError):

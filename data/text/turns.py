@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.models.identity import template_hash
 from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import SPLIT, ShardContent
 from draftsmith.data.text.answers import answer_mask, spans
-from draftsmith.data.text.template import Messages, RowError, load_chat_tokenizer, prompt_ids, template_hash
+from draftsmith.data.text.template import Messages, RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.modules.types import InputError, SamplingParams
 
 

@@ -6,6 +6,7 @@ then stops passing position ids.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,8 +161,6 @@ class HFRunner:
 
 def load_hf_model(path: str, dtype: str, device: str, trust_remote_code: bool = False) -> Any:
     """A transformers model without generation defaults of its own: `generate` would fill them in behind our back."""
-    import logging
-
     from transformers import GenerationConfig
 
     # Assisted generation warns about the arguments that it passes to itself.

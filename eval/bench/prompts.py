@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from draftsmith.data.models.hub import EMBEDDED, resolve_model
+from draftsmith.data.models.identity import template_hash
 from draftsmith.data.models.loading import text_identity
 from draftsmith.data.store.manifest import MANIFEST, STARTED, open_artefact
 from draftsmith.data.text.conversations import Turns, label_columns, label_of, layout_of, up_to_last, user_turns
 from draftsmith.data.text.sources import OPENERS, named_split, open_source, plain_stem, suffix_of
-from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids, template_hash
+from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.data.text.turns import has_later_turns, later_turns
 from draftsmith.modules.types import InputError
 
@@ -143,8 +146,6 @@ def artefact_prompt(turns: Turns) -> Callable[[PromptRow], BenchPrompt]:
 
 def artefact_rows(directory: Path, target: str, turns: Turns = "last") -> Iterator[PromptRow]:
     """Rows of a prompts artefact made with the target's tokenizer, and where later turns are asked its template."""
-    import pyarrow.parquet as pq
-
     manifest = open_artefact(directory, "prompts", text_identity(target))
     if turns == "all" and has_later_turns(manifest):
         ours, theirs = template_hash(load_chat_tokenizer(target)), manifest.identity.get("chat_template")

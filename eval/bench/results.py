@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from draftsmith.data.models.loading import tokenizer_identity
@@ -149,8 +151,6 @@ def failures_of(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 def arrow_type(shape: Any) -> Any:
     """Arrow's type of a column: of a type of Python, a list of one, a struct of some, or one that may be None."""
-    import pyarrow as pa
-
     if isinstance(shape, tuple):
         return arrow_type(shape[0])
     if isinstance(shape, list):
@@ -162,15 +162,11 @@ def arrow_type(shape: Any) -> Any:
 
 def schema() -> Any:
     """Arrow schema of the file."""
-    import pyarrow as pa
-
     return pa.schema([(name, arrow_type(shape)) for name, shape in COLUMNS.items()])
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Whole or not at all."""
-    import pyarrow as pa
-
     write_table(path, pa.Table.from_pylist(list(rows), schema()), compression="zstd")
 
 
@@ -180,9 +176,6 @@ def read_rows(directory: Path) -> list[Row]:
     Raises:
         InputError: the run has none, or they are damaged.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path = Path(directory) / PER_PROMPT
     if not path.exists():
         remedy = "Measure it again: runs of earlier versions have other rows."

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-Floats = NDArray[np.float64]
+from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True)

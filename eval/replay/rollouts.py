@@ -136,17 +136,3 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
     before = np.cumsum([0, *(len(part.answers) for part in parts)])
     arrays["answer"] = np.concatenate([part.answer + n for part, n in zip(parts, before, strict=False)])
     return replace(first, answers=[answer for part in parts for answer in part.answers], **arrays)
-
-
-def of_answer(rollouts: Rollouts, number: int) -> Rollouts:
-    """One answer's part, with which `joined` began."""
-    rows = rollouts.answer == number
-    arrays: dict[str, Any] = {}
-    for item in fields(rollouts):
-        value = getattr(rollouts, item.name)
-        if isinstance(value, np.ndarray):
-            arrays[item.name] = value[rows]
-        elif isinstance(value, Mapping):
-            arrays[item.name] = {key: array[rows] for key, array in value.items()}
-    arrays["answer"] = np.zeros_like(arrays["answer"])
-    return replace(rollouts, answers=[rollouts.answers[number]], **arrays)

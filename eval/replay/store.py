@@ -10,35 +10,18 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from draftsmith.data.store.files import make_directory, write_json, write_table
 from draftsmith.data.store.manifest import differences, flatten, warn_not_compared, without_unrecorded
 from draftsmith.data.store.reading import read_object
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.replay.rollouts import ChainRollouts, Rollouts, TargetAnswer, TreeRollouts, joined, of_answer
+from draftsmith.eval.replay.rollouts import ChainRollouts, Rollouts, TargetAnswer, TreeRollouts, joined
 from draftsmith.modules.types import InputError
 
 SETTINGS, HEAD, META = "rollouts.json", "head:", b"draftsmith"
 KINDS = {"chain": ChainRollouts, "tree": TreeRollouts}
-
-
-def save(rollouts: Rollouts, directory: Path) -> None:
-    """Write every answer's file; what was there before under other numbers stays."""
-    make_directory(directory)
-    for number in range(len(rollouts.answers)):
-        write_answer(of_answer(rollouts, number), _file(directory, number))
-
-
-def load_rollouts(directory: Path) -> Any:
-    """The `ChainRollouts` or `TreeRollouts` of a directory.
-
-    Raises:
-        InputError: none there.
-    """
-    files = sorted(directory.glob("answer-*.parquet"))
-    if not files:
-        raise InputError("rollouts", f"none in {directory}", "answer-*.parquet", "Record them first.")
-    return joined([read_answer(file) for file in files])
 
 
 def recorded(
@@ -82,8 +65,6 @@ def _file(directory: Path, number: int) -> Path:
 
 def write_answer(rollouts: ChainRollouts | TreeRollouts, path: Path) -> None:
     """One answer's rounds; the answer itself, and the arrays' shapes, go into the file's metadata."""
-    import pyarrow as pa
-
     assert len(rollouts.answers) == 1
     arrays: dict[str, np.ndarray] = {}
     scalars: dict[str, Any] = {}
@@ -126,8 +107,6 @@ def read_answer(path: Path) -> Any:
 
 
 def _answer(path: Path) -> Any:
-    import pyarrow.parquet as pq
-
     table = pq.read_table(path)
     meta = json.loads(table.schema.metadata[META])
     values: dict[str, Any] = dict(meta["scalars"])

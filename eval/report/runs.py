@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from draftsmith.data.store.manifest import flatten
 from draftsmith.data.store.reading import check_shape, read_json
 from draftsmith.eval.bench.compare import SAME_SETTINGS, SAME_SPEED
@@ -133,9 +136,6 @@ def temperature_of(run: Run, row: Mapping[str, Any]) -> float:
 def prompt_rows(run: Run) -> list[dict[str, Any]]:
     """A benchmark's raw rows, one for each method, temperature, prompt and turn; none where they were not kept."""
     if (run.path / PER_PROMPT).exists():
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         wanted = {"method", "temperature", "id", "task", "turn", "tokens", "wall_s", "cpu_s", "error", "prompt"}
         path = run.path / PER_PROMPT
         try:

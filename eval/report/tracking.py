@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftsmith.data.progress import say
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.tracking import finish_wandb, start_wandb
 from draftsmith.eval.report.files import contents
 from draftsmith.eval.report.page import Section
+from draftsmith.eval.report.settings import ReportConfig
 from draftsmith.eval.report.tables import Table
-
-if TYPE_CHECKING:
-    from draftsmith.eval.report.command import ReportConfig
 
 
 def log_report(config: ReportConfig, sections: Sequence[Section]) -> None:

@@ -22,7 +22,7 @@ from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import bar, say
-from draftsmith.data.prompts import comma_numbers
+from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import resolved
 from draftsmith.data.store.reading import read_object

@@ -137,13 +137,6 @@ def target_states(text: BranchedText, starts: Sequence[int], drafted: Tensor) ->
     return torch.cat([first, text.read(starts, drafted[:, :-1])], 1) if drafted.shape[1] > 1 else first
 
 
-def target_logits(lm: CausalLM, tokens: Sequence[int], starts: Sequence[int], drafted: Tensor) -> Tensor:
-    """[S, K, V]: the logits of a model for every token of drafts [S, K] that hang off a text."""
-    text = BranchedText(lm, drafted.shape[1])
-    text.open(tokens)
-    return lm.lm_head(target_states(text, starts, drafted))
-
-
 def group_of(depth: int) -> int:
     """Drafts of `depth` tokens that are read together."""
     return max(1, GROUP_TOKENS // depth)

@@ -130,7 +130,7 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def shape(cls, settings: Any, target: LlamaConfig) -> Any:
+    def shape(cls, settings: Any, target: LlamaConfig) -> DraftHeadConfig:
         """The `Config` of a new head for this target."""
 
     @classmethod

@@ -153,7 +153,7 @@ class Named:
 def known_methods() -> Mapping[str, type[Method]]:
     """Every method of this engine by its name, `ar` and what the modules of this folder list in METHODS."""
     found: dict[str, type[Method]] = {"ar": Autoregressive}
-    package = importlib.import_module("draftsmith.modules.drafters")
+    package = importlib.import_module(__package__)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         found |= vars(importlib.import_module(module.name)).get("METHODS", {})
     return found

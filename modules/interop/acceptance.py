@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig, Feature, State
-from draftsmith.modules.interop.base import Finding, Package, Parsed, Reading, Served, TargetFacts
-from draftsmith.modules.interop.detect import ForeignHead
+from draftsmith.modules.interop.base import Finding, ForeignHead, Package, Parsed, Reading, Served, TargetFacts
 from draftsmith.modules.interop.predictor import PredictorFormat
 from draftsmith.modules.types import InputError
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    import torch
-
-    from draftsmith.modules.interop.detect import ForeignHead
 
 
 @dataclass(frozen=True)
@@ -130,6 +127,48 @@ class Served:
     num_drafted: int
     drafter: str | None = None
     verifier: str | None = None
+
+
+@dataclass(frozen=True)
+class ForeignHead:
+    """A foreign directory without its values. names: as stored; bare: without the prefix `model.`."""
+
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    bare: Mapping[str, tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bare", {name.removeprefix("model."): shape for name, shape in self.shapes.items()})
+
+    @property
+    def architecture(self) -> str:
+        """The first of `architectures`, which every system goes by; empty where there is none."""
+        names = self.config.get("architectures")
+        first = names[0] if isinstance(names, list) and names else None
+        return first if isinstance(first, str) and first.isprintable() else ""
+
+    def has(self, pattern: str) -> bool:
+        """Does a tensor's bare name begin with this?"""
+        return any(re.match(pattern, name) for name in self.bare)
+
+    def columns(self, name: str) -> int | None:
+        """Inputs of a linear layer; None where there is no such matrix."""
+        return matrix_size(self.bare.get(name), 1)
+
+    def rows(self, name: str) -> int | None:
+        """Outputs of a linear layer; None where there is no such matrix."""
+        return matrix_size(self.bare.get(name), 0)
+
+    @property
+    def fuses_two(self) -> bool:
+        """EAGLE-1's mark: fc reads an embedding and one feature, both of the width that it gives."""
+        width = self.rows("fc.weight")
+        return width is not None and self.columns("fc.weight") == 2 * width
+
+
+def matrix_size(shape: tuple[int, ...] | None, index: int) -> int | None:
+    """Rows (0) or columns (1) of a matrix; None where it is none."""
+    return shape[index] if shape is not None and len(shape) == 2 else None
 
 
 class HeadFormat(ABC):

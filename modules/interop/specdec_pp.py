@@ -18,8 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
-from draftsmith.modules.interop.base import Finding, Package, Parsed, Reading, Served, TargetFacts
-from draftsmith.modules.interop.detect import ForeignHead, matrix_size
+from draftsmith.modules.interop.base import (
+    Finding,
+    ForeignHead,
+    Package,
+    Parsed,
+    Reading,
+    Served,
+    TargetFacts,
+    matrix_size,
+)
 from draftsmith.modules.interop.predictor import PredictorFormat
 from draftsmith.modules.types import InputError
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from bad_input.row import Ground, Row
 
-from draftsmith.launch.cli import COMMANDS, main
+from draftsmith.launch.cli import main
+from draftsmith.launch.commands import COMMANDS
 
 HERE = Path(__file__).parent
 AREAS = sorted(file.stem for file in HERE.glob("*.py") if file.stem not in ("row", "table_test"))

@@ -11,8 +11,8 @@ import torch
 
 from draftsmith.benchmarks import throughput
 from draftsmith.benchmarks.step_peak import peak_above, peak_of
-from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, Work, padded_loss, train_ours
-from draftsmith.benchmarks.throughput import TakenStep, ThroughputConfig, paired_steps, slower, tokens_per_s
+from draftsmith.benchmarks.step_variants import Bare, Padded, Shape, TakenStep, Work, padded_loss, train_ours
+from draftsmith.benchmarks.throughput import ThroughputConfig, paired_steps, slower, tokens_per_s
 from draftsmith.data.store.datasets import collate_features
 from draftsmith.launch.cli import main_of
 from draftsmith.modules import losses

@@ -10,9 +10,10 @@ import pytest
 
 import draftsmith.data.embedded as embedded
 from draftsmith.data.embedded.corpus import SOURCES, content_key, parse_function, split_of
-from draftsmith.data.embedded.tasks import EDIT_TASKS, TASKS
+from draftsmith.data.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS
 
 ROOT = Path(embedded.__file__).parent
+TASKS = (*HEADLINE_TASKS, "complete")
 ROWS = [json.loads(line) for line in (ROOT / "prompts.jsonl").read_text().splitlines()]
 CARD = json.loads((ROOT / "card.json").read_text())
 

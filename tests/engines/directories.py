@@ -19,7 +19,7 @@ reading.json
     raises, errors, notes: texts of its findings. dropped: names in the file that it does not use.
 reading.safetensors
     weights.NAME: `Reading.weights`, NaN where nothing defined is. logits [T, V]: on the rows above, by
-    `modules/interop/reference.py`; NaN from such weights.
+    `modules/interop/eagle1/reference.py`; NaN from such weights.
 
 It runs with this project's Python. The engines live in environments of their own and read only what is written here.
 """

@@ -18,7 +18,7 @@ def test_no_command_defaults_to_a_shared_output():
     """But for the demo, whose place is where it goes on; a plan writes nothing there."""
     named = set()
     for name, command in COMMANDS.items():
-        config_class, _ = command.load()
+        config_class = command.config_class()
         named |= {name for field in dataclasses.fields(config_class) if field.name == "output" and field.default not in
                   (dataclasses.MISSING, None)}  # fmt: skip
     assert named == {"demo", *(name for name in COMMANDS if name.startswith("plan "))}
@@ -31,4 +31,4 @@ def test_a_config_is_accepted_by_its_command(file):
     words = ["--config", str(file), "--output", "mine"]  # no two runs share an output that a file names
     assert "output" not in yaml.safe_load(file.read_text("utf-8"))
     _, config = configure(name, words)
-    assert isinstance(config, COMMANDS[name].load()[0])
+    assert isinstance(config, COMMANDS[name].config_class())

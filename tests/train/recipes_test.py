@@ -20,7 +20,7 @@ def test_a_recipe_is_accepted_by_its_command(file):
     words = ["--config", str(file), "--output", "mine"]  # no two runs share an output that a file names
     assert "output" not in yaml.safe_load(file.read_text("utf-8"))
     _, config = configure(name, words)
-    assert isinstance(config, COMMANDS[name].load()[0])
+    assert isinstance(config, COMMANDS[name].config_class())
 
 
 def test_there_are_the_promised_recipes():

@@ -13,6 +13,7 @@ from draftsmith.data.store.manifest import MANIFEST, Manifest
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.answers import conversation_numbers
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.data_module import held_out
 from draftsmith.train.planning.step import Subject
 
 # Of the tokens of documents that are not there yet.
@@ -52,8 +53,6 @@ def training_documents(config: TrainConfig, subject: Subject, samples: int, leng
 
     samples, length: what is assumed where there is no artefact.
     """
-    from draftsmith.train.data_module import held_out
-
     directory, assumed = config.data, not (config.data / MANIFEST).exists()
     if assumed:
         lengths, share, kind = [length] * samples, ASSUMED_LOSS_SHARE, subject.kind

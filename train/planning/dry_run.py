@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -209,7 +209,7 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 # torch's counter does not know the attention of a CPU, which is what runs here whatever device is planned for.
-ATTENTION = {
+ATTENTION: dict[Any, Callable[..., float]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

@@ -21,6 +21,7 @@ from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig
+from draftsmith.train.data_module import Order
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.planning.documents import TrainingDocuments, training_documents
 from draftsmith.train.planning.dry_run import DryRun, NotRehearsed
@@ -207,8 +208,6 @@ def planned_strategy(config: TrainConfig, world: int) -> tuple[Strategy, bool]:
 
 def order_of(config: TrainConfig, lengths: Sequence[int]) -> Any:
     """The steps as the data module makes them."""
-    from draftsmith.train.data_module import Order
-
     return Order(lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length)
 
 

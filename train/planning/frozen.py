@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.data.models.hub import model_directory
 from draftsmith.data.models.loading import DTYPES, read_config
@@ -87,7 +88,6 @@ def frozen_model(path: str, dtype: str) -> FrozenModel:
             params = sum(p.numel() for p in LlamaModel(config).parameters())
         sizes = config.hidden_size, config.vocab_size, config.num_layers, config.max_position
         return FrozenModel(path, config, *sizes, params, stored, width)
-    from transformers import AutoConfig
 
     try:
         auto = AutoConfig.from_pretrained(str(model_directory(path)))
@@ -105,6 +105,4 @@ def frozen_model(path: str, dtype: str) -> FrozenModel:
 
 
 def _from_config(config: Any, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_config(config, dtype=dtype)

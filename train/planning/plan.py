@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,79 +14,27 @@ from rich.table import Table
 from draftsmith.data.answering.batched import set_threads
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import write_json
-from draftsmith.data.store.manifest import volatile
-from draftsmith.modules.types import InputError
-from draftsmith.train.acceptance import TrainAcceptanceConfig
-from draftsmith.train.config import TrainConfig, TrainDrafterConfig
-from draftsmith.train.drafter import drafter_config
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.metrics import is_first_process
 from draftsmith.train.planning.documents import has_texts
 from draftsmith.train.planning.dry_run import NotRehearsed
 from draftsmith.train.planning.estimate import TrainingPlan, check_room, plan_of, planned_device
+from draftsmith.train.planning.measure import measure_steps
 from draftsmith.train.planning.memory import LAYOUTS
 
 WIDEST = 100  # longer lines are hard to read
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What planning asks beside a training's own settings.
-
-    Attributes:
-        data: The artefact to train on; where it is not there yet, its size is assumed.
-        output: Where the training would write.
-        world: Ranks to plan for, on all machines together; 0 takes what a launcher has set, or --devices.
-        measure: Time a few real steps here and say how long the whole training takes, with the peak that was measured.
-        assume_samples: Samples, where the artefact is not there yet.
-        assume_length: Tokens of each of these.
-        json: File that receives the numbers.
-    """
-
-    data: Path = volatile(Path("runs/data"))
-    output: Path = volatile(Path("runs/heads"))
-    world: int = volatile(0)
-    measure: bool = volatile(False)
-    assume_samples: int = volatile(60_000)
-    assume_length: int = volatile(512)
-    json: Path | None = volatile(None)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[misc]
-        for name, least in {"world": 0, "assume_samples": 2, "assume_length": 4}.items():
-            if getattr(self, name) < least:
-                raise InputError(name, getattr(self, name), f"{least} or more", "Change it.")
-
-
-@functools.cache
-def plan_config(kind: str) -> type[TrainDrafterConfig]:
-    """The settings of `plan KIND`: those of `train KIND`, and what planning asks."""
-    about = f"What `train {kind}` with these settings will take: memory by part and strategy, disk, steps, FLOPs."
-    return dataclasses.make_dataclass(
-        f"Plan{kind.title()}Config",
-        [],
-        bases=(PlanOptions, drafter_config(kind)),
-        namespace={"__doc__": about, "__module__": __name__},
-        frozen=True,
-        kw_only=True,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanAcceptanceConfig(PlanOptions, TrainAcceptanceConfig):
-    """What `train acceptance` with these settings will take: memory by part and strategy, disk, steps, FLOPs."""
-
-
 def run(config: Any) -> Path | None:
     """Print the plan; returns the file with its numbers, if one was asked for."""
     set_threads(config.num_threads)
-    import_training(config)
+    import_deepspeed(config)
     plan = plan_of(config, config.world, config.assume_samples, config.assume_length)
     screen = Console(highlight=False)
     console = Console(highlight=False, width=min(screen.width, WIDEST))
     print_plan(plan, config, console)
     measured = None
     if config.measure:
-        from draftsmith.train.planning.measure import measure_steps
-
         measured = measure_steps(config, plan)
         console.print(measured.text(plan), markup=False)
     if config.json is None:
@@ -98,12 +44,8 @@ def run(config: Any) -> Path | None:
     return config.json
 
 
-def import_training(config: TrainConfig) -> None:
-    """What a training has imported by the time it reads its models: part of its memory."""
-    import lightning.pytorch  # noqa: F401
-
-    from draftsmith.train import acceptance_objective, drafter_objective, fit  # noqa: F401
-
+def import_deepspeed(config: TrainConfig) -> None:
+    """What a training on it has imported by the time it reads its models: part of its memory."""
     if str(config.strategy).startswith("deepspeed"):
         if planned_device(config) == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"  # as the strategy does: else it looks for a GPU and warns
@@ -121,8 +63,6 @@ def announce(config: TrainConfig) -> None:
     Raises:
         InputError: the disk cannot hold the checkpoints.
     """
-    from draftsmith.train.metrics import is_first_process
-
     if not has_texts(config.data):
         return
     try:

@@ -24,6 +24,14 @@ class Subject(Protocol):
 
     lookahead: int
 
+    @property
+    def kind(self) -> str:
+        """Of the data, where there are none yet."""
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a document: longer ones are split."""
+
     def item(self, length: int, counted: int, read: bool = False) -> Item:
         """A sample of so many tokens without content, of which the last ones count in the loss. read: with what a
         frozen model would make of it first, if that can be stored."""

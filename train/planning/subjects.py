@@ -3,7 +3,7 @@ any length without content. A learned drafter's is one class, whatever the draft
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -113,9 +113,9 @@ class AcceptanceTraining:
         self._depth, self._children = made.get("depth", AcceptanceConfig.depth), made.get("children", 1)
 
     @property
-    def context(self) -> float:
+    def context(self) -> int:
         """Drafts follow all of their text, which is not split."""
-        return math.inf if self.kind == "rollouts" else self.frozen.context
+        return sys.maxsize if self.kind == "rollouts" else self.frozen.context
 
     @property
     def packed(self) -> bool:

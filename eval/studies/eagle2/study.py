@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.trees import read_tree
@@ -16,7 +17,6 @@ from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.studies.common import (
     StudyConfig,
     StudyContext,
-    comma_numbers,
     decode_prompts,
     measured,
     prepare,

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.studies.common import (
     StudyConfig,
     StudyContext,
-    comma_numbers,
     decode_prompts,
     measured,
     prepare,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +15,8 @@ from draftsmith.data.store.manifest import open_artefact
 from draftsmith.data.store.shards import Rows
 from draftsmith.data.text.sources import named_split
 from draftsmith.eval.bench.prompts import BenchPrompt, has_splits, kept_rows, read_prompts
+from draftsmith.eval.studies.policies.settings import PoliciesConfig
 from draftsmith.modules.types import InputError
-
-if TYPE_CHECKING:
-    from draftsmith.eval.studies.policies.study import PoliciesConfig
 
 Gram = tuple[int, ...]
 HELD_OUT = 4  # one prompt in so many, the last ones, where no split says which are for choosing

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from draftsmith.eval.bootstrap import Floats
 from draftsmith.eval.replay.rollouts import ChainRollouts
 from draftsmith.eval.report.tables import Column, Table, drawn_data, interval, plain
 from draftsmith.eval.studies import common
 from draftsmith.eval.studies.forward_times import (
-    Floats,
     ForwardTimes,
     Row,
     bench_rows,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from draftsmith.modules.interop.detect import CAN_READ, LATER, ForeignHead
+from draftsmith.modules.interop.base import ForeignHead
+from draftsmith.modules.interop.detect import CAN_READ, LATER
 from draftsmith.modules.types import InputError
 
 SGLANG_CLASS = "LlamaForCausalLMEagle"  # no other system has it

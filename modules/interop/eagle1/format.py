@@ -8,8 +8,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from draftsmith.modules.interop.base import Finding, HeadFormat, Measure, Package, Parsed, Reading, TargetFacts, Trial
-from draftsmith.modules.interop.detect import ForeignHead
+from draftsmith.modules.interop.base import (
+    Finding,
+    ForeignHead,
+    HeadFormat,
+    Measure,
+    Package,
+    Parsed,
+    Reading,
+    TargetFacts,
+    Trial,
+)
 from draftsmith.modules.interop.eagle1.compare import DRAFT_STEPS, ReadingComparison, settings_differ
 from draftsmith.modules.interop.eagle1.detect import producer
 from draftsmith.modules.interop.eagle1.directory import Producer, parse_head

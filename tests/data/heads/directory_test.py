@@ -24,6 +24,7 @@ from draftsmith.data.heads.directory import (
 )
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -148,8 +149,8 @@ def test_an_unknown_kind_is_refused(tmp_path):
     directory = save_head(tmp_path / "head", acceptance_head(), {}, CARD)
     for name in ("config.json", "manifest.json"):
         content = json.loads((directory / name).read_text())
-        (directory / name).write_text(json.dumps({**content, "kind": "medusa", "sha256": {}}))
-    with pytest.raises(InputError, match="kind: found medusa, expected acceptance or eagle"):
+        (directory / name).write_text(json.dumps({**content, "kind": "hydra9", "sha256": {}}))
+    with pytest.raises(InputError, match="kind: found hydra9, expected acceptance or eagle or medusa"):
         load_head(directory)
 
 
@@ -212,9 +213,8 @@ def test_an_unfinished_directory_is_never_taken_for_a_head(saved):
 def test_a_directory_says_what_it_is(saved, tmp_path):
     model = tiny_llama_dir(tmp_path / "model")
     assert [kind_at(path) for path in (saved, model, tmp_path / "nowhere", "embedded:draft")] == ["eagle", *[None] * 3]
-    assert {kind: heads.class_of(kind).__name__ for kind in heads.head_kinds()} == {
-        "acceptance": "AcceptanceHead",
-        "eagle": "EagleHead",
+    assert {kind: heads.class_of(kind).kind for kind in heads.head_kinds()} == {
+        kind: kind for kind in ("acceptance", *learned())
     }
 
 

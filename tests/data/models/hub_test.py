@@ -15,7 +15,8 @@ from draftsmith.data.exchange.directory import package_directory
 from draftsmith.data.models import hub as places
 from draftsmith.data.models import loading as models_module
 from draftsmith.data.models.hub import loadable, model_directory, repository
-from draftsmith.launch.cli import configure, main
+from draftsmith.launch.cli import main
+from draftsmith.launch.commands import configure
 from draftsmith.launch.errors import UsageError
 from draftsmith.modules.types import InputError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import json
 import os
@@ -19,7 +20,8 @@ from tiny_world import make_tiny_world
 
 from draftsmith.data.store import writer
 from draftsmith.data.store.writer import HOLDER, LOCK, occupied, read_holder, sole_writer, writing_alone
-from draftsmith.launch.cli import COMMANDS, main
+from draftsmith.launch.cli import main
+from draftsmith.launch.commands import COMMANDS
 from draftsmith.modules.types import InputError
 
 HOLD = """
@@ -95,11 +97,11 @@ def test_every_command_with_an_output_directory_is_alone_in_it():
     """Of the source: `sole_writer` on what writes, or `writing_alone` in it."""
     writes = {}
     for name, command in COMMANDS.items():
-        config_class, run = command.load()
+        config_class = command.config_class()
         fields = {field.name for field in dataclasses.fields(config_class)}
         # Plans write nothing, these two single files.
         if "output" in fields and name.split()[0] != "plan" and name not in {"eval compare", "eval report"}:
-            writes[name] = inspect.getsource(inspect.getmodule(run))
+            writes[name] = inspect.getsource(importlib.import_module(command.module))
     assert len(writes) > 15
     for name, source in writes.items():
         assert "@sole_writer(" in source or "with writing_alone(config.output)" in source, name

@@ -163,7 +163,7 @@ def test_a_prompts_artefact_gives_the_same_prompts_as_its_file(models, tmp_path)
     [
         ({"prompts": "absent.jsonl"}, "absent.jsonl"),
         ({"target": "absent/dir/model"}, "absent/dir/model"),
-        ({"methods": "medusa"}, "'medusa'"),
+        ({"methods": "nosuch"}, "'nosuch'"),
         ({"methods": "spec:depth=3"}, "'depth'"),
         ({"methods": "spec", "draft": None}, "Pass --draft DIR"),
         ({"eagle": "ACCEPTANCE", "methods": "eagle"}, "acceptance head"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,8 @@ METHODS = (
     "spec:k=3,specdec++:h=0.7:min=1:max=6,specdec++:h=0.4:calibrated=on,confidence:t=0.5,cost:c=0.2,"
     "online:c=0.2:max=5,online:c=0.1:drafter=eagle,"
     "confidence:t=0.5:drafter=eagle,self-verify:k=4,self-verify:k=4:drafter=eagle,eagle:k=2,eagle-tree,"
-    "eagle2:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,pld:k=4,lookahead:w=4:n=3:g=4,pearl:k=2,hf"
+    "eagle2:nodes=6:depth=2:topk=3,pre-verify:k=2,pre+self-verify:k=2,hsddw:k=2:max=5,medusa,medusa-chain:k=2,"
+    "pld:k=4,lookahead:w=4:n=3:g=4,pearl:k=2,hf"
 )
 
 
@@ -28,8 +30,9 @@ def test_every_own_method_is_traced_below():
 @pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampling"])
 def traced(request, models, tmp_path_factory):
     output = tmp_path_factory.mktemp("trace")
+    given = {**models, "draft": (models["draft"], str(Path(models["eagle"]).with_name("medusa")))}
     config = BenchConfig(
-        **models, mid=models["target"], methods=METHODS, split="test", limit=3, max_new_tokens=16, ignore_eos=True,
+        **given, mid=models["target"], methods=METHODS, split="test", limit=3, max_new_tokens=16, ignore_eos=True,
         repeats=2, temperature=request.param, output=output, traces=3,
     )  # fmt: skip
     bench.run(config)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from greedy_world import near_copy
+from hand_rollouts import of_answer
 from quick_heads import quick_eagle_head, varied_acceptance_head, varied_tree_head
 from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
@@ -18,7 +19,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.lookup import LookupRecorder
 from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
-from draftsmith.eval.replay.rollouts import ChainRollouts, TreeRollouts, of_answer
+from draftsmith.eval.replay.rollouts import ChainRollouts, TreeRollouts
 from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.tuning.candidates import HEAD, Recorded
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes

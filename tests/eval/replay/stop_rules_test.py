@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from greedy_world import near_copy
-from hand_rollouts import hand_rollouts
+from hand_rollouts import hand_rollouts, of_answer
 from quick_heads import quick_eagle_head
 from run_models import run_models
 from tiny_models import CONTEXT, tiny_llama_dir
@@ -21,7 +21,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, ReadAnswer, TargetText
 from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.replay import fixed_k, head_probs, replay
-from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, of_answer
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer
 from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, replay_by_prediction
 from draftsmith.eval.replay.store import read_answer, write_answer
 from draftsmith.eval.studies.policies.families import RAW, Policy

@@ -9,18 +9,11 @@ import shutil
 import numpy as np
 import pytest
 
+from draftsmith.data.settings import comma_numbers
 from draftsmith.eval.bootstrap import mean_interval
 from draftsmith.eval.report.tables import interval, plain
 from draftsmith.eval.studies import common
-from draftsmith.eval.studies.common import (
-    StudyConfig,
-    comma_numbers,
-    decode_prompts,
-    measured,
-    prepare,
-    reduced,
-    slug,
-)
+from draftsmith.eval.studies.common import StudyConfig, decode_prompts, measured, prepare, reduced, slug
 from draftsmith.modules.types import InputError, SamplingParams
 
 

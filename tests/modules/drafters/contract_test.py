@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from draftsmith.data.heads.directory import class_of, head_kinds, kind_at, load_head, save_head
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.decoding.tree import StaticTree
 from draftsmith.modules.drafters import head_class, learned
 from draftsmith.modules.drafters.base import DraftHead, TrainStep
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig
+from draftsmith.modules.drafters.methods import DynamicTrees, Models, known_methods
 from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.losses import acceptance_loss
 from draftsmith.modules.targets.base import ModelInfo
@@ -162,6 +164,19 @@ def test_decoding_with_it_is_lossless(head, tmp_path):
         target, lambda: drafter_of(loaded, target), SAMPLING, length=3, max_new_tokens=8
     )
     assert total_variation(distribution, target_distribution(target, SAMPLING, 3)) < 1e-10  # float64, every branch
+
+
+def test_each_of_its_methods_is_lossless(drafter):
+    """With the settings that a user leaves out; dynamic trees have more than this vocabulary (`table_methods`)."""
+    target, shape = TableLM(1), StaticTree.from_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
+    models = Models(target, heads={drafter.kind: drafter.double()}, capacity=CAPACITY, trees={"eagle-1": shape})
+    methods = [m for m in known_methods().values() if m.uses == (drafter.kind,) and not issubclass(m, DynamicTrees)]
+    for method in methods:
+        found = decoded_distribution(
+            target, lambda method=method: method().build(models), SAMPLING, length=3, max_new_tokens=5
+        )
+        assert total_variation(found, target_distribution(target, SAMPLING, 3)) < 1e-10, method
+    assert methods
 
 
 def test_the_loss_is_a_mean_over_the_tokens_that_count_however_they_are_laid(drafter):

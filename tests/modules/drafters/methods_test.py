@@ -8,6 +8,7 @@ import pytest
 
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.chains import FixedK, HeadByCost, Online, SpecDecPlusPlus
 from draftsmith.modules.drafters.eagle.methods import EagleChain, tree_head
 from draftsmith.modules.drafters.methods import Models, check_needs, known_methods, parse_method, parse_methods
@@ -33,7 +34,7 @@ def test_specdecpp_defaults_are_the_papers():
     ("text", "expected"),
     [
         ("", ["methods", "ar"]),
-        ("medusa", ["'medusa'", ", ".join(known_methods())]),
+        ("nosuch", ["'nosuch'", ", ".join(known_methods())]),
         ("spec:depth=3", ["'depth'", "expected k."]),
         ("ar:k=3", ["'k'", "no settings"]),
         ("spec:k=three", ["spec, k", "'three'", "an integer"]),
@@ -73,10 +74,10 @@ def test_a_wrong_method_is_told_with_what_is_allowed(text, expected):
 @pytest.mark.parametrize("label", [name for name in known_methods() if parse_method(name).needs])
 def test_a_missing_model_is_told_with_its_flag(label):
     (named,) = parse_methods(label)
-    given = {name: name for name in ("target", "draft", "mid", "eagle", "acceptance")}
+    given = {name: name for name in ("target", "draft", "mid", "acceptance", *learned())}
     check_needs(named, given)
     for need in named.method.needs:
-        expected = "--draft HEAD: a head of kind eagle" if need == "eagle" else f"--{need} "
+        expected = f"--draft HEAD: a head of kind {need}" if need in learned() else f"--{need} "
         with pytest.raises(InputError, match=f"Pass {expected}"):
             check_needs(named, {name: path for name, path in given.items() if name != need})
 
@@ -85,7 +86,7 @@ def test_a_missing_model_is_told_with_its_flag(label):
 def test_a_registered_method_is_a_frozen_dataclass_with_defaults(name):
     method = parse_method(name)
     assert dataclasses.is_dataclass(method) and method.__dataclass_params__.frozen
-    assert set(method.needs) <= {"draft", "mid", "eagle", "acceptance"}
+    assert set(method.needs) <= {"draft", "mid", "acceptance", *learned()}
 
 
 def test_a_trees_nodes_are_a_number_or_auto():

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.base import ModelInfo
-from draftsmith.modules.targets.llama import LlamaLM, LlamaModel
+from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.train import deepspeed
 from draftsmith.train.muon import MuonAdamW
 from draftsmith.train.planning.dry_run import MOST_REAL, WORKING, DryRun, HeldBytes

@@ -25,7 +25,7 @@ from draftsmith.train.drafter import drafter_config
 from draftsmith.train.planning.estimate import own_memory, plan_of
 from draftsmith.train.planning.frozen import frozen_model
 from draftsmith.train.planning.measure import TIMED, measure_steps
-from draftsmith.train.planning.plan import plan_config
+from draftsmith.train.planning.settings import plan_config
 from draftsmith.train.run import run
 
 

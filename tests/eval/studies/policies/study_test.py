@@ -21,7 +21,8 @@ from draftsmith.eval.studies.policies.comparison import DrafterMode, PolicyCompa
 from draftsmith.eval.studies.policies.families import FITTED, FIXED, KNOWN, ORACLE, Policy, PolicyGrid
 from draftsmith.eval.studies.policies.prompts import known_grams, least_third, overlap, parted, training_texts
 from draftsmith.eval.studies.policies.replayed import Gain, PolicyReplay, gain, predictors_of, rate
-from draftsmith.eval.studies.policies.study import DrafterHeads, PoliciesConfig
+from draftsmith.eval.studies.policies.settings import PoliciesConfig
+from draftsmith.eval.studies.policies.study import DrafterHeads
 from draftsmith.eval.studies.policies.tables import predictions, tables_of
 from draftsmith.eval.studies.predictors import labelled_tokens
 from draftsmith.launch.cli import main
