@@ -28,6 +28,7 @@ from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import RecentRatio
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.medusa import MedusaHead, MedusaSettings
 from draftsmith.modules.drafters.methods import Models, known_methods, parse_method
 from draftsmith.modules.types import SamplingParams
 
@@ -39,7 +40,7 @@ LEARNING = ["online:c=0.1:max=5", "online:c=0.1:max=5:by=max_q:repeats=off", "co
             "eagle2:nodes=auto:topk=2", "eagle2:nodes=auto:depth=auto:topk=2:value=head"]  # fmt: skip
 OTHERS = ["ar", "spec:k=3", "specdec++:h=0.4:min=1:max=5", "confidence:t=0.3:max=5", "self-verify:k=4", "eagle:k=3",
           "eagle-tree", "eagle2:nodes=5:depth=2:topk=2", "pre-verify:k=3", "pre+self-verify:k=3", "hsddw:k=3:max=6",
-          "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3", "pearl:k=2"]  # fmt: skip
+          "medusa", "medusa-chain:k=3", "pld:k=4:ngram=2", "lookahead:w=3:n=3:g=3", "pearl:k=2"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,8 @@ def lms(models) -> Models:
     torch.manual_seed(0)
     eagle = EagleHead(EagleConfig.for_target(target.config)).eval().requires_grad_(False)
     head = varied_acceptance_head(draft.info.hidden_size)
-    return run_models(target, draft, draft, eagle=eagle, acceptance=head, capacity=300)
+    medusa = MedusaHead(MedusaHead.shape(MedusaSettings(), target.config)).eval().requires_grad_(False)
+    return run_models(target, draft, draft, eagle=eagle, medusa=medusa, acceptance=head, capacity=300)
 
 
 def for_method(lms: Models, label: str) -> Models:
