@@ -62,9 +62,9 @@ class LosslessConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Runnin
         power: probability to find it; with bias and alpha it says how many answers are sampled.
         alpha: chance that all sampling tests together fail lossless methods, at most.
         temperature: of the sampling test.
-        batch_size: prompts that the batched loop answers together.
+        batch_size: prompts that are answered together, in rows.
         max_gap: largest logit gap to the best token of a greedy token, where the dtype is not float32.
-        dtype: float32, bfloat16 or float16. engine: lean (Llama family), hf (any transformers model, in the single loop
+        dtype: float32, bfloat16 or float16. engine: lean (Llama family), hf (any transformers model, alone
             only), or auto.
     """
 
