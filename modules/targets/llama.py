@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,7 +141,8 @@ class LlamaSession:
     def __init__(self, lm: LlamaLM, rows: int, capacity: int, capture: tuple[int, ...], static: bool | None):
         check_capture(capture, lm.info.num_layers)
         self._lm, self.capture = lm, capture
-        self._rows = cached_rows(lm.stack, self._forward, rows, capacity, static)
+        # Not a method: rows that knew their session would keep its cache in memory until the garbage collector comes.
+        self._rows = cached_rows(lm.stack, partial(_forward, lm, capture), rows, capacity, static)
         self.static = self._rows.static
 
     @property
@@ -158,22 +160,6 @@ class LlamaSession:
     def step(self, tokens: Rows | Tensor) -> tuple[Tensor, Tensor]:
         return _inferring(self._rows.step, tokens)
 
-    def _forward(self, run: Run, picked: Tensor | slice | None, tokens: Any) -> tuple[Tensor, Tensor]:
-        """Logits of what is picked, and all features."""
-        lm = self._lm
-        if isinstance(tokens, Tensor):
-            x = lm.embed(tokens)
-        elif len(tokens) == 1:  # a slice of the table is one call where a tensor of ids and a lookup are two
-            x = lm.embeddings[tokens[0] : tokens[0] + 1]
-        else:
-            x = lm.embed(torch.tensor(tokens, device=lm.device))
-        if not self.capture:
-            hidden = lm.norm(run(x))
-            return lm.lm_head(picked_of(hidden, picked)), hidden
-        taps: Taps = dict.fromkeys(self.capture, x)
-        logits = lm.lm_head(picked_of(lm.norm(run(x, taps=taps)), picked))
-        return logits, torch.cat([*taps.values()], -1).view(*x.shape[:-1], -1)
-
     @torch.inference_mode()
     def graft(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         assert isinstance(self._rows, OneRow) and not self.capture
@@ -187,6 +173,24 @@ class LlamaSession:
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows.select(rows)
+
+
+def _forward(
+    lm: LlamaLM, capture: tuple[int, ...], run: Run, picked: Tensor | slice | None, tokens: Any
+) -> tuple[Tensor, Tensor]:
+    """Logits of what is picked, and all features."""
+    if isinstance(tokens, Tensor):
+        x = lm.embed(tokens)
+    elif len(tokens) == 1:  # a slice of the table is one call where a tensor of ids and a lookup are two
+        x = lm.embeddings[tokens[0] : tokens[0] + 1]
+    else:
+        x = lm.embed(torch.tensor(tokens, device=lm.device))
+    if not capture:
+        hidden = lm.norm(run(x))
+        return lm.lm_head(picked_of(hidden, picked)), hidden
+    taps: Taps = dict.fromkeys(capture, x)
+    logits = lm.lm_head(picked_of(lm.norm(run(x, taps=taps)), picked))
+    return logits, torch.cat([*taps.values()], -1).view(*x.shape[:-1], -1)
 
 
 def _inferring(read: Callable[..., Any], *inputs: Any) -> Any:

@@ -135,13 +135,11 @@ def test_a_damaged_shard_is_named(tmp_path):
 
 
 def test_a_disk_that_fills_up_ends_the_caching_and_not_the_training(tmp_path, monkeypatch, capsys):
-    import safetensors.torch
-
     def full(tensors, path, metadata):
         raise OSError(28, "No space left on device")
 
     cache, (ids, features) = a_cache(tmp_path), a_row(1)
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    monkeypatch.setattr("draftsmith.data.store.files.save_file", full)
     for seed in (1, 2):
         cache.put(*a_row(seed))
         cache.flush()

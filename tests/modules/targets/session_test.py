@@ -3,7 +3,9 @@ shapes."""
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -212,3 +214,17 @@ def test_a_session_of_graphs_reads_like_one_without(pair):
         close(found.features[:, :6].cpu(), expected.features)
         for session in sessions:
             session.keep([length - 5 for length in session.lengths])
+
+
+def test_a_sessions_cache_goes_with_its_last_reference():
+    """Not when the garbage collector comes: an answer's cache would be there beside the next one's."""
+    lm = load_lm("embedded:draft")
+    gc.disable()
+    try:
+        session = lm.session(1, 16)
+        session.extend([[1, 2, 3]])
+        cache = weakref.ref(session._rows.cache)
+        del session
+        assert cache() is None
+    finally:
+        gc.enable()
