@@ -96,7 +96,7 @@ def test_tasks_know_their_places(slurm):
     code = "import os; from draftsmith.data.ranks import place; print(os.environ['SLURMD_NODENAME'], place())"
     words = ["srun", "--nodes=2", "--ntasks=3", "--overcommit", sys.executable, "-c", code]
     result = subprocess.run(words, env=slurm, check=True, timeout=PATIENCE_S, capture_output=True, text=True)
-    form = r"(n\d) Place\(rank=(\d), world=3, local_rank=(\d), local_world=(\d), launched=True"
+    form = r"(n\d) ProcessPlace\(rank=(\d), world=3, local_rank=(\d), local_world=(\d), launched=True"
     shown = [(node, *map(int, numbers)) for node, *numbers in re.findall(form, result.stdout)]
     assert sorted(rank for _, rank, _, _ in shown) == [0, 1, 2]
     for node in ("n1", "n2"):
