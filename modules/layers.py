@@ -123,13 +123,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; biases and q/k norms as the config says."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, in_size: int | None = None):
+        """in_size: width of what it reads; None is the width of the layer."""
         super().__init__()
+        in_size = in_size or config.hidden_size
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.q_proj = nn.Linear(in_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(in_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(in_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
         if config.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_eps)

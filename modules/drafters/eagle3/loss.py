@@ -1,0 +1,195 @@
+"""What a head with an lm_head of its own minimises, chunk by chunk: q over its draft vocabulary against the target's p."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from draftsmith.modules import losses
+
+Kind = Literal["ce", "lk", "lk-hybrid"]
+# -log of less than this has no use for a gradient, and too large a one (Nebius, arXiv 2602.23881).
+LEAST_ACCEPTED = 1e-5
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How far q is from p.
+
+    kind: ce, the cross-entropy of q with p; lk, -log of the acceptance sum_v min(p, q); lk-hybrid, lam * ce +
+        (1 - lam) * (1 - acceptance), lam = exp(-eta * acceptance) without a gradient (arXiv 2602.23881).
+    eta: of lk-hybrid. mean: its lam is that of the mean acceptance of the tokens at hand, not each token's own.
+    drop_unknown: tokens where the target's first choice cannot be drafted count nothing, as nothing is accepted there
+        greedily.
+
+    ce is against p renormalised over the draft vocabulary; acceptance is of p as it is, so what cannot be drafted is
+    rejected.
+    """
+
+    kind: Kind = "ce"
+    eta: float = 3.0
+    mean: bool = False
+    drop_unknown: bool = True
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Of P predictions of N tokens each.
+
+    totals: [P] weighted sums of the objective, with a gradient. accepted: [P, N] sum_v min(p_v, q_v), the probability
+    that a drawn token is accepted at temperature 1. right: [P, N] bool, q's first choice is p's. known: [N] bool, p's
+    first choice can be drafted.
+    """
+
+    totals: Tensor
+    accepted: Tensor
+    right: Tensor
+    known: Tensor
+
+
+def distances(
+    objective: Objective,
+    target_logits: Callable[[slice], Tensor],
+    lm_head: Tensor,
+    d2t: Tensor | None,
+    hidden: Sequence[Tensor],
+    weights: Tensor,
+) -> Distances:
+    """target_logits: [C, V] of a slice of the N tokens; they get no gradient. lm_head: [draft vocabulary, H], with a
+    gradient where it asks for one. d2t: [draft vocabulary], the target's ids; None where the vocabulary is whole.
+    hidden: [N, H] of each prediction, normed. weights: [P, N] of each token in each.
+
+    `losses.CHUNK_ELEMENTS` logits are made at a time, and their gradient with them, so that no more of a chunk has to
+    be kept than that of `hidden`.
+    """
+    totals, accepted, right, known = _Distances.apply(objective, target_logits, d2t, weights, lm_head, *hidden)
+    return Distances(totals, accepted, right, known)
+
+
+class _Distances(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        objective: Objective,
+        target_logits: Callable[[slice], Tensor],
+        d2t: Tensor | None,
+        weights: Tensor,
+        lm_head: Tensor,
+        *hidden: Tensor,
+    ) -> tuple[Tensor, ...]:
+        passes, count = weights.shape
+        needs_head, *needs = ctx.needs_input_grad[4:]
+        wide = torch.float64 if lm_head.dtype == torch.float64 else torch.float32
+        totals, accepted = weights.new_zeros(passes, dtype=wide), weights.new_zeros(passes, count, dtype=wide)
+        right, known = weights.new_zeros(passes, count, dtype=torch.bool), weights.new_ones(count, dtype=torch.bool)
+        # One gradient of lm_head a pass: each pass's total may be weighted by what comes after.
+        to_head = [torch.zeros_like(lm_head, dtype=wide) for _ in hidden] if needs_head else []
+        to_hidden = [torch.empty_like(h) if need else None for h, need in zip(hidden, needs, strict=True)]
+        chunks = list(_chunks(count, target_logits(slice(0, 1)).shape[-1])) if count else []
+        lam = None
+        if objective.kind == "lk-hybrid" and objective.mean:
+            lam = _mean_lam(objective, chunks, target_logits, d2t, weights, lm_head, hidden, wide)
+        for part in chunks:
+            wanted, first, known[part] = _target(target_logits(part).to(wide), d2t)
+            counted = weights[:, part] * known[part] if objective.drop_unknown else weights[:, part]
+            for i, states in enumerate(hidden):
+                logits = F.linear(states[part], lm_head).to(wide)
+                value, grad, accepted[i, part], chosen = _compare(objective, logits, wanted, None if lam is None else lam[i])
+                right[i, part] = known[part] & ((chosen if d2t is None else d2t[chosen]) == first)
+                totals[i] += (value * counted[i]).sum()
+                grad *= counted[i][:, None]
+                if to_head:
+                    to_head[i] += grad.to(states.dtype).T @ states[part]
+                if (own := to_hidden[i]) is not None:
+                    own[part] = (grad.to(lm_head.dtype) @ lm_head).to(own.dtype)
+        ctx.to_head, ctx.to_hidden, ctx.head_dtype = to_head, to_hidden, lm_head.dtype
+        ctx.mark_non_differentiable(accepted, right, known)
+        return totals, accepted, right, known
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor, *_: Tensor) -> Any:
+        head = None
+        if ctx.to_head:
+            head = sum(outer[i] * grad for i, grad in enumerate(ctx.to_head)).to(ctx.head_dtype)
+        hidden = [None if grad is None else grad * outer[i].to(grad.dtype) for i, grad in enumerate(ctx.to_hidden)]
+        return None, None, None, None, head, *hidden
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """log p [C, draft vocabulary] renormalised over it, and its share [C, 1] of p."""
+
+    log_prob: Tensor
+    share: Tensor
+
+
+def _target(logits: Tensor, d2t: Tensor | None) -> tuple[_Wanted, Tensor, Tensor | bool]:
+    """p of logits [C, V]; its first choice [C], and whether it can be drafted."""
+    first = logits.argmax(-1)
+    if d2t is None:
+        return _Wanted(logits.log_softmax(-1), logits.new_ones(len(logits), 1)), first, True
+    drafted = logits[:, d2t]
+    norm = drafted.logsumexp(-1, keepdim=True)
+    share = (norm - logits.logsumexp(-1, keepdim=True)).exp()
+    return _Wanted(drafted - norm, share), first, torch.isin(first, d2t)
+
+
+def _compare(
+    objective: Objective, logits: Tensor, wanted: _Wanted, lam: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Value [C], its gradient [C, draft vocabulary] with respect to logits, acceptance [C] and first choice [C]."""
+    chosen = logits.argmax(-1)
+    log_q = logits.log_softmax(-1)
+    q, p = log_q.exp(), wanted.log_prob.exp()
+    accepted, below = _acceptance(p * wanted.share, q)
+    if objective.kind == "ce":
+        return -torch.linalg.vecdot(p, log_q), q - p, accepted, chosen
+    # d(acceptance)/d(logits): a token's q counts where it is below p.
+    inside = torch.where(below, q, 0)
+    pull = inside - q * inside.sum(-1, keepdim=True)
+    if objective.kind == "lk":
+        bounded = accepted.clamp_min(LEAST_ACCEPTED)
+        return -bounded.log(), -pull / bounded[:, None], accepted, chosen
+    lam = (-objective.eta * accepted).exp() if lam is None else lam.expand_as(accepted)
+    value = -lam * torch.linalg.vecdot(p, log_q) + (1 - lam) * (1 - accepted)
+    return value, lam[:, None] * (q - p) - (1 - lam)[:, None] * pull, accepted, chosen
+
+
+def _acceptance(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_v min(p, q) [C], and where q is the smaller one."""
+    return torch.minimum(p, q).sum(-1), q < p
+
+
+def _mean_lam(
+    objective: Objective,
+    chunks: Sequence[slice],
+    target_logits: Callable[[slice], Tensor],
+    d2t: Tensor | None,
+    weights: Tensor,
+    lm_head: Tensor,
+    hidden: Sequence[Tensor],
+    wide: torch.dtype,
+) -> Tensor:
+    """lam [P] of each prediction's mean acceptance: the chunks are read once more for it."""
+    sums, counts = weights.new_zeros(len(hidden), dtype=wide), weights.new_zeros(len(hidden), dtype=wide)
+    for part in chunks:
+        wanted, _, known = _target(target_logits(part).to(wide), d2t)
+        counted = weights[:, part] * known if objective.drop_unknown else weights[:, part]
+        p = wanted.log_prob.exp() * wanted.share
+        for i, states in enumerate(hidden):
+            q = F.linear(states[part], lm_head).to(wide).softmax(-1)
+            sums[i] += (_acceptance(p, q)[0] * counted[i]).sum()
+            counts[i] += counted[i].sum()
+    return (-objective.eta * sums / counts.clamp_min(1e-9)).exp()
+
+
+def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
+    rows = max(1, losses.CHUNK_ELEMENTS // vocabulary)
+    yield from (slice(start, start + rows) for start in range(0, count, rows))

@@ -1,0 +1,190 @@
+"""The net of an EAGLE-3 head (Li et al. 2025, section 3; SafeAILab/EAGLE eagle/traineagle3/cnets.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.modules.diagonal import diagonal_attention
+from draftsmith.modules.layers import MLP, Attention, LlamaConfig, RMSNorm, RopeScaling, rope_table
+from draftsmith.modules.packing import Documents
+
+NUM_STATES = 3
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Shape of an EAGLE-3 head.
+
+    llama: sizes of its one layer, and its rotary positions, which are the head's own: published heads have other ones
+        than their targets.
+    capture: the target's layers whose inputs it reads, three distinct ones, ascending; number k is the residual state
+        after the first k layers. By default 2, L/2 and L-3.
+    draft_vocab_size: tokens that it can draft, the rows of its lm_head; the target's vocabulary where it is whole.
+    fc_norm: each of the three states is normed before they are joined (EAGLE-3.1).
+    norm_output: what the head reads of itself is normed as its logits are made (EAGLE-3.1).
+    norm_before_residual: the residual of its layer is the normed state. Read in heads of other trainers, never made.
+    """
+
+    llama: LlamaConfig
+    capture: tuple[int, ...]
+    draft_vocab_size: int
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "capture", tuple(self.capture))  # JSON has lists
+
+    @property
+    def hidden_size(self) -> int:
+        return self.llama.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.llama.vocab_size
+
+    @property
+    def max_position(self) -> int:
+        return self.llama.max_position
+
+    @property
+    def reduced(self) -> bool:
+        """It drafts some of the target's tokens only."""
+        return self.draft_vocab_size < self.vocab_size
+
+
+def layer_like(target: LlamaConfig, rope_theta: float | None = None, plain_rope: bool = False) -> LlamaConfig:
+    """One layer like the target's, as far as servers hold it: no biases, no q/k norms, no window."""
+    layer = dataclasses.replace(
+        target, num_layers=1, sliding_window=None, qk_norm=False, qkv_bias=False, o_bias=False, mlp_bias=False
+    )
+    if plain_rope:
+        layer = dataclasses.replace(layer, rope_scaling=RopeScaling())
+    return layer if rope_theta is None else dataclasses.replace(layer, rope_theta=rope_theta)
+
+
+class PairLayer(nn.Module):
+    """The decoder layer: attention reads [norm(embedding); norm(state)], the residual is the state."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        size = config.hidden_size
+        self.self_attn = Attention(config, in_size=2 * size)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(size, config.rms_eps)
+        self.hidden_norm = RMSNorm(size, config.rms_eps)
+        self.post_attention_layernorm = RMSNorm(size, config.rms_eps)
+
+
+class Eagle3Net(nn.Module):
+    """g_t = fc([states of three layers at t]); h_t = layer(embed(x_{t+1}), g_t); lm_head(norm(h_t)) is the distribution
+    of x_{t+2} over the draft vocabulary. Later in a draft, h takes the place of g.
+
+    d2t: [draft_vocab_size] int64, the target's id of each drafted token, ascending; where the vocabulary is whole, all.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    d2t: Tensor
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.config = config
+        size, eps = config.hidden_size, config.llama.rms_eps
+        self.fc = nn.Linear(len(config.capture) * size, size, bias=False)
+        norms = len(config.capture) if config.fc_norm else 0
+        self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(norms))
+        self.layer = PairLayer(config.llama)
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.arange(config.draft_vocab_size), persistent=config.reduced)
+        cos, sin = rope_table(config.llama, config.max_position)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def read(self, states: Tensor) -> Tensor:
+        """[.., 3H] of the target -> g [.., H]."""
+        if len(self.fc_norm):
+            parts = states.chunk(len(self.fc_norm), -1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(states)
+
+    def logits_input(self, hidden: Tensor) -> Tensor:
+        """What lm_head reads, [.., H] of states [.., H]."""
+        return hidden if self.config.norm_output else self.norm(hidden)
+
+    def unroll(
+        self,
+        embeds: Tensor,
+        states: Tensor,
+        num_passes: int,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> list[Tensor]:
+        """Drafts of num_passes tokens from every row at once (training-time test, section 3.2): a list of h [B, T, H],
+        pass j of row t having read x_{t+1} .. x_{t+1+j} behind the target's states up to t.
+
+        embeds: [B, T + num_passes - 1, H], of x_{t+1} at t. states: [B, T, 3H]. position_ids: [B, T], 0, 1, .. where
+        none are given. documents: of a flat batch [1, N, ..], which needs position_ids; drafts that run out of their
+        document mean nothing.
+        """
+        rows = states.shape[1]
+        attention, layer = self.layer.self_attn, self.layer
+        if position_ids is None:
+            position_ids = torch.arange(rows, device=states.device)[None]
+        normed = layer.input_layernorm(embeds)
+        hidden = self.read(states)
+        passes: list[Tensor] = []
+        own: list[tuple[Tensor, Tensor]] = []
+        for j in range(num_passes):
+            state = layer.hidden_norm(hidden)
+            pair = torch.cat([normed[:, j : j + rows], state], -1)
+            # A draft that would leave the context is none that counts: the loss has no token there.
+            at = (position_ids + j).clamp_max(len(self.cos) - 1)
+            cos, sin = self.cos[at][:, None].to(pair.dtype), self.sin[at][:, None].to(pair.dtype)
+            projected = attention.project(pair, cos, sin)
+            if documents is not None:
+                projected = tuple(documents.heads_side_by_side(part) for part in projected)
+            query, key, value = projected
+            own.append((key, value))
+            mixed = diagonal_attention(query, *own[0], [k for k, _ in own[1:]], [v for _, v in own[1:]])
+            mixed = mixed.transpose(1, 2).flatten(2)
+            mixed = attention.o_proj(mixed if documents is None else documents.end_to_end(mixed))
+            hidden = (state if self.config.norm_before_residual else hidden) + mixed
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            if self.config.norm_output:
+                hidden = self.norm(hidden)
+            passes.append(hidden)
+        return passes
+
+    def use_draft_vocabulary(self, tokens: Tensor, lm_head: Tensor | None = None) -> None:
+        """Draft these tokens (int64 [draft_vocab_size], ascending) only. lm_head: [V, H] of the target, of which their
+        rows become the head's own."""
+        self.d2t.copy_(tokens)
+        if lm_head is not None:
+            with torch.no_grad():
+                self.lm_head.weight.copy_(lm_head[tokens.to(lm_head.device)])
+
+    def init_from_target(self, layer_state: Mapping[str, Any]) -> None:
+        """Start from the target's last layer: its weights read the state, those of the embedding begin small, and fc
+        passes the last of the three states through."""
+        size = self.config.hidden_size
+        with torch.no_grad():
+            attention = self.layer.self_attn
+            for name in ("q_proj", "k_proj", "v_proj"):
+                weight = getattr(attention, name).weight
+                weight.mul_(0.1)
+                weight[:, size:] = layer_state[f"self_attn.{name}.weight"].float()
+            attention.o_proj.weight.copy_(layer_state["self_attn.o_proj.weight"])
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                getattr(self.layer.mlp, name).weight.copy_(layer_state[f"mlp.{name}.weight"])
+            self.layer.hidden_norm.weight.copy_(layer_state["input_layernorm.weight"])
+            self.layer.post_attention_layernorm.weight.copy_(layer_state["post_attention_layernorm.weight"])
+            self.fc.weight.mul_(0.1)
+            self.fc.weight[:, -size:] += torch.eye(size)

@@ -1,0 +1,81 @@
+"""EAGLE-3's objectives against their formulas as autograd differentiates them, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.modules import losses
+from draftsmith.modules.drafters.eagle3.loss import Objective, distances
+
+N, V, H = 13, 11, 5
+D2T = torch.tensor([0, 2, 3, 7, 8, 10])
+OBJECTIVES = [
+    Objective(),
+    Objective(drop_unknown=False),
+    Objective("lk"),
+    Objective("lk-hybrid"),
+    Objective("lk-hybrid", eta=1.5, mean=True),
+    Objective("lk-hybrid", mean=True, drop_unknown=False),
+]
+
+
+def case(d2t: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    target = 3 * torch.randn(N, V, generator=rng, dtype=torch.float64)
+    lm_head = torch.randn(V if d2t is None else len(d2t), H, generator=rng, dtype=torch.float64, requires_grad=True)
+    hidden = [torch.randn(N, H, generator=rng, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    weights = torch.rand(3, N, generator=rng, dtype=torch.float64)
+    weights[1, :2] = 0
+    return target, lm_head, hidden, weights
+
+
+def formula(objective: Objective, target: Tensor, lm_head: Tensor, d2t: Tensor | None, hidden: Tensor, weight: Tensor):
+    """Total, acceptance and hits of one prediction, written out."""
+    ids = torch.arange(V) if d2t is None else d2t
+    p = target.softmax(-1)
+    known = torch.isin(p.argmax(-1), ids)
+    if objective.drop_unknown:
+        weight = weight * known
+    q = (hidden @ lm_head.T).softmax(-1)
+    renormed = p[:, ids] / p[:, ids].sum(-1, keepdim=True)
+    entropy = -(renormed * q.log()).sum(-1)
+    accepted = torch.minimum(p[:, ids], q).sum(-1)
+    if objective.kind == "ce":
+        value = entropy
+    elif objective.kind == "lk":
+        value = -accepted.log()
+    else:
+        level = (accepted * weight).sum() / weight.sum() if objective.mean else accepted
+        lam = (-objective.eta * level).exp().detach()
+        value = lam * entropy + (1 - lam) * (1 - accepted)
+    return (value * weight).sum(), accepted, ids[q.argmax(-1)] == p.argmax(-1), known
+
+
+@pytest.mark.parametrize("d2t", [None, D2T], ids=["whole", "reduced"])
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+@pytest.mark.parametrize("rows_at_once", [2, 100])
+def test_values_and_gradients(monkeypatch, objective: Objective, d2t: Tensor | None, rows_at_once: int) -> None:
+    target, lm_head, hidden, weights = case(d2t)
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", rows_at_once * V)
+    ours = distances(objective, lambda part: target[part], lm_head, d2t, hidden, weights)
+    theirs = [formula(objective, target, lm_head, d2t, h, w) for h, w in zip(hidden, weights, strict=True)]
+    for i, (total, accepted, right, known) in enumerate(theirs):
+        assert abs(ours.totals[i] - total) < 1e-10
+        assert (ours.accepted[i] - accepted).abs().max() < 1e-10
+        assert torch.equal(ours.right[i], right) and torch.equal(ours.known, known)
+    scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
+    inputs = [lm_head, *hidden]
+    got = torch.autograd.grad((ours.totals * scale).sum(), inputs)
+    wanted = torch.autograd.grad(sum(s * row[0] for s, row in zip(scale, theirs, strict=True)), inputs)
+    assert max((a - b).abs().max() for a, b in zip(got, wanted, strict=True)) < 1e-10
+
+
+def test_a_frozen_lm_head_and_no_tokens() -> None:
+    target, lm_head, hidden, weights = case(D2T)
+    frozen = lm_head.detach()
+    distances(Objective(), lambda part: target[part], frozen, D2T, hidden, weights).totals.sum().backward()
+    assert lm_head.grad is None and all(h.grad is not None for h in hidden)
+    nothing = distances(Objective(), lambda part: target[part], frozen, D2T, [h[:0] for h in hidden], weights[:, :0])
+    assert nothing.totals.tolist() == [0, 0, 0]
