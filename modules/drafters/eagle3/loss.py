@@ -100,7 +100,9 @@ class _Distances(torch.autograd.Function):
             counted = weights[:, part] * known[part] if objective.drop_unknown else weights[:, part]
             for i, states in enumerate(hidden):
                 logits = F.linear(states[part], lm_head).to(wide)
-                value, grad, accepted[i, part], chosen = _compare(objective, logits, wanted, None if lam is None else lam[i])
+                value, grad, accepted[i, part], chosen = _compare(
+                    objective, logits, wanted, None if lam is None else lam[i]
+                )
                 right[i, part] = known[part] & ((chosen if d2t is None else d2t[chosen]) == first)
                 totals[i] += (value * counted[i]).sum()
                 grad *= counted[i][:, None]

@@ -1,0 +1,220 @@
+"""EAGLE-3's alignment, masks and means against loops over single tokens, in float64; what validation foretells."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.modules.drafters.eagle3.head import (
+    Eagle3Head,
+    Eagle3Settings,
+    draft_vocabulary,
+    layers_of,
+    paired,
+)
+from draftsmith.modules.drafters.eagle3.net import Eagle3Config, layer_like
+from draftsmith.modules.layers import LlamaConfig
+from draftsmith.modules.types import FeatureBatch, InputError
+
+H, V, PASSES = 12, 17, 3
+LLAMA = LlamaConfig(
+    vocab_size=V, hidden_size=H, intermediate_size=20, num_layers=8, num_heads=2, num_kv_heads=1, head_dim=6,
+    max_position=40,
+)  # fmt: skip
+D2T = torch.tensor([0, 1, 4, 5, 7, 9, 10, 13, 16])
+LENGTHS = (9, 5, 7)
+
+
+class Target:
+    dtype = torch.float64
+
+    def __init__(self) -> None:
+        rng = torch.Generator().manual_seed(5)
+        self.embedding, self.output = torch.randn(2, V, H, generator=rng, dtype=torch.float64)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.embedding[ids]
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.output.T
+
+
+TARGET: Any = Target()
+
+
+def head_of(reduced: bool = True) -> Eagle3Head:
+    torch.manual_seed(2)
+    head = Eagle3Head(Eagle3Config(layer_like(LLAMA), (2, 4, 5), len(D2T) if reduced else V)).double()
+    for weight in head.parameters():
+        weight.data.normal_(std=0.4)
+    head.cos, head.sin = head.cos.double(), head.sin.double()
+    if reduced:
+        head.use_draft_vocabulary(D2T)
+    return head
+
+
+def batch_of(packed: bool = False) -> FeatureBatch:
+    rng = torch.Generator().manual_seed(8)
+    width = max(LENGTHS)
+    real = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
+    mask = real & (torch.arange(width) >= torch.tensor([3, 1, 2])[:, None])
+    mask[0, 5] = False  # a second turn
+    fields = {
+        "input_ids": torch.randint(V, (3, width), generator=rng),
+        "features": torch.randn(3, width, 4 * H, generator=rng, dtype=torch.float64),
+        "loss_mask": mask,
+        "position_ids": torch.arange(width).expand(3, width),
+        "attention_mask": real,
+    }
+    if packed:
+        return FeatureBatch(**{name: value[real][None] for name, value in fields.items()}, lengths=LENGTHS)
+    return FeatureBatch(**fields)
+
+
+def by_hand(head: Eagle3Head, batch: FeatureBatch, settings: Eagle3Settings) -> float:
+    """Every sequence alone, every draft alone: sum over passes of weight * -sum p log q."""
+    shift = {"input": 0, "previous": -1, "predicted": 1}[settings.token_mask]
+    passes = [[0.0, 0] for _ in range(3)]  # weighted loss and tokens of each sequence
+    for b, length in enumerate(LENGTHS):
+        ids, features = batch.input_ids[b, :length], batch.features[b, :length]
+        embeds = TARGET.embed(ids[1:])
+        embeds = torch.cat([embeds, torch.zeros(PASSES, H, dtype=embeds.dtype)])[None]
+        hidden = head.unroll(embeds, features[None, :, : 3 * H], PASSES)
+        for s in range(1, length):
+            if not (0 <= s + shift < length and batch.loss_mask[b, s + shift]):
+                continue
+            passes[b][1] += 1
+            p = TARGET.lm_head(features[s, 3 * H :]).softmax(-1)
+            known = int(p.argmax()) in D2T
+            for j in range(PASSES):
+                if s - 1 - j < 0 or (settings.unknown == "drop" and not known):
+                    continue
+                q = head.lm_head(head.norm(hidden[j][0, s - 1 - j])).softmax(-1)
+                own = p[D2T] / p[D2T].sum()
+                passes[b][0] += settings.pass_decay**j * -(own * q.log()).sum().item()
+    if settings.pass_weights == "mean":
+        share = sum(settings.pass_decay**j for j in range(PASSES))
+        passes = [[loss / share, tokens] for loss, tokens in passes]
+    if settings.normalizer == "sequence":
+        return sum(loss / tokens for loss, tokens in passes if tokens) / sum(tokens > 0 for _, tokens in passes)
+    total = sum(loss for loss, _ in passes)
+    return total / (sum(tokens for _, tokens in passes) if settings.normalizer == "tokens" else batch.input_ids.numel())
+
+
+DIALECTS = {
+    "ours": {},
+    "safeailab": {"token_mask": "previous", "normalizer": "padded", "pass_weights": "sum"},
+    "speculators": {"normalizer": "tokens", "pass_decay": 1.0, "unknown": "keep", "pass_weights": "sum"},
+    "modelopt": {"normalizer": "tokens", "pass_decay": 0.9, "unknown": "keep"},
+    "predicted": {"token_mask": "predicted"},
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=list(DIALECTS))
+def test_the_loss_is_that_of_every_draft_alone(dialect: dict[str, Any]) -> None:
+    head, settings = head_of(), Eagle3Settings(passes=PASSES, **dialect)
+    assert head.loss(batch_of(), TARGET, settings, None).loss.item() == pytest.approx(
+        by_hand(head, batch_of(), settings), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=list(DIALECTS))
+def test_documents_end_to_end_have_the_loss_of_those_apart(dialect: dict[str, Any]) -> None:
+    settings = Eagle3Settings(passes=PASSES, **dialect)
+    losses = []
+    for packed in (False, True):
+        head, batch = head_of(), batch_of(packed)
+        output = head.loss(batch, TARGET, settings, None)
+        count = head.num_loss_tokens(batch, settings)
+        assert output.counts["loss"] == count
+        (output.loss * count).backward()
+        losses.append([output.loss.detach() * count, head.fc.weight.grad])
+    for apart, packed in zip(*losses, strict=True):
+        assert (apart - packed).abs().max() < 1e-9
+
+
+def test_only_what_is_to_be_trained_gets_a_gradient() -> None:
+    for trained in (False, True):
+        head = head_of()
+        head.loss(batch_of(), TARGET, Eagle3Settings(passes=PASSES, train_lm_head=trained), None).loss.backward()
+        missing = {name for name, weight in head.named_parameters() if weight.grad is None or not weight.grad.any()}
+        assert missing == (set() if trained else {"lm_head.weight"})
+
+
+def test_a_row_learns_from_what_a_server_knows_there() -> None:
+    """The first token of an answer is known when its successor is drafted, so position s = first answer token counts;
+    it is predicted by the row before it, which has read it."""
+    pairs = paired(batch_of(), "input")
+    assert pairs.position[pairs.sequence == 0].tolist() == [3, 4, 6, 7, 8]
+    rows, there = pairs.rows(0)
+    assert rows[pairs.sequence == 0].tolist() == [2, 3, 5, 6, 7] and there.all()
+    assert torch.equal(pairs.next_ids[0, 2], batch_of().input_ids[0, 3])
+
+
+def test_validation_foretells_drafts() -> None:
+    """accept_j, agreement_j and the lengths, draft by draft."""
+    head, batch = head_of(), batch_of()
+    found = head.validation(batch, TARGET, Eagle3Settings(passes=PASSES))
+    reach = {name: [[0.0, 0.0] for _ in range(PASSES)] for name in ("accept", "agreement")}
+    lengths: dict[str, list[float]] = {"accept": [], "agreement": []}
+    for b, length in enumerate(LENGTHS):
+        features = batch.features[b, :length]
+        embeds = torch.cat([TARGET.embed(batch.input_ids[b, 1:length]), torch.zeros(PASSES, H).double()])[None]
+        hidden = head.unroll(embeds, features[None, :, : 3 * H], PASSES)
+        for t in range(length):
+            for name in reach:
+                chance, emitted, whole = 1.0, 1.0, True
+                for j in range(PASSES):
+                    s = t + 1 + j
+                    if not (s < length and batch.loss_mask[b, s]):
+                        whole = False
+                        break
+                    p = TARGET.lm_head(features[s, 3 * H :]).softmax(-1)
+                    q = head.lm_head(head.norm(hidden[j][0, t])).softmax(-1)
+                    own = float(torch.minimum(p[D2T], q).sum())
+                    if name == "agreement":
+                        own = float(int(D2T[q.argmax()]) == int(p.argmax()))
+                    reach[name][j][0] += chance * own
+                    reach[name][j][1] += chance
+                    chance *= own
+                    emitted += chance
+                if whole:
+                    lengths[name].append(emitted)
+    for name, length in (("accept", "chain_length"), ("agreement", "chain_length_greedy")):
+        for j, (total, count) in enumerate(reach[name], start=1):
+            assert float(found.sums[f"{name}_{j}"]) == pytest.approx(total, rel=1e-5)
+            assert float(found.counts[f"{name}_{j}"]) == pytest.approx(count, rel=1e-5)
+        assert float(found.sums[length]) == pytest.approx(sum(lengths[name]), rel=1e-5)
+        assert int(found.counts[length]) == len(lengths[name])
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
+    counts = torch.tensor([5, 0, 3, 3, 9, 0, 3])
+    assert draft_vocabulary(counts, 3).tolist() == [0, 2, 4]  # of the three that occur 3 times the lowest
+    assert draft_vocabulary(counts, 3, always=[5]).tolist() == [0, 4, 5]
+    assert draft_vocabulary(counts, 7).tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("layers", [12, 32, 36, 80])
+def test_default_layers_are_the_papers(layers: int) -> None:
+    assert layers_of((), layers) == (2, layers // 2, layers - 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "layers"), [((), 6), ((), 5), ((1, 1, 2), 8), ((3, 2, 5), 8), ((1, 2, 8), 8), ((1, 2), 8)]
+)
+def test_layers_that_collapse_are_refused(asked: tuple[int, ...], layers: int) -> None:
+    with pytest.raises(InputError, match="three distinct"):
+        layers_of(asked, layers)
+
+
+def test_a_draft_vocabulary_of_the_targets_size_is_whole() -> None:
+    assert not Eagle3Head.shape(Eagle3Settings(), LLAMA).reduced
+    assert Eagle3Head.shape(Eagle3Settings(draft_vocab=5), LLAMA).reduced
+    config = Eagle3Head.shape(Eagle3Settings(version="3.1", rope_theta=7.0), LLAMA)
+    assert config.fc_norm and config.norm_output and config.llama.rope_theta == 7.0
+    assert dataclasses.asdict(config)["capture"] == (2, 4, 5)
