@@ -72,6 +72,10 @@ class LeanLayer:
         self.input_norm = LeanNorm(first.weight, first.eps) if isinstance(first, RMSNorm) else None
         self.post_norm = LeanNorm(second.weight, second.eps)
 
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual [N, H], and what attention reads, of the layer's input [N, ..]."""
+        return rows, rows if self.input_norm is None else self.input_norm(rows)
+
     def __call__(
         self,
         rows: Tensor,
@@ -88,7 +92,7 @@ class LeanLayer:
         cos, sin: [B or 1, T, 1, D].
         mask: added to the scores, [B or 1, 1, T, cache.length + T] (`as_bias`); None with T == 1, or with `causal`.
         """
-        normed = rows if self.input_norm is None else self.input_norm(rows)
+        rows, normed = self.read(rows)
         qkv = self.qkv(normed).view(batch, -1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         rotated = qkv[:, :, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
@@ -121,7 +125,7 @@ class LeanStack:
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[DecoderLayer | LeanLayer],
         config: LlamaConfig,
         dtype: torch.dtype,
         device: torch.device,
@@ -129,7 +133,7 @@ class LeanStack:
         pack: bool = False,
     ):
         """share: the layers are frozen and give their weights away (see `_fuse`). pack: see `LeanLinear`."""
-        self.layers = [LeanLayer(layer, share, pack) for layer in layers]
+        self.layers = [layer if isinstance(layer, LeanLayer) else LeanLayer(layer, share, pack) for layer in layers]
         self.config, self.dtype, self.device = config, dtype, device
         cos, sin = rope_table(config, config.max_position)
         signed = torch.cat([-sin[:, : config.head_dim // 2], sin[:, config.head_dim // 2 :]], -1)
@@ -164,7 +168,7 @@ class LeanStack:
             if taps and index in taps:
                 taps[index] = rows
             rows = layer(rows, batch, cos, sin, cache, index, mask, causal)
-        return rows if single else rows.view(x.shape)
+        return rows if single else rows.view(*x.shape[:-1], -1)
 
     def chain(self, x: Tensor, cache: LayerCache, taps: Taps | None = None) -> Tensor:
         """Chains of T inputs [B, T, H] or [T, H], all at positions cache.length.. ."""

@@ -1,4 +1,4 @@
-"""What a head with an lm_head of its own minimises, chunk by chunk: q over its draft vocabulary against the target's p."""
+"""What a head with its own lm_head minimises, chunk by chunk: q over the draft vocabulary against the target's p."""
 
 from __future__ import annotations
 

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from draftsmith.modules.diagonal import diagonal_attention
 from draftsmith.modules.layers import MLP, Attention, LlamaConfig, RMSNorm, RopeScaling, rope_table
+from draftsmith.modules.lean import LeanLayer, LeanNorm, LeanStack
+from draftsmith.modules.packed import LeanLinear
 from draftsmith.modules.packing import Documents
+from draftsmith.modules.targets.base import CausalLM
 
 NUM_STATES = 3
 
@@ -188,3 +191,62 @@ class Eagle3Net(nn.Module):
             self.layer.post_attention_layernorm.weight.copy_(layer_state["post_attention_layernorm.weight"])
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, -size:] += torch.eye(size)
+
+
+class LeanPairLayer(LeanLayer):
+    """A `PairLayer` for inference: it is fed [embedding; state], [N, 2H], and gives states [N, H]."""
+
+    def __init__(self, net: Eagle3Net, pack: bool):
+        layer: Any = net.layer
+        super().__init__(layer, share=False, pack=pack)
+        self._hidden_norm = LeanNorm(layer.hidden_norm.weight, layer.hidden_norm.eps)
+        self._before_residual = net.config.norm_before_residual
+        self._output_norm = LeanNorm(net.norm.weight, net.norm.eps) if net.config.norm_output else None
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        embeds, states = rows.chunk(2, -1)
+        normed = self._hidden_norm(states)
+        assert self.input_norm is not None
+        pair = torch.cat([self.input_norm(embeds), normed], -1)
+        return normed if self._before_residual else states.contiguous(), pair
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        states = super().__call__(*inputs)
+        return states if self._output_norm is None else self._output_norm(states)
+
+
+class LeanEagle3:
+    """The net for inference (`feature_heads.FeatureNet`), beside the target whose embedding it uses."""
+
+    def __init__(self, net: Eagle3Net, target: CausalLM):
+        config, pack = net.config, target.packed
+        self._embed, self._num_tokens = target.embed, config.vocab_size
+        self.stack = LeanStack([LeanPairLayer(net, pack)], config.llama, target.dtype, target.device)
+        self._fc, self._fc_norms = (
+            LeanLinear(net.fc.weight, None, pack),
+            [LeanNorm(n.weight, n.eps) for n in norms_of(net)],
+        )
+        self._norm = None if config.norm_output else LeanNorm(net.norm.weight, net.norm.eps)
+        self._lm_head = LeanLinear(net.lm_head.weight, None, pack)
+        self._d2t = net.d2t if config.reduced else None
+
+    def project(self, features: Tensor) -> Tensor:
+        if self._fc_norms:
+            parts = features.chunk(len(self._fc_norms), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self._fc_norms, parts, strict=True)], -1)
+        return self._fc(features)
+
+    def fuse(self, ids: Tensor, states: Tensor) -> Tensor:
+        return torch.cat([self._embed(ids), states], -1)
+
+    def lm_head(self, states: Tensor) -> Tensor:
+        logits = self._lm_head(states if self._norm is None else self._norm(states))
+        if self._d2t is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self._num_tokens), -torch.inf)
+        return whole.index_copy_(-1, self._d2t, logits)
+
+
+def norms_of(net: Eagle3Net) -> list[RMSNorm]:
+    """The norms of the three states, none before EAGLE-3.1."""
+    return [norm for norm in net.fc_norm if isinstance(norm, RMSNorm)]
