@@ -18,13 +18,17 @@ from torch.autograd.function import once_differentiable
 
 
 def diagonal_attention(
-    query: Tensor, key: Tensor, value: Tensor, own_keys: Sequence[Tensor], own_values: Sequence[Tensor]
+    query: Tensor, first: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]] = ()
 ) -> Tensor:
     """One softmax over the first pass, causally, and the rows' own entries: [B, heads, T, D] like `query`.
 
-    key, value: [B, kv_heads, T, D] of the first pass. own_keys, own_values: the same of each later pass up to this one;
-    none in the first pass itself, which is plain causal attention.
+    first: keys and values [B, kv_heads, T, D] of the first pass. own: those of each later pass up to this one; none in
+    the first pass itself, which is plain causal attention.
     """
+    key, value = first
+    # Under autocast rotated queries and keys are wider than values.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    own_keys, own_values = [key.to(value.dtype) for key, _ in own], [value for _, value in own]
     if query.device.type == "cpu":
         return _DiagonalOnCPU.apply(query, key, value, *own_keys, *own_values)
     attended, norm = _flex()(query, key, value)

@@ -33,7 +33,7 @@ def made(heads: int, kv_heads: int, passes: int, dtype: torch.dtype = torch.floa
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
 def test_values_and_gradients(heads: int, kv_heads: int, passes: int) -> None:
     query, keys, values = made(heads, kv_heads, passes)
-    ours = diagonal_attention(query, keys[0], values[0], keys[1:], values[1:])
+    ours = diagonal_attention(query, (keys[0], values[0]), list(zip(keys[1:], values[1:], strict=True)))
     wanted = explicit(query, keys, values)
     assert (ours - wanted).abs().max() < 1e-10
     weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(3), dtype=ours.dtype)
@@ -44,7 +44,7 @@ def test_values_and_gradients(heads: int, kv_heads: int, passes: int) -> None:
 
 def test_half_precision_is_near() -> None:
     query, keys, values = made(4, 2, 3, torch.bfloat16)
-    ours = diagonal_attention(query, keys[0], values[0], keys[1:], values[1:])
+    ours = diagonal_attention(query, (keys[0], values[0]), list(zip(keys[1:], values[1:], strict=True)))
     wanted = explicit(query.double(), [k.double() for k in keys], [v.double() for v in values])
     assert (ours.double() - wanted).abs().max() < 0.03
     ours.sum().backward()
@@ -61,5 +61,5 @@ def test_nothing_of_the_size_of_a_mask_is_kept() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        diagonal_attention(query, keys[0], values[0], keys[1:], values[1:])
+        diagonal_attention(query, (keys[0], values[0]), list(zip(keys[1:], values[1:], strict=True)))
     assert max(kept) <= query.numel()

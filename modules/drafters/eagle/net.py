@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftsmith.modules.diagonal import diagonal_attention
 from draftsmith.modules.layers import DecoderLayer, LlamaConfig, RopeScaling, rope_table
 from draftsmith.modules.packing import Documents
 
@@ -104,39 +106,31 @@ class EagleNet(nn.Module):
 
         documents: of a flat batch, [1, N, H]; it needs position_ids, from 0 in every document.
         """
-        cos, sin = self._rope(embeds, position_ids)
-        length = embeds.shape[1] if documents is None else documents.rows.shape[1]
-        ahead = torch.arange(length, device=embeds.device)
-        ahead = ahead[None] - ahead[:, None]  # [T, T], column less row
+        rows = embeds.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(rows, device=embeds.device)[None]
         layers: list[Any] = list(self.layers)
         cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
         passes: list[Tensor] = []
+        own, ahead = features, F.pad(embeds, (0, 0, 0, num_passes - 1))
         for j in range(num_passes):
-            # The first row of a document reads the end of the one before: it is among those that mean nothing.
-            own = features if not passes else torch.cat([features[:, :1], passes[-1][:, :-1]], dim=1)
-            mask = torch.cat([ahead <= -j, *(ahead == i - j for i in range(1, j + 1))], dim=1) if j else None
-            x = self.fc(torch.cat([embeds, own], dim=-1))
-            for layer, rows in zip(layers, cached, strict=True):
+            # Here row t is the draft that began there; it reads row t + j's token, at that row's position.
+            at = (position_ids + j).clamp_max(len(self.cos) - 1)
+            cos, sin = (table[at][:, None].to(embeds.dtype) for table in (self.cos, self.sin))
+            x = self.fc(torch.cat([ahead[:, j : j + rows], own], dim=-1))
+            for layer, entries in zip(layers, cached, strict=True):
                 attention = layer.self_attn
                 projected = attention.project(layer.input_layernorm(x), cos, sin)
                 if documents is not None:
                     projected = tuple(documents.heads_side_by_side(part) for part in projected)
                 query, key, value = projected
-                rows.append((key, value))
-                keys, values = (torch.cat(parts, dim=2) for parts in zip(*rows, strict=True))
-                mixed = attention.mix(query, keys, values, mask, causal=j == 0)
+                entries.append((key, value))
+                mixed = diagonal_attention(query, entries[0], entries[1:]).transpose(1, 2).flatten(2)
                 x = x + attention.o_proj(mixed if documents is None else documents.end_to_end(mixed))
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
-            passes.append(x)
+            own = x
+            passes.append(F.pad(x, (0, 0, j, 0))[:, :rows])
         return passes
-
-    def _rope(self, embeds: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions [B, T], which are 0, 1, ... where none are given."""
-        if position_ids is None:
-            cos, sin = self.cos[: embeds.shape[1]], self.sin[: embeds.shape[1]]
-        else:
-            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]
-        return cos.to(embeds.dtype), sin.to(embeds.dtype)
 
     def init_from_target(self, layer_state: Mapping[str, Tensor]) -> None:
         """Start from the target's last layer (its state dict), and from fc = [0 | I]: the feature passes through.

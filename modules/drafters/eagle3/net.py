@@ -156,7 +156,7 @@ class Eagle3Net(nn.Module):
                 projected = tuple(documents.heads_side_by_side(part) for part in projected)
             query, key, value = projected
             own.append((key, value))
-            mixed = diagonal_attention(query, *own[0], [k for k, _ in own[1:]], [v for _, v in own[1:]])
+            mixed = diagonal_attention(query, own[0], own[1:])
             mixed = mixed.transpose(1, 2).flatten(2)
             mixed = attention.o_proj(mixed if documents is None else documents.end_to_end(mixed))
             hidden = (state if self.config.norm_before_residual else hidden) + mixed
