@@ -126,6 +126,30 @@ def eagle_training(config: LlamaConfig, lengths: Sequence[int], loss_tokens: int
     return head + (1 + passes * FROZEN_PASSING) * lm_head_forward(config, loss_tokens)
 
 
+def pair_layer(config: LlamaConfig, rows: int) -> float:
+    """Matrices of EAGLE-3's layer, whose attention reads embedding and state side by side."""
+    size = config.hidden_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return layer_matrices(config, rows) + linear(size, queries + 2 * keys, rows)
+
+
+def eagle3_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
+    """One pass of an EAGLE-3 head from what its fc gives; the entries that later passes see beside are few."""
+    return pair_layer(config, sum(lengths)) + attention(config, causal_pairs(lengths))
+
+
+def eagle3_training(
+    config: LlamaConfig, lengths: Sequence[int], loss_tokens: int, passes: int, draft_vocab: int, trained_lm_head: bool
+) -> float:
+    """Forward and backward of an EAGLE-3 head and its loss, from features that are there. lengths, loss_tokens: as of
+    `eagle_training`."""
+    size, rows = config.hidden_size, sum(lengths)
+    layer = passes * TRAINED * eagle3_forward(config, lengths)
+    fused = TRAINED_FIRST * linear(3 * size, size, rows)
+    lm_head = linear(size, draft_vocab, loss_tokens) * passes * (TRAINED if trained_lm_head else FROZEN_PASSING)
+    return layer + fused + lm_head + lm_head_forward(config, loss_tokens)
+
+
 def acceptance_training(head: PredictorShape, rows: int) -> float:
     """Forward and backward of an acceptance head over `rows` tokens whose inputs are there."""
     wide = head.num_blocks or head.joins

@@ -284,9 +284,8 @@ class Eagle3Head(Eagle3Net, DraftHead):
 
     @classmethod
     def flops(cls, config: Eagle3Config, settings: Eagle3Settings, step: TrainStep, loss_tokens: int) -> float:
-        return flops.eagle3_training(
-            config, step.lengths, loss_tokens, settings.num_passes(step), settings.train_lm_head
-        )
+        sizes = config.llama, step.lengths, loss_tokens, settings.num_passes(step), config.draft_vocab_size
+        return flops.eagle3_training(*sizes, settings.train_lm_head)
 
     # -- decoding
 
@@ -298,7 +297,10 @@ class Eagle3Head(Eagle3Net, DraftHead):
 
     @classmethod
     def branches_flops(cls, config: Eagle3Config, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
-        raise NotImplementedError
+        llama, levels_read = config.llama, len(starts) * levels
+        read = flops.linear(3 * llama.hidden_size, llama.hidden_size, sum(texts))
+        beside = flops.pair_layer(llama, 1) - flops.layer_matrices(llama, 1)  # the embedding's half of the projections
+        return read + (sum(texts) + levels_read) * beside + flops.rollouts_forward(llama, texts, starts, levels)
 
 
 def layers_of(asked: Sequence[int], num_layers: int) -> tuple[int, ...]:
