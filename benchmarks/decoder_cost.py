@@ -19,7 +19,7 @@ from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
+from draftsmith.modules.drafters.feature_heads import FeatureTreeDrafter
 from draftsmith.modules.targets.base import Session
 from draftsmith.modules.targets.llama import LlamaLM
 
@@ -61,7 +61,7 @@ def steady_rounds(pair: Pair, runner: EngineRunner, forwards: Stopwatch) -> list
         marks.append((pair.clock(), forwards.seconds))
 
     # An untrained head's trees are hardly ever accepted: nearly every token is a round.
-    new_tokens = TREE_ROUNDS if isinstance(runner.drafter, EagleTreeDrafter) else pair.new_tokens
+    new_tokens = TREE_ROUNDS if isinstance(runner.drafter, FeatureTreeDrafter) else pair.new_tokens
     steps = replace(runner, on_round=mark)([pair.prompts[0]], new_tokens, [0])[0].trace.steps
     rounds = [
         RoundTime(end[0] - start[0], end[1] - start[1], step, before)
@@ -121,9 +121,9 @@ class ForwardCosts:
         return read
 
     @torch.inference_mode()
-    def _level(self, drafter: EagleTreeDrafter, size: int) -> Callable[[], None]:
-        target, lean = self._pair.packed[0], drafter.lean
-        stack = lean.stack
+    def _level(self, drafter: FeatureTreeDrafter, size: int) -> Callable[[], None]:
+        target, net = self._pair.packed[0], drafter.net
+        stack = net.stack
         cache = stack.new_cache(1, self._pair.capacity)
         cache.length = self._context
         tokens = torch.ones(size, dtype=torch.int64, device=target.device)
@@ -133,7 +133,7 @@ class ForwardCosts:
 
         @torch.inference_mode()
         def read() -> None:
-            target.lm_head(stack.run(lean.fuse(tokens, features), cos, sin, cache, visible, False))
+            target.lm_head(stack.run(net.fuse(tokens, features), cos, sin, cache, visible, False))
 
         return read
 

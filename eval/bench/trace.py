@@ -24,9 +24,10 @@ from draftsmith.eval.cost.clock import Stopwatch, wall_time
 from draftsmith.modules.acceptance.policies import PredictorStop
 from draftsmith.modules.decoding.confidence import draft_distribution
 from draftsmith.modules.decoding.loop import Generation, Round
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Verdict
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, StopPolicy, Verdict
 from draftsmith.modules.decoding.stop import Around, entropy
 from draftsmith.modules.drafters.methods import Models, Named
+from draftsmith.modules.drafters.row_drafter import RowDrafter
 from draftsmith.modules.sampling import probabilities
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
@@ -70,7 +71,8 @@ class TracedRunner:
     def _answer(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Generation:
         runner, target_watch, draft_watch = self._runner, Stopwatch(wall_time), Stopwatch(wall_time)
         drafter = None if runner.drafter is None else _TimedDrafter(runner.drafter, draft_watch)
-        stop = _WatchedStop(runner.drafter) if hasattr(runner.drafter, "stops") else None
+        chains = runner.drafter if isinstance(runner.drafter, RowDrafter) else None
+        stop = None if chains is None else chains.wrap_stops(_WatchedStop)[0]
         rounds = _Rounds(self._place, runner.params, target_watch, draft_watch, stop, self._file)
 
         def on_round(done: Round) -> None:
@@ -83,8 +85,8 @@ class TracedRunner:
             traced = replace(runner, target=target, drafter=drafter, on_round=on_round, session=None)
             return traced([prompt], max_new_tokens, [seed])[0]
         finally:
-            if stop is not None:
-                stop.restore()
+            if chains is not None:
+                chains.wrap_stops(lambda around: around.policy)
 
 
 class _Rounds:
@@ -218,18 +220,13 @@ class _TimedDrafter:
 class _WatchedStop(Around):
     """A stop policy that remembers what it was shown in this round."""
 
-    def __init__(self, drafter: Any):
-        super().__init__(drafter.stops[0])
-        self._drafter = drafter
-        drafter.stops[0] = self
+    def __init__(self, policy: StopPolicy):
+        super().__init__(policy)
         self._views: list[DraftView] = []
 
     def should_stop(self, view: DraftView) -> bool:
         self._views.append(view)
         return super().should_stop(view)
-
-    def restore(self) -> None:
-        self._drafter.stops[0] = self.policy
 
     def take(self) -> tuple[list[DraftView], list[float]]:
         """What was shown in this round, and of the first tokens the probabilities that they are accepted, by a

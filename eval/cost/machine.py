@@ -22,7 +22,8 @@ from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.chains import Chain, StopRule, build_chains
-from draftsmith.modules.drafters.methods import Autoregressive, DynamicTrees, Method, Models, Named
+from draftsmith.modules.drafters.methods import Autoregressive, Method, Models, Named
+from draftsmith.modules.drafters.trees import DynamicTrees
 from draftsmith.modules.types import SamplingParams
 
 PROBE_PROMPTS, PROBE_TOKENS, PROBE_REPEATS = 2, 40, 2

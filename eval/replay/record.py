@@ -15,7 +15,7 @@ from draftsmith.eval.replay.chain_rows import ChainRows
 from draftsmith.eval.replay.coupling import CoupledDraws, CoupledSource, ReadAnswer, TargetText
 from draftsmith.eval.replay.rollouts import ChainRollouts, Rollouts, TargetAnswer, joined
 from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.decoding.branches import DraftModelBranches, SideBySide
+from draftsmith.modules.decoding.branches import BranchDrafter, DraftModelBranches
 from draftsmith.modules.decoding.loop import Generation, generate_one, room_for
 from draftsmith.modules.decoding.protocols import Drafter, DraftTree, DraftView, Outcome
 from draftsmith.modules.decoding.stop import FixedLength
@@ -190,7 +190,7 @@ class ChainRecorder:
         rows.add_all(drafted, known, keep_states=bool(self._heads), ends=models.ends)
 
 
-def branch_drafter(models: Models, drafter: str, depth: int) -> SideBySide:
+def branch_drafter(models: Models, drafter: str, depth: int) -> BranchDrafter:
     """Drafts of at most `depth` tokens from many places of a text."""
     if drafter != "draft":
         return models.heads[drafter].branches(models.target, depth)

@@ -14,7 +14,8 @@ from draftsmith.eval.replay.record import Recording, TargetAnswers, walk
 from draftsmith.eval.replay.rollouts import Floats, Ints, TreeRollouts
 from draftsmith.modules.decoding.protocols import DraftTree
 from draftsmith.modules.decoding.tree import num_candidates
-from draftsmith.modules.drafters.methods import DynamicTrees, Models
+from draftsmith.modules.drafters.methods import Models
+from draftsmith.modules.drafters.trees import DynamicTrees
 
 
 class TreeRecorder:

@@ -27,8 +27,9 @@ from draftsmith.modules.drafters.chains import (
     by_drafter,
     chain_methods,
 )
-from draftsmith.modules.drafters.methods import DynamicTrees, Named, parse_methods, tree_methods
+from draftsmith.modules.drafters.methods import Named, parse_methods
 from draftsmith.modules.drafters.prompt_lookup import PromptLookup
+from draftsmith.modules.drafters.trees import DynamicTrees, tree_methods
 
 HEAD = "acceptance"  # label of its logits in the rollouts
 # Settings are weighed at these values; the coarse grid has every second of them.

@@ -39,7 +39,8 @@ from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice, summary, tables
 from draftsmith.modules.drafters.chains import chain_methods
-from draftsmith.modules.drafters.methods import DynamicTrees, Models, Named, parse_method, parse_methods
+from draftsmith.modules.drafters.methods import Models, Named, parse_method, parse_methods
+from draftsmith.modules.drafters.trees import DynamicTrees
 from draftsmith.modules.types import InputError, at_least
 
 DECODE = "decode.yaml"

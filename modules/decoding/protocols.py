@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from draftsmith.modules.finite import of_row
+from draftsmith.modules.finite import blame
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.types import SamplingParams
 
@@ -172,19 +172,19 @@ class EachRow:
     def start(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor], first_tokens: Sequence[int]) -> None:
         self._rows = self.drafters[: len(prompts)]
         for row, drafter in enumerate(self._rows):
-            with of_row(row):
+            with blame(row=row):
                 drafter.start(prompts[row], features[row], first_tokens[row])
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         trees = []
         for row, (drafter, limit) in enumerate(zip(self._rows, limits, strict=True)):
-            with of_row(row):
+            with blame(row=row):
                 trees.append(drafter.propose(limit, params, sources[row]) if limit > 0 else NO_DRAFT)
         return trees
 
     def advance(self, outcomes: Sequence[Outcome | None]) -> None:
         for row, (drafter, outcome) in enumerate(zip(self._rows, outcomes, strict=True)):
-            with of_row(row):
+            with blame(row=row):
                 if outcome is not None:
                     drafter.advance(outcome)
 
@@ -199,6 +199,10 @@ class NestedDrafter(Drafter, Protocol):
     """
 
     needs_features: bool
+
+    def wrap_stops(self, wrap: Callable[[Any], Any]) -> Sequence[Any]:
+        """Put in each row's policy's place, from the next `start` on, what `wrap` makes of it, and return these: for
+        those who watch, and who take away again what they put around it."""
 
     def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
         """T more tokens of a row, none of them drafted here; features [T, F] of the tokens before each."""

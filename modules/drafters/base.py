@@ -18,8 +18,12 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
+from draftsmith.modules.decoding.protocols import Drafter, NestedDrafter, StopPolicy
+from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import FeatureBatch, LossOutput
@@ -171,6 +175,19 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> NestedDrafter:
         """What drafts chains with it, a stop policy a row. capacity: most tokens of a text, drafts included."""
+
+    def tree_drafter(
+        self,
+        target: CausalLM,
+        shape: StaticTree | DynamicTree,
+        capacity: int,
+        rows: int = 1,
+        acceptance: AcceptanceHead | None = None,
+        rules: Sequence[TreeRule] | None = None,
+    ) -> Drafter:
+        """What drafts trees with it, for its methods of trees (trees.py). acceptance, rules: of dynamic ones, an
+        acceptance head that gives the nodes' values, and what decides each row's size."""
+        raise NotImplementedError(f"{self.kind} drafts no trees")
 
     @abstractmethod
     def branches(self, target: CausalLM, depth: int) -> BranchDrafter:

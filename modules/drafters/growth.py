@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from draftsmith.modules.acceptance.tree import TreePredictor
+from draftsmith.modules.acceptance.tree_rule import TreeRule
 from draftsmith.modules.decoding.protocols import NO_DRAFT, DraftTree
 from draftsmith.modules.decoding.tree import StaticTree, best_connected
 from draftsmith.modules.finite import NO_TOKEN, NonFinite
@@ -49,32 +50,6 @@ class Level:
 # Read the nodes tokens [B, n] at a depth, 1 for the root's children; their parents are the rows above [B, n] of the
 # level that was read last.
 Expand = Callable[[Tensor, Tensor, int], Level]
-
-
-class ChildPredictor(Protocol):
-    """Predicts that the target, at a node, goes on with one of its children."""
-
-    def log_prob(
-        self,
-        hidden: Tensor,
-        logits: Tensor,
-        log_distribution: Tensor,
-        tokens: Tensor,
-        depth: int,
-        params: SamplingParams,
-    ) -> Tensor:
-        """[n, k] of children `tokens` [n, k] at `depth`, of nodes with states [n, H], logits and their log-softmax
-        [n, V]."""
-
-
-class GrowthRule(Protocol):
-    """How far a dynamic tree is to grow, and how many of its candidates to take."""
-
-    def deeper(self, frontier: Callable[[], Sequence[float]]) -> bool:
-        """Whether to draft one more level; frontier: the values of the nodes that would be expanded."""
-
-    def choose(self, values: Sequence[float]) -> int:
-        """How many of the candidates to take, by their values, best first."""
 
 
 def grow_static(shape: StaticTree, root: Level, expand: Expand, depths: Sequence[int]) -> list[DraftTree]:
@@ -118,8 +93,8 @@ def grow_dynamic(
     expand: Expand,
     depths: Sequence[int],
     params: SamplingParams,
-    predictor: ChildPredictor | None = None,
-    rules: Sequence[GrowthRule] | None = None,
+    predictor: TreePredictor | None = None,
+    rules: Sequence[TreeRule] | None = None,
 ) -> list[DraftTree]:
     """EAGLE-2's tree for each row, down to depths[b] at most, some of them 1 or more.
 
@@ -156,7 +131,7 @@ def grow_dynamic(
 
 
 def _children(
-    level: Level, depth: int, count: int, params: SamplingParams, predictor: ChildPredictor | None
+    level: Level, depth: int, count: int, params: SamplingParams, predictor: TreePredictor | None
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [B, n, k] and tokens [B, n, k] of the children, at `depth`, that the drafter thinks most
     probable, best first by what it thinks; the probabilities are the predictor's where there is one."""
@@ -194,7 +169,7 @@ class _Candidates:
         self._parts.append((tokens, parents, values))
 
     def trees(
-        self, shape: DynamicTree, levels: Sequence[int], depths: Sequence[int], rules: Sequence[GrowthRule] | None
+        self, shape: DynamicTree, levels: Sequence[int], depths: Sequence[int], rules: Sequence[TreeRule] | None
     ) -> list[DraftTree]:
         """A tree of the best candidates of each row, which has so many levels; one transfer."""
         tokens, parents, values = (torch.cat(parts, 1) for parts in zip(*self._parts, strict=True))
@@ -234,7 +209,7 @@ class _Candidates:
 Nodes = dict[int, tuple[int, int, float]]  # number of a candidate -> token, parent and value, in the order of choice
 
 
-def _taken(shape: DynamicTree, nodes: Nodes, rule: GrowthRule | None) -> list[int]:
+def _taken(shape: DynamicTree, nodes: Nodes, rule: TreeRule | None) -> list[int]:
     """The numbers of the candidates that a row's tree consists of, ascending."""
     if shape.rerank and not shape.value:
         ascending = sorted(nodes)

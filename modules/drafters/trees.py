@@ -1,60 +1,55 @@
-"""Methods in which an EAGLE head drafts, a chain or a tree a round."""
+"""Methods that draft one tree a round, with any trained drafter that drafts trees (`DraftHead.tree_drafter`)."""
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.tree_rule import TreeRule
-from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
-from draftsmith.modules.drafters.chains import FixedK
-from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
-from draftsmith.modules.drafters.methods import DynamicTrees, Method, Models
+from draftsmith.modules.drafters.growth import DynamicTree
+from draftsmith.modules.drafters.methods import Method, Models, known_methods
 from draftsmith.modules.types import InputError, at_least, at_most
 
 MOST_LEVELS = 8  # expansions of a tree of depth=auto
 
 
 @dataclass(frozen=True)
-class EagleChain(FixedK):
-    """An EAGLE head drafts a chain of k tokens a round (Li et al. 2024)."""
-
-    uses = ("eagle",)
-
-
-@dataclass(frozen=True)
-class EagleStaticTree(Method):
-    """EAGLE-1's static tree (Li et al. 2024): 25 nodes, or any tree from a YAML list of paths of ranks."""
+class StaticTrees(Method, ABC):
+    """The same tree of ranks in every round: 25 nodes of EAGLE-1, or any tree from a YAML list of paths of ranks."""
 
     tree: str = "eagle-1"
-    uses = ("eagle",)
 
     @property
     def trees(self) -> tuple[str, ...]:
         return (self.tree,)
 
     def build(self, models: Models, rows: int = 1) -> Drafter:
-        shape = models.trees[self.tree]
-        at_most("eagle-tree, ranks", max(shape.ranks) + 1, models.target.info.vocab_size)
-        return EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, rows)
+        shape, (kind,) = models.trees[self.tree], self.uses
+        at_most(f"tree {self.tree}, ranks", max(shape.ranks) + 1, models.target.info.vocab_size)
+        return models.heads[kind].tree_drafter(models.target, shape, models.capacity, rows)
 
 
 @dataclass(frozen=True)
-class Eagle2(DynamicTrees):
-    """EAGLE-2's dynamic tree: the topk best nodes of a level are expanded depth times, the nodes best are verified.
+class DynamicTrees(Method, ABC):
+    """EAGLE-2's trees: the topk best nodes of a level are expanded depth times, the nodes best are verified.
 
+    nodes: auto takes as many in every round as are worth their time on this machine, which is measured once.
+    depth: auto, with nodes=auto, expands as often in every round as is worth its time.
     value: what nodes are ranked by. on: the product of confidences along the path; off: a node's own confidence; head:
         the product of an acceptance head's probabilities.
     rerank: off keeps the expanded nodes, level by level.
     """
 
+    nodes: int | Literal["auto"] = 60
+    depth: int | Literal["auto"] = 6
+    topk: int = 10
     value: Literal["on", "off", "head"] = "on"
     rerank: bool = True
-    uses = ("eagle",)
     predicts = "tree"
 
     def __post_init__(self) -> None:
@@ -90,31 +85,31 @@ class Eagle2(DynamicTrees):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return ("eagle", "acceptance") if self.value == "head" else self.uses
-
-    def build(self, models: Models, rows: int = 1) -> Drafter:
-        at_most("topk", self.topk, models.target.info.vocab_size)
-        if self.nodes != "auto":
-            return self._drafter(models, self.most_nodes, self.most_depth, rows)
-        trees = f"trees of topk {self.topk}, value {self.value}"
-        times = models.times.tree_times(models, trees, lambda levels: self.fixed(models, self.topk, levels))
-        rules = [TreeRule(times, self.depth == "auto") for _ in range(rows)]
-        return self._drafter(models, self.most_nodes, self.most_depth, rows, rules)
+        return (*self.uses, "acceptance") if self.value == "head" else self.uses
 
     @property
     def by_values(self) -> bool:
+        """Whether the nodes are the best of all candidates, so that a recording of these says what any number of nodes
+        does."""
         return self.value != "off" and self.rerank
 
-    def fixed(self, models: Models, nodes: int, depth: int) -> Drafter:
-        return self._drafter(models, nodes, depth)
+    def build(self, models: Models, rows: int = 1) -> Drafter:
+        if self.nodes != "auto":
+            return self.fixed(models, self.nodes, self.most_depth, rows)
+        trees = f"trees of topk {self.topk}, value {self.value}"
+        times = models.times.tree_times(models, trees, lambda levels: self.fixed(models, self.topk, levels))
+        rules = [TreeRule(times, self.depth == "auto") for _ in range(rows)]
+        return self.fixed(models, self.most_nodes, self.most_depth, rows, rules)
 
-    def _drafter(
+    def fixed(
         self, models: Models, nodes: int, depth: int, rows: int = 1, rules: Sequence[TreeRule] | None = None
     ) -> Drafter:
-        head = tree_head(models) if self.value == "head" else None
+        """What drafts trees of at most one size, whatever `nodes` and `depth` are."""
+        at_most("topk", self.topk, models.target.info.vocab_size)
         shape = DynamicTree(nodes, depth, self.topk, self.value != "off", self.rerank)
-        eagle, target, capacity = models.heads["eagle"], models.target, models.capacity
-        return EagleTreeDrafter(eagle, target, shape, capacity, rows, acceptance=head, rules=rules)
+        acceptance = tree_head(models) if self.value == "head" else None
+        head = models.heads[self.uses[0]]
+        return head.tree_drafter(models.target, shape, models.capacity, rows, acceptance, rules)
 
 
 def tree_head(models: Models) -> AcceptanceHead:
@@ -134,4 +129,6 @@ def tree_head(models: Models) -> AcceptanceHead:
     return head
 
 
-METHODS = {"eagle": EagleChain, "eagle-tree": EagleStaticTree, "eagle2": Eagle2}
+def tree_methods() -> dict[str, str]:
+    """Kind of a trained drafter -> the name of its method of dynamic trees."""
+    return {method.uses[0]: name for name, method in known_methods().items() if issubclass(method, DynamicTrees)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants.mutant import LIMITS, TREE, Mutant, replayed
 
-TREE_PY, GROWN = "modules/decoding/tree.py", "modules/decoding/growth.py"
+TREE_PY, GROWN = "modules/decoding/tree.py", "modules/drafters/growth.py"
 DRAFTING, READER = "modules/drafters/eagle/drafting.py", "modules/lean_rows.py"
 EAGLE, LEAN = "modules/drafters/eagle/head.py", "modules/lean.py"
 NET, CHAIN = (f"modules/drafters/eagle/{name}.py" for name in ("net", "chain"))

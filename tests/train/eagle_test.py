@@ -23,8 +23,8 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle.drafting import EagleDrafter
 from draftsmith.modules.drafters.eagle.head import EagleHead, eagle_loss, noise_like, shift
+from draftsmith.modules.drafters.feature_heads import FeatureDrafter
 from draftsmith.modules.flops import eagle_training, layers_forward
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
@@ -114,7 +114,7 @@ def test_best_and_last_are_heads_that_decode(trained, artefacts):
     target = load_lm(str(artefacts.target))
     for name in ("best", "last"):
         head = load_head(trained / name, target, kind="eagle")
-        drafter = EagleDrafter(head, target, [FixedLength(4)], 64)
+        drafter = FeatureDrafter(head, target, [FixedLength(4)], 64)
         prompt, params = [5, 6, 7, 8], SamplingParams()
         drafted = generate_one(target, drafter, prompt, params, 12, TorchSource(0)).tokens
         assert drafted == generate_one(target, None, prompt, params, 12, TorchSource(0)).tokens
@@ -256,7 +256,7 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
     ends = plain.tokens[3:4]  # as if it ended there
     target.info = dataclasses.replace(target.info, eos_ids=tuple(ends))
     for prompt in prompts:
-        drafter = EagleDrafter(module.head, target, [FixedLength(2)], 128)
+        drafter = FeatureDrafter(module.head, target, [FixedLength(2)], 128)
         generation = generate_one(target, drafter, prompt, SamplingParams(), 10, TorchSource(0), eos_ids=())
         tokens, calls = tokens + len(generation.tokens), calls + 1 + len(generation.trace.steps)
         first = generation.tokens.index(ends[0]) if ends[0] in generation.tokens else 9
@@ -267,7 +267,7 @@ def test_tau_is_emitted_tokens_by_target_calls_of_real_decoding(artefacts, tmp_p
     assert probe.measured.endswith("tokens, 10 each, end tokens ignored, chains of 2")
     until_end = config(artefacts, tmp_path, tau_k=2, tau_max_new_tokens=10, tau_ignore_eos=False)
     short = TauProbe(module, target, prompts[:1], until_end, 1)()
-    drafter = EagleDrafter(module.head, target, [FixedLength(2)], 128)
+    drafter = FeatureDrafter(module.head, target, [FixedLength(2)], 128)
     shorter = generate_one(target, drafter, prompts[0], SamplingParams(), 10, TorchSource(0))
     assert len(shorter.tokens) < 10 and short == {"tau": len(shorter.tokens) / (1 + len(shorter.trace.steps))}
 

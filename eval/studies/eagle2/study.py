@@ -27,7 +27,7 @@ from draftsmith.eval.studies.eagle2.found import ModeResults, TreeSize, summary_
 from draftsmith.eval.studies.eagle2.nodes import Node, nodes_of
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.trace import Totals, pool
-from draftsmith.modules.drafters.eagle.methods import Eagle2
+from draftsmith.modules.drafters.eagle.head import Eagle2
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # Beside the dynamic trees: EAGLE-1's static tree, and a chain.

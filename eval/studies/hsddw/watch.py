@@ -90,7 +90,7 @@ class Watcher:
         own = drafter.drafters[0] if isinstance(drafter, EachRow) else drafter
         self._hierarchy = own if isinstance(own, HierarchicalDrafter) else None
         chain: Any = drafter if self._hierarchy is None else self._hierarchy.inner
-        self._stop = chain.stops[0] = VerifiedStop(chain.stops[0])
+        self._stop = chain.wrap_stops(VerifiedStop)[0]
         self._prompt, self._emitted, self._number = "", 0, 0
         self.seen = Observations()
 

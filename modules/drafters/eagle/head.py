@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules import flops
-from draftsmith.modules.decoding.branches import BranchDrafter
-from draftsmith.modules.decoding.protocols import NestedDrafter, StopPolicy
-from draftsmith.modules.drafters.base import DraftHead, HeadCard, TargetWeights, TrainStep
-from draftsmith.modules.drafters.eagle.drafting import EagleBranches, EagleDrafter
-from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, Rope
+from draftsmith.modules.drafters.base import HeadCard, TargetWeights, TrainStep
+from draftsmith.modules.drafters.chains import FixedK
+from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet, LeanEagle, Rope
+from draftsmith.modules.drafters.feature_heads import FeatureHead
+from draftsmith.modules.drafters.trees import DynamicTrees, StaticTrees
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.losses import LmHead, soft_cross_entropy
 from draftsmith.modules.packing import Documents
@@ -184,7 +184,7 @@ def eagle_loss(
     return LossOutput(loss, sums, dict.fromkeys(sums, count))
 
 
-class EagleHead(EagleNet, DraftHead):
+class EagleHead(EagleNet, FeatureHead):
     """EAGLE-1: it reads the target's state after the final norm, and its own state in the place of the next one."""
 
     kind = "eagle"
@@ -298,11 +298,8 @@ class EagleHead(EagleNet, DraftHead):
 
     # -- decoding
 
-    def drafter(self, target: CausalLM, stops: Sequence[StopPolicy], capacity: int) -> NestedDrafter:
-        return EagleDrafter(self, target, stops, capacity)
-
-    def branches(self, target: CausalLM, depth: int) -> BranchDrafter:
-        return EagleBranches(self, target, depth)
+    def lean(self, target: CausalLM) -> LeanEagle:
+        return LeanEagle(self, target)
 
     @classmethod
     def branches_flops(cls, config: EagleConfig, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
@@ -330,3 +327,27 @@ def choices(target: CausalLM, hidden: Tensor, rows: Tensor) -> Tensor:
     chosen = [target.lm_head(some.to(target.dtype)).argmax(-1) for some in hidden[rows].split(CHOICE_ROWS)]
     found[rows] = torch.cat(chosen) if chosen else found[rows]
     return found
+
+
+@dataclass(frozen=True)
+class EagleChain(FixedK):
+    """An EAGLE head drafts a chain of k tokens a round (Li et al. 2024)."""
+
+    uses = ("eagle",)
+
+
+@dataclass(frozen=True)
+class EagleStaticTree(StaticTrees):
+    """EAGLE-1's static tree (Li et al. 2024): 25 nodes, or any tree from a YAML list of paths of ranks."""
+
+    uses = ("eagle",)
+
+
+@dataclass(frozen=True)
+class Eagle2(DynamicTrees):
+    """EAGLE-2's dynamic trees (Li et al. 2024) of an EAGLE head."""
+
+    uses = ("eagle",)
+
+
+METHODS = {"eagle": EagleChain, "eagle-tree": EagleStaticTree, "eagle2": Eagle2}

@@ -23,11 +23,10 @@ from draftsmith.eval.replay.rollouts import ChainRollouts, TreeRollouts
 from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.tuning.candidates import HEAD, Recorded
 from draftsmith.modules.acceptance.tree_rule import TreeRule, TreeTimes
-from draftsmith.modules.decoding.growth import DynamicTree
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.trace import DecodeTrace, pool
-from draftsmith.modules.drafters.eagle.drafting import EagleTreeDrafter
-from draftsmith.modules.drafters.eagle.methods import Eagle2
+from draftsmith.modules.drafters.eagle.head import Eagle2
+from draftsmith.modules.drafters.growth import DynamicTree
 from draftsmith.modules.drafters.methods import Models, parse_method, parse_methods
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import SamplingParams
@@ -157,7 +156,7 @@ def test_a_replay_of_predicted_trees_and_of_their_size_is_the_decoders_trace(tin
     rules = [TreeRule(times, any_depth) for _ in range(2)] if auto else [None, None]
     shape = DynamicTree(nodes, TREE_DEPTH, TOPK)
     own = rules[:1] if auto else None
-    drafter = EagleTreeDrafter(models.heads["eagle"], models.target, shape, models.capacity, acceptance=head, rules=own)
+    drafter = models.heads["eagle"].tree_drafter(models.target, shape, models.capacity, 1, head, own)
     method = Eagle2(nodes=1, topk=TOPK, value="head" if predicted else "on")
     recorder = TreeRecorder(
         dataclasses.replace(models, acceptance=head),

@@ -12,8 +12,8 @@ from draftsmith.modules.decoding import branches
 from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, target_states
 from draftsmith.modules.decoding.stop import FixedLength
 from draftsmith.modules.drafters.draft_model import DraftModelDrafter
-from draftsmith.modules.drafters.eagle.drafting import EagleBranches, EagleDrafter
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
+from draftsmith.modules.drafters.feature_heads import FeatureBranches, FeatureDrafter
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.sampling import pick
 from draftsmith.modules.types import SamplingParams
@@ -120,8 +120,8 @@ def test_an_eagle_heads_drafts_and_states_are_the_decoders(lm, text, group):
     for weight in head.parameters():
         weight.data.normal_(std=0.4)
     features = lm.features(torch.tensor([text]))[0]
-    drafter = EagleBranches(head, lm, DEPTH)
-    check(drafter, lambda stop: EagleDrafter(head, lm, [stop], 64), text, features, lm.info.vocab_size)
+    drafter = FeatureBranches(head, lm, DEPTH)
+    check(drafter, lambda stop: FeatureDrafter(head, lm, [stop], 64), text, features, lm.info.vocab_size)
 
 
 def test_the_target_reads_all_drafts_of_a_text_at_once(lm, text, group):

@@ -10,8 +10,9 @@ from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.chains import FixedK, HeadByCost, Online, SpecDecPlusPlus
-from draftsmith.modules.drafters.eagle.methods import EagleChain, tree_head
+from draftsmith.modules.drafters.eagle.head import EagleChain
 from draftsmith.modules.drafters.methods import Models, check_needs, known_methods, parse_method, parse_methods
+from draftsmith.modules.drafters.trees import tree_head
 from draftsmith.modules.types import InputError
 
 
