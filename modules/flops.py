@@ -9,32 +9,9 @@ so a packed batch counts as its documents do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
+from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
 from draftsmith.modules.layers import LlamaConfig
-
-
-class PredictorShape(Protocol):
-    """Settings of an acceptance head that its FLOPs depend on (modules/acceptance/head.py)."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def input_size(self) -> int: ...
-
-    @property
-    def inner_size(self) -> int: ...
-
-    @property
-    def joins(self) -> bool: ...
-
-    @property
-    def features(self) -> Sequence[str]: ...
-
 
 # Forward, then the gradients of weights and of inputs: as many each as the forward.
 TRAINED = 3
@@ -102,14 +79,14 @@ def eagle_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
     return fusion_forward(config, sum(lengths)) + layers_forward(config, lengths)
 
 
-def acceptance_forward(head: PredictorShape, rows: int) -> float:
+def acceptance_forward(head: AcceptanceHeadConfig, rows: int) -> float:
     """An acceptance head; tied blocks compute as much as others."""
     size = head.inner_size
     read = linear(head.input_size, size, rows) if head.joins else 0.0
     return read + head.num_blocks * linear(size, size, rows) + linear(size, 1, rows) + _direct(head, rows)
 
 
-def _direct(head: PredictorShape, rows: int) -> float:
+def _direct(head: AcceptanceHeadConfig, rows: int) -> float:
     """Numbers that go straight to the logit."""
     return linear(len(head.features), 1, rows)
 
@@ -126,7 +103,7 @@ def eagle_training(config: LlamaConfig, lengths: Sequence[int], loss_tokens: int
     return head + (1 + passes * FROZEN_PASSING) * lm_head_forward(config, loss_tokens)
 
 
-def acceptance_training(head: PredictorShape, rows: int) -> float:
+def acceptance_training(head: AcceptanceHeadConfig, rows: int) -> float:
     """Forward and backward of an acceptance head over `rows` tokens whose inputs are there."""
     wide = head.num_blocks or head.joins
     first = linear(head.input_size, head.inner_size if wide else 1, rows) + _direct(head, rows)

@@ -16,11 +16,11 @@ from draftsmith.modules.acceptance.policies import CostRule, PredictionRule, Thr
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
 from draftsmith.modules.drafters.chains import (
-    ByHead,
     ByPrediction,
     ConfidenceStop,
     CostAware,
     FixedK,
+    HeadByCost,
     Online,
     SelfVerification,
     SpecDecPlusPlus,
@@ -110,7 +110,7 @@ class Recorded:
         rollouts = self.chains[method.needs[0]]
         if isinstance(method, ByPrediction):
             predictor, rule = self._predictor(method, rollouts), self._rule(method)
-            return replay_by_prediction(rollouts, predictor, rule, *method.limits)
+            return replay_by_prediction(rollouts, predictor, rule, method.min, method.max)
         if isinstance(method, SelfVerification):
             return replay.self_verify(rollouts, method.k)
         return replay.replay(rollouts, self._lengths(named, rollouts))
@@ -125,8 +125,8 @@ class Recorded:
     def _predictor(self, method: ByPrediction, rollouts: ChainRollouts) -> RecordedPredictor:
         if isinstance(method, Online):
             return RecordedOnline(rollouts, method.by, method.repeats)
-        assert self.head is not None and isinstance(method, ByHead)
-        probs = replay.head_probs(rollouts.heads[HEAD], self.head, method.uses_calibrated)
+        assert self.head is not None and isinstance(method, SpecDecPlusPlus | HeadByCost)
+        probs = replay.head_probs(rollouts.heads[HEAD], self.head, method.calibrated)
         return KnownPredictor(probs, late=self.head.config.late)
 
     def _rule(self, method: ByPrediction) -> PredictionRule:

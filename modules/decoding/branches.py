@@ -73,10 +73,6 @@ class BranchedText:
         """[T, H]: the states once each token of the text was read."""
         return self._features
 
-    def before(self, starts: Tensor) -> Tensor:
-        """[S, H]: the states that predict the first tokens of branches."""
-        return self._features[starts.to(self._device) - 1]
-
     def read(self, starts: Sequence[int], branches: Tensor) -> Tensor:
         """[S, n, H]: the states after the tokens of branches [S, n]; nothing of them is kept."""
         read = []
@@ -104,7 +100,7 @@ class BranchedText:
 def target_states(text: BranchedText, starts: Sequence[int], drafted: Tensor) -> Tensor:
     """[S, K, H]: the states of the model that has read `text` before each token of drafts [S, K], in one call for each
     group of drafts; `lm_head` of them are the logits of what it would say there itself."""
-    first = text.before(torch.tensor(starts))[:, None]
+    first = text.features[torch.tensor(starts) - 1][:, None]
     return torch.cat([first, text.read(starts, drafted[:, :-1])], 1) if drafted.shape[1] > 1 else first
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -190,22 +190,3 @@ class EachRow:
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
-
-
-class NestedDrafter(Drafter, Protocol):
-    """A drafter that can serve a model which itself drafts for another: what it was told may be taken back.
-
-    needs_features: it reads the features of the model it drafts for.
-    """
-
-    needs_features: bool
-
-    def wrap_stops(self, wrap: Callable[[Any], Any]) -> Sequence[Any]:
-        """Put in each row's policy's place, from the next `start` on, what `wrap` makes of it, and return these: for
-        those who watch, and who take away again what they put around it."""
-
-    def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
-        """T more tokens of a row, none of them drafted here; features [T, F] of the tokens before each."""
-
-    def rewind(self, row: int, length: int) -> None:
-        """Keep the first `length` tokens of a row only."""

@@ -7,6 +7,7 @@ children of each.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -101,12 +102,13 @@ def grow_dynamic(
     Raises:
         NonFinite: a candidate's value is none.
     """
-    log_prob, tokens = _children(root, 1, shape.topk, params, predictor)
-    found = _Candidates(tokens[:, 0], torch.full_like(tokens[:, 0], -1), log_prob[:, 0])
-    frontier = _best(log_prob[:, 0], shape.topk)  # candidates to expand, by number, best first
-    above = torch.zeros_like(frontier)
-    frontier_tokens, values = tokens[:, 0].gather(1, frontier), log_prob[:, 0].gather(1, frontier)
-    found.kept.append(frontier)
+    log_prob, tokens = (part[:, 0] for part in _children(root, 1, shape.topk, params, predictor))
+    # Candidates level by level: tokens, parents (their numbers, in this order; -1 is the root) and values, [B, n] each.
+    found = [(tokens, torch.full_like(tokens, -1), log_prob)]
+    frontier = _best(log_prob, shape.topk)  # candidates to expand, by number, best first
+    kept = [frontier]
+    above, count = torch.zeros_like(frontier), tokens.shape[1]
+    frontier_tokens, values = tokens.gather(1, frontier), log_prob.gather(1, frontier)
     calls = [1] * len(depths)
     growing = [row for row, depth in enumerate(depths) if depth > 1]
     for depth in range(1, shape.depth + 1):
@@ -120,14 +122,15 @@ def grow_dynamic(
             calls[row] += 1
         log_prob, tokens = _children(level, depth + 1, shape.topk, params, predictor)
         grown = (log_prob + values[..., None] if shape.value else log_prob).flatten(1)
-        width, count = tokens.shape[2], found.count
+        width = tokens.shape[2]
         tokens = tokens.flatten(1)
-        found.add(tokens, frontier.repeat_interleave(width, 1), grown)
+        found.append((tokens, frontier.repeat_interleave(width, 1), grown))
         chosen = _best(grown, shape.topk)
         above, frontier = chosen // width, chosen + count
         frontier_tokens, values = tokens.gather(1, chosen), grown.gather(1, chosen)
-        found.kept.append(frontier)
-    return found.trees(shape, calls, depths, rules)
+        kept.append(frontier)
+        count += tokens.shape[1]
+    return _trees(shape, found, kept, calls, depths, rules)
 
 
 def _children(
@@ -150,60 +153,48 @@ def _best(values: Tensor, count: int) -> Tensor:
     return values.sort(descending=True, stable=True).indices[:, :count]
 
 
-class _Candidates:
-    """All nodes that trees may consist of, level by level: tokens, parents (their numbers here; -1 is the root) and
-    values, each [B, N]. kept: numbers of the nodes that were expanded or would be next, a tensor a level."""
-
-    def __init__(self, tokens: Tensor, parents: Tensor, values: Tensor):
-        self._parts = [(tokens, parents, values)]
-        self._ends = [tokens.shape[1]]  # number of the candidates down to each level
-        self.kept: list[Tensor] = []
-
-    @property
-    def count(self) -> int:
-        return self._ends[-1]
-
-    def add(self, tokens: Tensor, parents: Tensor, values: Tensor) -> None:
-        """One more level."""
-        self._ends.append(self.count + tokens.shape[1])
-        self._parts.append((tokens, parents, values))
-
-    def trees(
-        self, shape: DynamicTree, levels: Sequence[int], depths: Sequence[int], rules: Sequence[TreeRule] | None
-    ) -> list[DraftTree]:
-        """A tree of the best candidates of each row, which has so many levels; one transfer."""
-        tokens, parents, values = (torch.cat(parts, 1) for parts in zip(*self._parts, strict=True))
-        if not shape.rerank:
-            order = torch.cat(self.kept, 1)
-        elif shape.value:
-            # What stands behind a row's own levels is padding, and comes last.
-            if min(levels) < len(self._ends):
-                ends = torch.tensor([self._ends[own - 1] for own in levels], device=values.device)
-                numbers = torch.arange(values.shape[1], device=values.device)
-                values = values.masked_fill(numbers >= ends[:, None], -torch.inf)
-            # A path's product never grows, so the best form a tree, and of equal ones the parent comes first.
-            order = _best(values, shape.nodes)
-        else:
-            order = torch.arange(self.count, device=values.device).expand_as(values)
-        picked = [order, *(part.gather(1, order) for part in (tokens, parents, values))]
-        # Tokens, numbers and float32 values are exact in float64.
-        rows = torch.stack([part.double() for part in picked], 1).tolist()
-        made = []
-        for row, (numbers, own_tokens, own_parents, own_values) in enumerate(rows):
-            if depths[row] < 1:
-                made.append(NO_DRAFT)
-                continue
-            end = self._ends[levels[row] - 1]
-            nodes = {
-                int(number): (int(token), int(parent), value)
-                for number, token, parent, value in zip(numbers, own_tokens, own_parents, own_values, strict=True)
-                if number < end
-            }
-            if any([value != value for _, _, value in nodes.values()]):  # a NaN is sorted before all numbers
-                raise NonFinite(row=row)
-            taken = _taken(shape, nodes, None if rules is None else rules[row])
-            made.append(_tree(nodes, taken, levels[row]))
-        return made
+def _trees(
+    shape: DynamicTree,
+    found: Sequence[tuple[Tensor, Tensor, Tensor]],
+    kept: Sequence[Tensor],
+    levels: Sequence[int],
+    depths: Sequence[int],
+    rules: Sequence[TreeRule] | None,
+) -> list[DraftTree]:
+    """A tree of the best candidates of each row, which has so many levels; one transfer. kept: numbers of the nodes
+    that were expanded or would be next, of each level."""
+    tokens, parents, values = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    ends = list(itertools.accumulate(part.shape[1] for part, _, _ in found))  # candidates down to each level
+    numbers = torch.arange(values.shape[1], device=values.device)
+    if not shape.rerank:
+        order = torch.cat(list(kept), 1)
+    elif shape.value:
+        # What stands behind a row's own levels is padding, and comes last.
+        if min(levels) < len(ends):
+            own_ends = torch.tensor([ends[own - 1] for own in levels], device=values.device)
+            values = values.masked_fill(numbers >= own_ends[:, None], -torch.inf)
+        # A path's product never grows, so the best form a tree, and of equal ones the parent comes first.
+        order = _best(values, shape.nodes)
+    else:
+        order = numbers.expand_as(values)
+    picked = [order, *(part.gather(1, order) for part in (tokens, parents, values))]
+    # Tokens, numbers and float32 values are exact in float64.
+    rows = torch.stack([part.double() for part in picked], 1).tolist()
+    made = []
+    for row, columns in enumerate(rows):
+        if depths[row] < 1:
+            made.append(NO_DRAFT)
+            continue
+        nodes = {
+            int(number): (int(token), int(parent), value)
+            for number, token, parent, value in zip(*columns, strict=True)
+            if number < ends[levels[row] - 1]
+        }
+        if any([value != value for _, _, value in nodes.values()]):  # a NaN is sorted before all numbers
+            raise NonFinite(row=row)
+        taken = _taken(shape, nodes, None if rules is None else rules[row])
+        made.append(_tree(nodes, taken, levels[row]))
+    return made
 
 
 Nodes = dict[int, tuple[int, int, float]]  # number of a candidate -> token, parent and value, in the order of choice

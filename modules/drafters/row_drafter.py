@@ -34,9 +34,11 @@ class DraftedRow:
 
 
 class RowDrafter(ABC):
-    """A `Drafter` of rows, and a `NestedDrafter`, without what reads and drafts.
+    """A `Drafter` without what reads and drafts. It can also serve a model that drafts for another itself (HSDDW): such
+    a model tells it of tokens and takes them back.
 
-    model: its name in errors. stops: a policy for each row that it can be started with.
+    needs_features: it reads the features of the model it drafts for. model: its name in errors. stops: a policy for
+    each row that it can be started with.
     """
 
     capture: tuple[int, ...] = ()
@@ -69,6 +71,8 @@ class RowDrafter(ABC):
         return draft_chains(logits, states, step, stops, limits, params, sources, contexts)
 
     def wrap_stops(self, wrap: Callable[[Any], Any]) -> Sequence[Any]:
+        """Put in each row's policy's place, from the next `start` on, what `wrap` makes of it, and return these: for
+        those who watch, and who take away again what they put around it."""
         self.stops = [wrap(stop) for stop in self.stops]
         return self.stops
 
@@ -100,6 +104,7 @@ class RowDrafter(ABC):
         self._rows = [self._rows[row] for row in rows]
 
     def commit(self, row: int, tokens: Sequence[int], features: Tensor | None) -> None:
+        """T more tokens of a row; features [T, F] of the tokens before each."""
         own = self._rows[row]
         own.tokens += tokens
         if self.needs_features:
@@ -107,4 +112,5 @@ class RowDrafter(ABC):
             own.features = torch.cat([own.features, features]) if len(own.features) else features
 
     def rewind(self, row: int, length: int) -> None:
+        """Keep the first `length` tokens of a row only."""
         del self._rows[row].tokens[length:]

@@ -108,36 +108,34 @@ class EagleInputs:
 
 
 def shift(batch: FeatureBatch) -> EagleInputs:
-    """The one place where the pairing is made. Token x_{t+1} sits at position t, as in SafeAILab's code and servers."""
-    assert batch.features is not None, "the target reads the batch first"
-    if batch.lengths is not None:
-        return _shift_flat(batch, batch.lengths)
-    return EagleInputs(
-        next_ids=batch.input_ids[:, 1:-1],
-        features=batch.features[:, :-2],
-        target_features=batch.features[:, 1:-1],
-        predicted_ids=batch.input_ids[:, 2:],
-        loss_mask=batch.loss_mask[:, 2:],
-        position_ids=batch.position_ids[:, :-2],
-    )
+    """The one place where the pairing is made. Token x_{t+1} sits at position t, as in SafeAILab's code and servers. Of
+    documents laid end to end no row pairs tokens of two."""
+    ids, features, documents = batch.input_ids, batch.features, None
+    assert features is not None, "the target reads the batch first"
+    if batch.lengths is None:
+        count = max(ids.shape[1] - LOOKAHEAD, 0)
 
+        def at(ahead: int) -> Any:  # the rows' tokens so far ahead
+            return slice(ahead, count + ahead)
 
-def _shift_flat(batch: FeatureBatch, lengths: Sequence[int]) -> EagleInputs:
-    """The same for documents laid end to end: no row pairs tokens of two documents."""
-    assert batch.features is not None
-    sizes = torch.tensor(list(lengths), dtype=torch.int64, device=batch.input_ids.device)
-    left = (
-        sizes.repeat_interleave(sizes) - batch.position_ids[0]
-    )  # tokens from here to the document's end, this one too
-    rows = (left > LOOKAHEAD).nonzero()[:, 0]
+    else:
+        sizes = torch.tensor(list(batch.lengths), dtype=torch.int64, device=ids.device)
+        # Tokens from here to the document's end, this one too.
+        left = sizes.repeat_interleave(sizes) - batch.position_ids[0]
+        rows = (left > LOOKAHEAD).nonzero()[:, 0]
+        documents = Documents.of([n - LOOKAHEAD for n in batch.lengths if n > LOOKAHEAD], ids.device)
+
+        def at(ahead: int) -> Any:
+            return rows + ahead
+
     return EagleInputs(
-        next_ids=batch.input_ids[:, rows + 1],
-        features=batch.features[:, rows],
-        target_features=batch.features[:, rows + 1],
-        predicted_ids=batch.input_ids[:, rows + 2],
-        loss_mask=batch.loss_mask[:, rows + 2],
-        position_ids=batch.position_ids[:, rows],
-        documents=Documents.of([length - LOOKAHEAD for length in lengths if length > LOOKAHEAD], rows.device),
+        next_ids=ids[:, at(1)],
+        features=features[:, at(0)],
+        target_features=features[:, at(1)],
+        predicted_ids=ids[:, at(2)],
+        loss_mask=batch.loss_mask[:, at(2)],
+        position_ids=batch.position_ids[:, at(0)],
+        documents=documents,
     )
 
 
