@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
 from draftsmith.modules.layers import LlamaConfig
 
 # Forward, then the gradients of weights and of inputs: as many each as the forward.
@@ -66,48 +65,6 @@ def rollouts_forward(config: LlamaConfig, texts: Sequence[int], starts: Sequence
 def lm_head_forward(config: LlamaConfig, rows: int) -> float:
     """Logits of `rows` hidden states."""
     return linear(config.hidden_size, config.vocab_size, rows)
-
-
-def fusion_forward(config: LlamaConfig, rows: int) -> float:
-    """The EAGLE head's layer that joins embedding and feature."""
-    return linear(2 * config.hidden_size, config.hidden_size, rows)
-
-
-def eagle_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
-    """One pass of an EAGLE head whose layers are `config`'s; lengths: rows of each document, which are its tokens less
-    2 in training (`drafters.eagle.shift`). A later pass of `EagleHead.unroll` costs the same: as many keys a query."""
-    return fusion_forward(config, sum(lengths)) + layers_forward(config, lengths)
-
-
-def acceptance_forward(head: AcceptanceHeadConfig, rows: int) -> float:
-    """An acceptance head; tied blocks compute as much as others."""
-    size = head.inner_size
-    read = linear(head.input_size, size, rows) if head.joins else 0.0
-    return read + head.num_blocks * linear(size, size, rows) + linear(size, 1, rows) + _direct(head, rows)
-
-
-def _direct(head: AcceptanceHeadConfig, rows: int) -> float:
-    """Numbers that go straight to the logit."""
-    return linear(len(head.features), 1, rows)
-
-
-def eagle_training(config: LlamaConfig, lengths: Sequence[int], loss_tokens: int, passes: int = 1) -> float:
-    """Forward and backward of an EAGLE head and its loss, from features that are there.
-
-    lengths: rows of each document as in `eagle_forward`. loss_tokens: rows whose logits are made; the target's once,
-    the head's in each of the unrolled `passes`.
-    """
-    rows = sum(lengths)
-    head = passes * TRAINED * eagle_forward(config, lengths)
-    head -= (TRAINED - TRAINED_FIRST) * fusion_forward(config, rows)  # the first pass reads data only
-    return head + (1 + passes * FROZEN_PASSING) * lm_head_forward(config, loss_tokens)
-
-
-def acceptance_training(head: AcceptanceHeadConfig, rows: int) -> float:
-    """Forward and backward of an acceptance head over `rows` tokens whose inputs are there."""
-    wide = head.num_blocks or head.joins
-    first = linear(head.input_size, head.inner_size if wide else 1, rows) + _direct(head, rows)
-    return TRAINED * acceptance_forward(head, rows) - (TRAINED - TRAINED_FIRST) * first
 
 
 def parameters_forward(num_parameters: int, tokens: int) -> float:

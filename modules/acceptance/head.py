@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftsmith.modules import flops
 from draftsmith.modules.acceptance.policies import Predictor
 from draftsmith.modules.acceptance.repeats import RepeatScores
 from draftsmith.modules.decoding.confidence import (
@@ -190,6 +191,22 @@ def interpolate(logit: Tensor, knots: tuple[tuple[float, float], ...]) -> Tensor
     left = right - 1
     share = ((logit - x[left]) / (x[right] - x[left])).clamp(0, 1)
     return y[left] + share * (y[right] - y[left])
+
+
+def acceptance_forward(head: AcceptanceHeadConfig, rows: int) -> float:
+    """An acceptance head; tied blocks compute as much as others."""
+    size = head.inner_size
+    read = flops.linear(head.input_size, size, rows) if head.joins else 0.0
+    return read + head.num_blocks * flops.linear(size, size, rows) + flops.linear(size + len(head.features), 1, rows)
+
+
+def acceptance_training(head: AcceptanceHeadConfig, rows: int) -> float:
+    """Forward and backward of an acceptance head over `rows` tokens whose inputs are there."""
+    wide = head.num_blocks or head.joins
+    first = flops.linear(head.input_size, head.inner_size if wide else 1, rows) + flops.linear(
+        len(head.features), 1, rows
+    )
+    return flops.TRAINED * acceptance_forward(head, rows) - (flops.TRAINED - flops.TRAINED_FIRST) * first
 
 
 class HeadPredictor(Predictor):

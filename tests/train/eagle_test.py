@@ -23,9 +23,9 @@ from draftsmith.data.store.manifest import Manifest
 from draftsmith.data.store.shards import Rows
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
-from draftsmith.modules.drafters.eagle.head import EagleHead, eagle_loss, noise_like, shift
+from draftsmith.modules.drafters.eagle.head import EagleHead, eagle_loss, eagle_training, noise_like, shift
 from draftsmith.modules.drafters.feature_heads import FeatureDrafter
-from draftsmith.modules.flops import eagle_training, layers_forward
+from draftsmith.modules.flops import layers_forward
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.types import InputError, SamplingParams
 from draftsmith.train import fit

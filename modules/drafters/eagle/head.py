@@ -292,7 +292,7 @@ class EagleHead(EagleNet, FeatureHead):
     @classmethod
     def flops(cls, config: EagleConfig, settings: EagleSettings, step: TrainStep, loss_tokens: int) -> float:
         rows = [max(length - LOOKAHEAD, 0) for length in step.lengths]
-        return flops.eagle_training(config.llama, rows, loss_tokens, settings.num_passes(step))
+        return eagle_training(config.llama, rows, loss_tokens, settings.num_passes(step))
 
     # -- decoding
 
@@ -301,8 +301,31 @@ class EagleHead(EagleNet, FeatureHead):
 
     @classmethod
     def branches_flops(cls, config: EagleConfig, texts: Sequence[int], starts: Sequence[int], levels: int) -> float:
-        fused = flops.fusion_forward(config.llama, sum(texts) + len(starts) * levels)
+        fused = fusion_forward(config.llama, sum(texts) + len(starts) * levels)
         return fused + flops.rollouts_forward(config.llama, texts, starts, levels)
+
+
+def fusion_forward(config: LlamaConfig, rows: int) -> float:
+    """The EAGLE head's layer that joins embedding and feature."""
+    return flops.linear(2 * config.hidden_size, config.hidden_size, rows)
+
+
+def eagle_forward(config: LlamaConfig, lengths: Sequence[int]) -> float:
+    """One pass of an EAGLE head whose layers are `config`'s; lengths: rows of each document, which are its tokens less
+    2 in training (`shift`). A later pass of `EagleHead.unroll` costs the same: as many keys a query."""
+    return fusion_forward(config, sum(lengths)) + flops.layers_forward(config, lengths)
+
+
+def eagle_training(config: LlamaConfig, lengths: Sequence[int], loss_tokens: int, passes: int = 1) -> float:
+    """Forward and backward of an EAGLE head and its loss, from features that are there.
+
+    lengths: rows of each document as in `eagle_forward`. loss_tokens: rows whose logits are made; the target's once,
+    the head's in each of the unrolled `passes`.
+    """
+    rows = sum(lengths)
+    head = passes * flops.TRAINED * eagle_forward(config, lengths)
+    head -= (flops.TRAINED - flops.TRAINED_FIRST) * fusion_forward(config, rows)  # the first pass reads data only
+    return head + (1 + passes * flops.FROZEN_PASSING) * flops.lm_head_forward(config, loss_tokens)
 
 
 def noise_like(features: Tensor, step: TrainStep, size: float, flat: bool) -> Tensor:
