@@ -30,15 +30,18 @@ class Predictor(Protocol):
 
     def reset(self) -> None:
         """A new prompt begins; what was learned lasts."""
+        return None
 
     def start_round(self) -> None:
         """A new draft begins."""
+        return None
 
     def prob(self, view: DraftView) -> float:
         """Probability in [0, 1]; 1 where there is no token to predict for yet."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """The verdict on the round's draft."""
+        return None
 
 
 class PredictionRule(Protocol):
@@ -53,6 +56,7 @@ class PredictionRule(Protocol):
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """The verdict on a round's draft."""
+        return None
 
 
 class ThresholdRule(PredictionRule):

@@ -108,21 +108,25 @@ class DraftView:
 
 class StopPolicy(Protocol):
     """Says when a chain is long enough. It may look at drafted tokens that stay in the draft, and the drafter keeps
-    the token it has just shown: dropping it because of its value would bias the output distribution."""
+    the token it has just shown: dropping it because of its value would bias the output distribution. What a subclass
+    leaves out does nothing."""
 
     max_drafted: int
 
     def reset(self) -> None:
         """A new prompt begins: forget what is of the last one."""
+        return None
 
     def start_round(self) -> None:
         """A new draft begins."""
+        return None
 
     def should_stop(self, view: DraftView) -> bool:
         """True when `view.token` is to be the draft's last."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """The verdict on the round's draft."""
+        return None
 
 
 class Drafter(Protocol):
