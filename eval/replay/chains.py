@@ -1,145 +1,279 @@
-"""The arrays of one answer's rollouts, filled round by round."""
+"""Recording chains at every position of the target's answers: those of any drafter, and what prompt lookup finds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from draftsmith.eval.replay.coupling import ReadAnswer, verdict_of
-from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
+from draftsmith.data.models.naming import naming
+from draftsmith.eval.bench.prompts import BenchPrompt
+from draftsmith.eval.replay.coupling import CoupledDraws, ReadAnswer, confidence_columns
+from draftsmith.eval.replay.record import Recording, TargetAnswers, seed_of, walk
+from draftsmith.eval.replay.rollouts import ChainRollouts, Floats, Ints
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.repeats import repeat_scores
-from draftsmith.modules.decoding.branches import Drafted
+from draftsmith.modules.decoding.branches import BranchedText, DraftModelBranches, pieces, target_states
 from draftsmith.modules.decoding.confidence import TokenConfidences, draft_distribution
-from draftsmith.modules.decoding.protocols import DraftView
+from draftsmith.modules.decoding.protocols import DraftView, EachRow
+from draftsmith.modules.decoding.stop import FixedLength
+from draftsmith.modules.drafters.chains import build_chains
+from draftsmith.modules.drafters.methods import Models
+from draftsmith.modules.drafters.prompt_lookup import PromptLookupDrafter
 from draftsmith.modules.finite import NonFinite
+from draftsmith.modules.sampling import probabilities
+from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
 
-Embed = Callable[[Tensor], Tensor]
+
+class _Keep(FixedLength):
+    """Drafts a fixed number of tokens, and keeps what a stop policy is shown of each until it is taken."""
+
+    def __init__(self, k: int):
+        super().__init__(k)
+        self._views: list[DraftView] = []
+
+    def should_stop(self, view: DraftView) -> bool:
+        self._views.append(view)
+        return super().should_stop(view)
+
+    def take(self) -> list[DraftView]:
+        views, self._views = self._views, []
+        return views
 
 
-class ChainRows:
-    """Rounds of one answer, each of at most `depth` kept tokens."""
+@dataclass(frozen=True)
+class _Drafts:
+    """Drafts of at most K tokens from all S places of an answer where a round may begin.
 
-    def __init__(self, reading: ReadAnswer, depth: int, params: SamplingParams):
-        self._reading, self._depth, self._temperature = reading, depth, params.temperature
-        self._rounds, self._length = len(reading.answer.tokens) - 1, len(reading.answer.tokens)
-        shape = (self._rounds, depth)
-        self._token = np.full(shape, -1, np.int64)
-        self._num_accepted, self._past_end = np.zeros(self._rounds, np.int64), np.zeros(self._rounds, np.int64)
-        names = ("log_q", "log_max_q", "entropy", "accept_prob", "overlap")
-        self._floats = {name: np.full(shape, np.nan) for name in names}
-        self._was_read = np.zeros(shape, bool)
-        # The state before every drafted token: rounds one after the other, of each the first and the last `depth`.
-        self._before: list[Tensor] = []
-        self._after: list[Tensor] = []
+    token [S, K]: -1 behind a draft's end. known: columns of `ChainRollouts` [S, K], by name. read [S, K]: tokens that
+    the drafter has read. before, after: its states [N, H] that predicted the N tokens, and those once it has read the
+    N tokens of `read`.
+    """
 
-    def add(self, start: int, views: Sequence[DraftView], keep_states: bool) -> None:
-        """The round that begins before answer token `start`. The view of a token has read the one before it."""
-        row, text = start - 1, self._reading.text
-        self._was_read[row, : max(len(views) - 1, 0)] = True
-        if keep_states:
-            states = [view.hidden for view in views]
-            self._before += states[: self._depth]
-            self._after += states[1:]
-        views = views[: self._depth]
-        if not views:
-            return
-        tokens = [view.token for view in views]
-        labelled = self._compare(row, tokens)
-        distributions = torch.stack([draft_distribution(view) for view in views])
-        own = distributions[torch.arange(len(tokens)), tokens].double()
-        self._put(row, "log_q", own.log())
-        self._put(row, "log_max_q", distributions.amax(-1).double().log())
-        self._put(row, "entropy", -torch.xlogy(distributions, distributions).sum(-1))
-        if text.distributions is None:
-            same = torch.arange(labelled) < self._num_accepted[row] + self._past_end[row]
-            self._put(row, "accept_prob", same)
-            self._put(row, "overlap", same)
+    token: Ints
+    known: Mapping[str, Floats]
+    read: NDArray[np.bool_]
+    before: Tensor
+    after: Tensor
+
+
+class ChainRecorder:
+    """Records one answer after another, with one drafter."""
+
+    def __init__(
+        self,
+        models: Models,
+        drafter: str,
+        how: Recording,
+        heads: Mapping[str, AcceptanceHead],
+        answers: TargetAnswers | None = None,
+        along: bool = False,
+        side_by_side: bool = False,
+    ):
+        """answers: those of other recordings of the same prompts, if there are any. along: sampling, ask the target
+        of drafted tokens below the first rejection too. side_by_side: draft from all places of an answer together, ten
+        times as fast; logits then differ in the last bits from those of the decoder's own drafter, and greedy drafts
+        where two tokens are that close."""
+        self._models, self._name, self._how, self._heads = models, drafter, how, heads
+        self._answers = answers or TargetAnswers(models.target, how)
+        self._side_by_side = side_by_side
+        self._along = BranchedText(models.target, how.depth) if along and not how.params.greedy else None
+        # One token more than is kept: a head of state `after` predicts for a token once the forward behind it has read
+        # it.
+        self._keep = _Keep(how.depth + 1)
+        self._drafter = build_chains(models, drafter, [self._keep])
+
+    @torch.inference_mode()
+    def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:
+        """number: of the answer, which seeds it."""
+        with naming([prompt.id]):
+            reading = self._answers.read(prompt, number, self._how.depth)
+            together = self._side_by_side and self._fits(prompt, reading)
+            drafts = (self._together if together else self._one_by_one)(prompt, number, reading)
+            found = chain_rollouts(reading, drafts.token, drafts.known)
+            text = [*prompt.prompt_ids, *reading.answer.tokens]
+            starts = range(len(prompt.prompt_ids) + 1, len(text))
+            found = replace(found, repeat=repeat_scores(text, starts, torch.from_numpy(found.token)).double().numpy())
+            found = replace(
+                found, heads={name: self._head_logits(head, drafts, found) for name, head in self._heads.items()}
+            )
+            if self._along is None:
+                return found
+            along = accept_along(self._along, self._models.target, prompt.prompt_ids, self._how.params, found)
+            return replace(found, accept_along=along)
+
+    def _fits(self, prompt: BenchPrompt, reading: ReadAnswer) -> bool:
+        """No draft meets the end of the drafter's context; and there is one."""
+        models, count = self._models, len(reading.answer.tokens)
+        if self._name == "draft":
+            assert models.draft is not None
+            own = models.draft.info.max_position
         else:
-            p = text.distributions[start : start + labelled]
-            at_token = p[torch.arange(labelled), tokens[:labelled]].double()
-            self._put(row, "accept_prob", (at_token / own[:labelled]).clamp_max(1))
-            self._put(row, "overlap", torch.minimum(p, distributions[:labelled]).sum(-1))
+            own = models.heads[self._name].config.max_position
+        most = min(models.target.info.max_position, own)
+        return count > 1 and len(prompt.prompt_ids) + count + self._how.depth + 1 <= most
 
-    def add_all(
-        self, drafted: Drafted, known: Mapping[str, Tensor], keep_states: bool, ends: Sequence[int] = ()
-    ) -> None:
-        """Every round at once. drafted: of one token more than is kept. known: `log_q` and so on, [S, K] float64,
-        `accept_prob` and `overlap` wherever the text says something of the token. ends: tokens that drafts end with."""
-        tokens = drafted.tokens[:, : self._depth].cpu().numpy()
-        is_end = np.isin(tokens, list(ends))
+    def _one_by_one(self, prompt: BenchPrompt, number: int, reading: ReadAnswer) -> _Drafts:
+        """By the decoder's own drafter, round after round."""
+        depth = self._how.depth
+        shape = (len(reading.answer.tokens) - 1, depth)
+        token, read = np.full(shape, -1, np.int64), np.zeros(shape, bool)
+        known: dict[str, Floats] = {}
+        states: list[Tensor] = []  # of all rounds: of each the first and the last `depth`
+        after: list[Tensor] = []
+        for row, _ in enumerate(walk(self._drafter, reading, prompt.prompt_ids, self._how, depth + 1, number)):
+            views = self._keep.take()  # that of a token has read the one before it
+            kept = views[:depth]
+            if not kept:
+                continue
+            read[row, : len(views) - 1] = True
+            if self._heads:
+                states += [view.hidden for view in kept]
+                after += [view.hidden for view in views[1:]]
+            drafted = torch.tensor([view.token for view in kept])
+            distributions = torch.stack([draft_distribution(view) for view in kept])
+            token[row, : len(kept)] = drafted
+            places = row + 1 + torch.arange(len(kept))
+            columns = confidence_columns(distributions, drafted.to(distributions.device), reading.text, places)
+            for name, values in columns.items():
+                known.setdefault(name, np.full(shape, np.nan))[row, : len(kept)] = values.cpu().numpy()
+        return _Drafts(token, known, read, _stacked(states), _stacked(after))
+
+    def _together(self, prompt: BenchPrompt, number: int, reading: ReadAnswer) -> _Drafts:
+        """From all places at once. Drafts end with an end token here too."""
+        depth, first, answer = self._how.depth, len(prompt.prompt_ids), reading.answer.tokens
+        models = self._models
+        if self._name == "draft":
+            assert models.draft is not None
+            branches = DraftModelBranches(models.draft, depth + 1)
+        else:
+            branches = models.heads[self._name].branches(models.target, depth + 1)
+        # The last token is not needed: no round begins behind it.
+        branches.open([*prompt.prompt_ids, *answer[:-1]], reading.features[: first + len(answer) - 1])
+        draws = CoupledDraws(reading, depth + 1, self._how.params, seed_of(self._how.seed, number, depth + 1))
+        drafted = branches.grow([first + start for start in range(1, len(answer))], depth + 1, draws)
+        token = drafted.tokens[:, :depth].cpu().numpy()
+        is_end = np.isin(token, list(models.ends))
         behind = (is_end.cumsum(1) - is_end) > 0
-        tokens = np.where(behind, -1, tokens)
-        self._was_read[:] = ~behind & ~is_end
-        labelled = np.array([self._compare(row, own) for row, own in enumerate(tokens.tolist())])
-        unknown = np.arange(self._depth) >= labelled[:, None]
-        for name, values in known.items():
-            self._floats[name][:] = values.cpu().numpy()
-            if name in ("accept_prob", "overlap"):
-                self._floats[name][unknown] = np.nan
-            self._floats[name][behind] = np.nan
-        if keep_states:
-            self._before = list(drafted.hidden[:, :-1][torch.from_numpy(~behind)])
-            self._after = list(drafted.hidden[:, 1:][torch.from_numpy(self._was_read)])
-
-    def _compare(self, row: int, tokens: Sequence[int]) -> int:
-        """Write a round's tokens, and what the text says of them; how many it says something of."""
-        verdict = verdict_of(tokens, self._reading, row + 1)
-        self._token[row, : len(tokens)] = tokens
-        self._num_accepted[row], self._past_end[row] = verdict.accepted, verdict.past_end
-        return verdict.labelled
-
-    def _put(self, row: int, name: str, values: Tensor) -> None:
-        self._floats[name][row, : len(values)] = values.double().cpu().numpy()
-
-    def rollouts(self, prompt: Sequence[int], heads: Mapping[str, AcceptanceHead], embed: Embed) -> ChainRollouts:
-        """embed: the drafter's token embeddings, for heads that read the state before a token."""
-        text = [*prompt, *self._reading.answer.tokens]
-        starts = list(range(len(prompt) + 1, len(text)))
-        self._floats["repeat"] = repeat_scores(text, starts, torch.from_numpy(self._token)).double().numpy()
-        states = {
-            "before": (self._token >= 0, torch.stack(self._before) if self._before else None),
-            "after": (self._was_read, torch.stack(self._after) if self._after else None),
-        }
-        logits = {}
-        for label, head in heads.items():
-            mask, hidden = states[head.config.state]
-            logits[label] = np.full(self._token.shape, np.nan)
-            if hidden is not None:
-                logits[label][mask] = self._head_logits(head, mask, hidden, embed)
-        return ChainRollouts(
-            answers=[self._reading.answer],
-            answer=np.zeros(self._rounds, np.int64),
-            start=np.arange(1, self._length),
-            token=self._token,
-            num_accepted=self._num_accepted,
-            **self._floats,
-            heads=logits,
-            past_end=self._past_end,
+        read = ~behind & ~is_end
+        before, after = drafted.hidden[:, :-1], drafted.hidden[:, 1:]
+        known = {name: values[:, :-1].numpy() for name, values in draws.known.items()}
+        return _Drafts(
+            np.where(behind, -1, token), known, read, before[torch.from_numpy(~behind)], after[torch.from_numpy(read)]
         )
 
-    def _head_logits(self, head: AcceptanceHead, mask: np.ndarray, hidden: Tensor, embed: Embed) -> Floats:
-        """Raw logits [N] of the N tokens in the mask [S, K], by their states [N, H]: all of an answer in one call."""
+    def _head_logits(self, head: AcceptanceHead, drafts: _Drafts, rollouts: ChainRollouts) -> Floats:
+        """Raw logits [S, K], NaN where there is no token, or none that the head can predict for: all of an answer in
+        one call."""
+        config = head.config
+        mask, hidden = (drafts.read, drafts.after) if config.late else (rollouts.token >= 0, drafts.before)
+        logits = np.full(mask.shape, np.nan)
+        if not mask.any():
+            return logits
 
         def of_tokens(values: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values[mask])).to(hidden.device)
 
-        config = head.config
-        embeds = embed(of_tokens(self._token)) if config.state == "before" else None
-        features = None
+        embeds = features = None
+        if not config.late:
+            embeds = self._models.embedder(self._name).embed(of_tokens(rollouts.token))
         if config.features:
-            depth = np.broadcast_to(np.arange(1, self._depth + 1), mask.shape)
-            log_q, log_max_q, entropy, repeat = (
-                of_tokens(self._floats[key]) for key in ("log_q", "log_max_q", "entropy", "repeat")
-            )
-            place = of_tokens(depth).double()
-            temperature = torch.full_like(place, self._temperature)
-            features = head.feature_values(TokenConfidences(log_q, log_max_q, entropy, place, temperature, repeat))
-        logits = head(hidden, embeds, features).double().cpu().numpy()
-        if not np.isfinite(logits).all():
+            assert rollouts.repeat is not None
+            depth = of_tokens(np.broadcast_to(np.arange(1, rollouts.depth + 1), mask.shape)).double()
+            columns = [of_tokens(values) for values in (rollouts.log_q, rollouts.log_max_q, rollouts.entropy)]
+            temperature = torch.full_like(depth, self._how.params.temperature)
+            confidences = TokenConfidences(*columns, depth, temperature, of_tokens(rollouts.repeat))
+            features = head.feature_values(confidences)
+        logits[mask] = head(hidden, embeds, features).double().cpu().numpy()
+        if not np.isfinite(logits[mask]).all():
             raise NonFinite("output", "acceptance", None)
         return logits
+
+
+def _stacked(states: list[Tensor]) -> Tensor:
+    return torch.stack(states) if states else torch.empty(0, 0)
+
+
+class LookupRecorder:
+    """Records what prompt lookup would draft; no model is asked. A lookup has no distribution: what is known of one is
+    NaN, accepted or not is not, since its tokens are kept where they are the text's, greedy and sampling alike."""
+
+    def __init__(self, answers: TargetAnswers, how: Recording, ngram: int):
+        """how: of drafts of `depth` tokens or fewer."""
+        self._answers, self._how, self._ngram = answers, how, ngram
+
+    def __call__(self, prompt: BenchPrompt, number: int) -> ChainRollouts:
+        """number: of the answer, which seeds it."""
+        how = self._how
+        reading = self._answers.read(prompt, number, how.depth)
+        token = np.full((len(reading.answer.tokens) - 1, how.depth), -1, np.int64)
+        drafter = EachRow([PromptLookupDrafter(how.depth, self._ngram)])
+        for row, tree in enumerate(walk(drafter, reading, prompt.prompt_ids, how, how.depth, number)):
+            token[row, : len(tree.tokens)] = tree.tokens
+        return chain_rollouts(reading, token, {})
+
+
+def chain_rollouts(reading: ReadAnswer, token: Ints, known: Mapping[str, Floats]) -> ChainRollouts:
+    """Rollouts of one answer: what its text says of the drafts [S, K] that begin in all of its places.
+
+    token: -1 behind a draft's end. known: `log_q` and so on [S, K], NaN where they are not among it; without
+    `accept_prob` a token is accepted where it is the text's.
+    """
+    text, count = np.array(reading.text.tokens), len(token)
+    start, offset = np.arange(1, count + 1), np.arange(token.shape[1])
+    place = start[:, None] + offset
+    same = (place < len(text)) & (token == text[np.minimum(place, len(text) - 1)])
+    equal = same.cumprod(1).sum(1)  # a coupled draft differs from the text exactly where it is rejected
+    left = count + 1 - start
+    accepted = np.minimum(equal, left)
+    labelled = (offset <= equal[:, None]) & (offset < left[:, None])
+    columns = {name: known.get(name, np.full(token.shape, np.nan)) for name in ("log_q", "log_max_q", "entropy")}
+    accept_prob = np.where(labelled, known.get("accept_prob", same), np.nan)
+    return ChainRollouts(
+        answers=[reading.answer],
+        answer=np.zeros(count, np.int64),
+        start=start,
+        token=token,
+        num_accepted=accepted,
+        accept_prob=np.where(token < 0, np.nan, accept_prob),
+        past_end=equal - accepted,
+        **{name: np.where(token < 0, np.nan, values) for name, values in columns.items()},
+    )
+
+
+def accept_along(
+    text: BranchedText, target: CausalLM, prompt: list[int], params: SamplingParams, recorded: ChainRollouts
+) -> Floats:
+    """[S, K]: min(1, p(y)/q(y)) of every drafted token of one answer's rounds, p after the drafted tokens before it.
+
+    text: where the target reads. Where `recorded.accept_prob` has it, it is that. NaN beyond a draft's end, and beyond
+    the target's context.
+
+    Raises:
+        NonFinite: the target's logits.
+    """
+    (answer,), first = recorded.answers, len(prompt)
+    found = recorded.accept_prob.copy()
+    room = np.minimum(target.info.max_position - first - recorded.start, recorded.depth)
+    text.open([*prompt, *answer.tokens[:-1]])  # no round begins behind the last token
+    for depth in np.unique(room[room > 0]).tolist():  # near the context's end drafts are cut short
+        rows = np.flatnonzero(room == depth)
+        for group in (rows[piece] for piece in pieces(len(rows), text.group)):
+            token = torch.from_numpy(recorded.token[group, :depth])
+            drafted = token.clamp_min(0)
+            states = target_states(text, (first + recorded.start[group]).tolist(), drafted)
+            p = probabilities(target.lm_head(states), params)
+            own = p.gather(-1, drafted[..., None].to(p.device))[..., 0].double().cpu().numpy()
+            wanted = np.isnan(found[group, :depth]) & (token.numpy() >= 0)
+            if (broken := wanted & np.isnan(own)).any():
+                row, place = np.argwhere(broken)[0].tolist()
+                raise NonFinite(model="target", position=first + int(recorded.start[group[row]]) + place)
+            found[group, :depth] = np.where(
+                wanted, np.minimum(own / np.exp(recorded.log_q[group, :depth]), 1.0), found[group, :depth]
+            )
+    return found

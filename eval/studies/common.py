@@ -31,9 +31,9 @@ from draftsmith.eval.bench.load import check_methods, load_models
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import RESULTS, describe
 from draftsmith.eval.bench.runner import EngineRunner
-from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
-from draftsmith.eval.replay.rollouts import ChainRollouts
-from draftsmith.eval.replay.store import recorded
+from draftsmith.eval.replay.chains import ChainRecorder
+from draftsmith.eval.replay.record import Recording, TargetAnswers
+from draftsmith.eval.replay.rollouts import ChainRollouts, recorded
 from draftsmith.eval.report.tables import Table, on_screen, plain, to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.acceptance.head import AcceptanceHead

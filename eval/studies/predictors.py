@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftsmith.eval.replay.replay import online_features
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
-from draftsmith.eval.replay.stop_rules import online_features
 from draftsmith.eval.report.tables import Column, plain
 from draftsmith.modules.acceptance.online_logistic import OnlineLogistic
 from draftsmith.modules.acceptance.policies import ConfidenceName

@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 
 from draftsmith.eval.replay import replay
+from draftsmith.eval.replay.replay import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
-from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
 from draftsmith.eval.report.tables import interval
 from draftsmith.eval.studies.forward_times import ratio_interval
 from draftsmith.eval.studies.policies.families import FITTED, KNOWN, ONLINE, RAW, Policy

@@ -80,8 +80,7 @@ def test_the_oracle_leaves_an_answers_last_token_to_the_target():
 def test_a_tree_of_n_nodes_holds_the_candidates_of_rank_below_n(nodes, rounds):
     # On the text: the second and the third best at the first place, the best at the second.
     rank = np.array([[[1, -1], [1, 2]], [[0, -1], [0, -1]]])
-    nothing = np.zeros((2, 2))
     answer = TargetAnswer("row", "task", 5, [0, 1, 2], True, 50)
-    rollouts = TreeRollouts([answer], np.zeros(2, np.int64), np.array([1, 2]), 2, rank, nothing, nothing)
+    rollouts = TreeRollouts([answer], np.zeros(2, np.int64), np.array([1, 2]), 2, rank, np.full(2, 2))
     (trace,) = replay.replay_tree(rollouts, nodes, 1)
     assert [(step.num_drafted, step.num_accepted) for step in trace.steps] == rounds
