@@ -30,8 +30,7 @@ from draftsmith.eval.replay.replay import (
     replay_by_prediction,
 )
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, read_answer, write_answer
-from draftsmith.eval.studies.policies.families import RAW, Policy
-from draftsmith.eval.studies.policies.replayed import PolicyReplay, predictors_of
+from draftsmith.eval.studies.policies.comparison import RAW, DrafterMode, Policy, PolicyReplay
 from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, replayed
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, ThresholdRule
@@ -130,7 +129,7 @@ def test_studies_replay_heads_of_either_kind_as_the_decoder_asks_them(world, dra
     """The sweep of SpecDec++'s study and the policies' player, against methods of `eval bench`."""
     rollouts, heads = world.recorded(drafter, GREEDY), {label: world.heads[label]}
     models = dataclasses.replace(world.models, acceptance=world.heads[label])
-    played, lengths = PolicyReplay(rollouts, predictors_of(rollouts, rollouts, heads)), set()
+    played, lengths = PolicyReplay(DrafterMode(drafter, GREEDY, heads, rollouts, rollouts), rollouts), set()
     for minimum, h, calibrated in ((1, 0.4, True), (2, 0.6, False), (DEPTH, 0.4, True)):
         rule = LengthRule(head=label, h=h, calibrated=calibrated)
         method = f"{rule.method(minimum, DEPTH)}:drafter={drafter}"
