@@ -258,25 +258,19 @@ def measured(
         temperature=params.temperature,
         output=bench_directory(config, params, name),
     )
-    results = measured_before(config, to_measure) or bench(to_measure)
-    return {row["method"]: row for row in results["methods"]}
+    path, results = to_measure.output / RESULTS, None
+    if path.exists() and not (config.output / RESULTS).exists():
+        results = read_object(path, {"meta": {"settings": dict}, "methods": [dict]})
+        if results["meta"]["settings"] == resolved(to_measure):
+            say(f"Measured before: {path}")
+        else:
+            results = None
+    return {row["method"]: row for row in (results or bench(to_measure))["methods"]}
 
 
 def bench_directory(config: StudyConfig, params: SamplingParams, name: str = "bench") -> Path:
     """Directory in which `measured` keeps a run."""
     return config.output / f"{name}-t{params.temperature:g}"
-
-
-def measured_before(study: StudyConfig, config: BenchConfig) -> dict[str, Any] | None:
-    """The bench's results, where it was finished with these settings and the study was not."""
-    path = config.output / RESULTS
-    if (study.output / RESULTS).exists() or not path.exists():
-        return None
-    results = read_object(path, {"meta": {"settings": dict}, "methods": [dict]})
-    if results["meta"]["settings"] != resolved(config):
-        return None
-    say(f"Measured before: {path}")
-    return results
 
 
 def write_results(

@@ -1,5 +1,4 @@
-"""What the comparison of stop policies found, as tables, and the bars: what an acceptance head has to gain to be worth
-its training."""
+"""What the comparison of stop policies found, as tables."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from draftsmith.eval.studies.policies.comparison import (
     ONLINE,
     ONLINE_MAX_Q,
     ONLINE_Q,
+    ORACLE,
     AtCost,
     Chosen,
     DrafterMode,
-    Gain,
     Mask,
     PolicyComparison,
 )
@@ -44,8 +43,8 @@ from draftsmith.eval.studies.predictors import (
 
 Row = dict[str, Any]
 # Names of tables.
-BARS, GAINS, BENCH, WHO_KNOWS, OVERLAP = (
-    f"policies-{name}" for name in ("bars", "gains", "bench", "quality", "overlap")
+OF_HEAD, GAINS, BENCH, WHO_KNOWS, OVERLAP = (
+    f"policies-{name}" for name in ("head", "gains", "bench", "quality", "overlap")
 )
 # What of a scene is decoded for real, beside fixed K.
 HEAD, FREE, LOOKING = "best head", "best training-free", "online with repetitions"
@@ -61,9 +60,6 @@ MODEL = (
     "Time is counted in rounds without a draft: 1 a round and c a drafted token, the prefill counting 1. All policies "
     "walk the target's own text, with the same accept draws. Settings are chosen on dev prompts at each c. "
 )
-# Least gains, sampling and greedy.
-OVER_FIXED, OVER_FREE = {False: 0.035, True: 0.08}, {False: 0.01, True: 0.03}
-MEASURED_GREEDY, CEILING_SHARE = 0.05, 1 / 3
 SCENE = Column("scene", "drafter, mode")
 
 
@@ -74,7 +70,7 @@ def tables_of(found: Sequence[PolicyComparison], decoded: Sequence[Row]) -> list
     reliability = [{"scene": s, **row} for s, own in said.items() for row in reliability_rows(*own, shown[s])]
     by_depth = [{"scene": s, **row} for s, own in said.items() for row in quality_by(*own, "depth", sorted(shown[s]))]
     return [
-        bars_table(found, decoded),
+        *([head_table(found)] if any(compared.scene.heads for compared in found) else []),
         *(gain_table(compared) for compared in found),
         drawn_data("policies-gain", chart_rows(found)),
         settings_table(found),
@@ -92,76 +88,55 @@ def tables_of(found: Sequence[PolicyComparison], decoded: Sequence[Row]) -> list
 
 def shown_first(tables: Sequence[Table]) -> list[str]:
     """Names of the tables for the screen: the rest is for the report."""
-    return [table.name for table in tables if table.name.startswith((BARS, GAINS, BENCH, WHO_KNOWS))]
+    return [table.name for table in tables if table.name.startswith((OF_HEAD, GAINS, BENCH, WHO_KNOWS))]
 
 
 def summary_of(found: Sequence[PolicyComparison], decoded: Sequence[Row]) -> dict[str, Any]:
-    """Flat numbers that texts quote: gains at each c by scene and policy, and the bars."""
+    """Flat numbers that texts quote: gains at each c by scene and policy, and what the head gains over others."""
     gains = {f"{row['scene']}, c={row['at']}, {row['policy']}: gain": row["gain"] for row in gain_rows(found)}
-    bars = {
-        f"{row['scene']}, c={row['c']}, {row['what']}: {key}": row[key]
-        for row in bar_rows(found, decoded)
-        for key in ("value", "reached")
+    measured = {
+        f"{row['scene']}, c=, head over the fastest fixed K, tokens/s measured: value": row["gain"]
+        for row in decoded
+        if row["role"] == HEAD
     }
-    return {**bars, **gains}
+    over = {f"{row['scene']}, c={row['c']}, {row['what']}: value": row["value"] for row in head_rows(found)}
+    return {**over, **measured, **gains}
 
 
-def bars_table(found: Sequence[PolicyComparison], decoded: Sequence[Row]) -> Table:
+def head_table(found: Sequence[PolicyComparison]) -> Table:
     columns = [
         SCENE, Column("c", "c"), Column("what", "what"), Column("value", "value", "+.1%"),
-        Column("interval", "interval"), Column("bar", "bar", ".1%"), Column("reached", "reached"), Column("who", "who"),
+        Column("interval", "interval"), Column("head", "head"), Column("base", "base"),
     ]  # fmt: skip
     note = (
-        "What was asked for before anything was measured. The head and the training-free policy are the best of all "
-        "such on dev prompts. Training-free policies are of two kinds: those that go by the draft's confidence alone, "
-        f"and the one that looks for repetitions of the text too; the head is held against both. {INTERVALS}"
+        "The head and what it is held against are the best of their kind on dev prompts. Training-free policies are of "
+        "two kinds: those that go by the draft's confidence alone, and the one that looks for repetitions of the text "
+        f"too. {INTERVALS}"
     )
-    return Table(BARS, "The bars, and what was reached", columns, bar_rows(found, decoded), note)
+    return Table(OF_HEAD, "The trained head beside the other policies", columns, list(head_rows(found)), note)
 
 
-def bar_rows(found: Sequence[PolicyComparison], decoded: Sequence[Row]) -> list[Row]:
-    """One row a bar: value, interval, bar, whether it was reached; none of scenes without a head, nor of temperatures
-    between, for which nothing was asked."""
-    rows = []
+def head_rows(found: Sequence[PolicyComparison]) -> Iterator[Row]:
+    """Gains of the best head over the best of other kinds, and its share of what true p/q gain; none of scenes without
+    a head."""
     for compared in found:
-        scene = compared.scene
-        if not scene.heads or scene.params.temperature not in (0.0, 1.0):
-            continue
-        rows += [{"scene": scene.title, "c": at.name, **row} for at in compared.at for row in bars_at(compared, at)]
-        for row in decoded:
-            if scene.params.greedy and (row["scene"], row["role"]) == (scene.title, HEAD):
-                ends = (row["low"], row["high"]) if row["low"] is not None else ()
-                what = "head over the fastest fixed K, tokens/s measured"
-                own = gain_bar(what, row["method"], Gain(row["gain"], *ends), MEASURED_GREEDY)
-                rows.append({"scene": scene.title, "c": "", **own})
-    return [plain(row) for row in rows]
-
-
-def bars_at(compared: PolicyComparison, at: AtCost) -> Iterator[Row]:
-    greedy, head = compared.scene.params.greedy, at.best("head")
-    assert head is not None
-    name, over_fixed = head.family.name, compared.gain(at, head)
-    yield gain_bar("head over the best fixed K", name, over_fixed, OVER_FIXED[greedy])
-    for base, what in (
-        (at.best("free"), "head over the best training-free that goes by confidence"),
-        (at.best("looking"), "head over the training-free that looks for repetitions"),
-    ):
-        if base is not None:
-            made = compared.gain(at, head, base)
-            yield gain_bar(what, f"{name} / {base.family.name}", made, OVER_FREE[greedy], above_zero=True)
-    ceiling = at.best("ceiling")
-    most = 0.0 if ceiling is None else compared.gain(at, ceiling).value
-    if most > 0:  # else there is nothing to have a share of
-        yield gain_bar("share of the gain with true p/q known", name, Gain(over_fixed.value / most), CEILING_SHARE)
-
-
-def gain_bar(what: str, who: str, made: Gain, least: float, above_zero: bool = False) -> Row:
-    """above_zero: the interval's lower end has to be, too."""
-    reached = made.value >= least and (made.low > 0 or not above_zero)
-    return {
-        "what": what, "who": who, "value": made.value, "interval": made.ends, "bar": least,
-        "reached": "yes" if reached else "no",
-    }  # fmt: skip
+        for at in compared.at:
+            best = best_by_kind(at)
+            head = best.get(HEAD)
+            if head is None:
+                continue
+            row: Row = {"scene": compared.scene.title, "c": at.name, "head": head.family.name}
+            for what, base in (
+                ("head over the best fixed K", at.fixed),
+                ("head over the best training-free that goes by confidence", best[FREE]),
+                ("head over the training-free that looks for repetitions", best[LOOKING]),
+            ):
+                made = compared.gain(at, head, base)
+                yield plain({**row, "what": what, "value": made.value, "interval": made.ends, "base": base.family.name})
+            most = compared.gain(at, best[KNOWN]).value if KNOWN in best else 0.0
+            if most > 0:  # else there is nothing to have a share of
+                share = compared.gain(at, head).value / most
+                yield plain({**row, "what": "share of the gain with true p/q known", "value": share})
 
 
 def gain_table(compared: PolicyComparison) -> Table:
@@ -226,7 +201,7 @@ def chart_rows(found: Sequence[PolicyComparison]) -> list[Row]:
 def best_by_kind(at: AtCost) -> dict[str, Chosen]:
     named = {
         HEAD: at.best("head"), FREE: at.best("free"), LOOKING: at.best("looking"),
-        "best fitted on dev": at.best("fitted"), "true p/q": at.best("ceiling"), "oracle": at.best("oracle"),
+        "best fitted on dev": at.best("fitted"), KNOWN: at.best("ceiling"), ORACLE: at.best("oracle"),
     }  # fmt: skip
     return {name: chosen for name, chosen in named.items() if chosen is not None}
 
@@ -254,7 +229,7 @@ def gains_by_kind(compared: PolicyComparison, at: AtCost, mask: Mask) -> Row:
 
 def kind_columns(rows: Sequence[Row]) -> list[Column]:
     """Columns of the kinds that occur."""
-    known = (HEAD, FREE, "best fitted on dev", "true p/q", "oracle")
+    known = (HEAD, FREE, "best fitted on dev", KNOWN, ORACLE)
     return [Column(kind, kind) for kind in known if any(kind in row for row in rows)]
 
 

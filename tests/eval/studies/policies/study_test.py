@@ -34,7 +34,7 @@ from draftsmith.eval.studies.policies.comparison import (
 from draftsmith.eval.studies.policies.prompts import known_grams, overlap, parted, training_texts
 from draftsmith.eval.studies.policies.settings import PoliciesConfig
 from draftsmith.eval.studies.policies.study import has_labels_of
-from draftsmith.eval.studies.policies.tables import bar_rows, predictions, tables_of
+from draftsmith.eval.studies.policies.tables import head_rows, predictions, tables_of
 from draftsmith.launch.cli import main
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig
 from draftsmith.modules.drafters.methods import parse_method
@@ -153,26 +153,29 @@ def test_families_are_what_is_compared():
     assert {family.role for family in families.values()} == {"fixed", "free", "looking", "fitted", "head", "oracle"}
 
 
-def test_bars_say_what_was_reached(compared):
-    rows = bar_rows([compared], [])
+def test_the_head_is_held_against_the_best_of_every_other_kind(compared):
+    rows = list(head_rows([compared]))
     assert len(rows) == 4 * len(CS)
-    for row in rows:
-        assert row["reached"] in ("yes", "no")
-    # The head is held against both kinds of training-free policies, with one bar.
-    beside = [row for row in rows if row["what"] == "head over the training-free that looks for repetitions"]
-    assert {row["bar"] for row in beside} == {0.01}
-    for at, row in zip(compared.at, beside, strict=True):
-        expected = compared.gain(at, at.best("head"), at.best("looking")).value
-        assert row["value"] == pytest.approx(expected, rel=1e-4, abs=1e-9)
-    over = {row["c"]: row for row in rows if row["what"] == "head over the best fixed K"}
-    for at in compared.at:
+    by_what = {what: [row for row in rows if row["what"] == what] for what in {row["what"] for row in rows}}
+    for at, of_fixed, of_free, of_looking, share in zip(
+        compared.at,
+        by_what["head over the best fixed K"],
+        by_what["head over the best training-free that goes by confidence"],
+        by_what["head over the training-free that looks for repetitions"],
+        by_what["share of the gain with true p/q known"],
+        strict=True,
+    ):
         head = at.best("head")
-        assert over[at.name]["value"] == pytest.approx(compared.gain(at, head).value, rel=1e-4)
-        assert over[at.name]["bar"] == 0.035
         assert head.dev_gain == max(chosen.dev_gain for chosen in at.of("head"))
-    greedy = compare_policies(scene_of(GREEDY), GRID, CS, [0.0] * 7, 0)
-    assert {row["bar"] for row in bar_rows([greedy], [])} == {0.08, 0.03}
-    assert bar_rows([dataclasses.replace(greedy, scene=dataclasses.replace(greedy.scene, heads={}))], []) == []
+        for row, base in ((of_fixed, at.fixed), (of_free, at.best("free")), (of_looking, at.best("looking"))):
+            made = compared.gain(at, head, base)
+            assert row["value"] == pytest.approx(made.value, rel=1e-4, abs=1e-9)
+            assert (row["c"], row["interval"], row["base"]) == (at.name, made.ends, base.family.name)
+        most = compared.gain(at, at.best("ceiling")).value
+        assert share["value"] == pytest.approx(compared.gain(at, head).value / most, rel=1e-4)
+    assert (
+        list(head_rows([compare_policies(dataclasses.replace(compared.scene, heads={}), GRID, CS, [0.0] * 7, 0)])) == []
+    )
 
 
 def test_figures_cover_policies_tasks_overlap_and_quality(compared):
@@ -311,7 +314,7 @@ def test_the_command_on_tiny_models(models, tmp_path, capsys):
     results = json.loads(kept.read_text())
     assert results["meta"]["kind"] == "policies" and set(results["meta"]["c"]) == {"draft", "eagle"}
     figures = {figure.name: figure for figure in from_json(results)}
-    scenes = {row["scene"] for row in figures["policies-bars"].rows}
+    scenes = {row["scene"] for row in figures["policies-head"].rows}
     assert scenes == {"draft model, greedy", "draft model, T=1", "EAGLE chain, greedy", "EAGLE chain, T=1"}
     policies = [row["policy"] for row in figures["policies-gains-eagle-t1"].rows]
     assert "new: calibrated, cost rule" in policies and not any(name.startswith("old") for name in policies)
