@@ -43,31 +43,12 @@ def head_probs(logits: Floats, head: AcceptanceHead, calibrated: bool) -> Floats
     return torch.sigmoid(head.calibrated(raw) if calibrated else raw).numpy()
 
 
-def threshold(rollouts: ChainRollouts, probs: Floats, h: float, limits: tuple[int, int], late: bool) -> Ints:
-    """[S]: the rule of SpecDec++ (section 3.2): the first length n of the least or more at which 1 - (product of the
-    probs of the tokens predicted so far) > h, else the most.
-
-    probs [S, K]: acceptance probabilities of the drafted tokens, by whatever predictor. limits: fewest and most tokens.
-    late: when the n-th token is drafted those before it are predicted, and it is not (a head of state `after`); else it
-    is predicted too.
-    """
-    survival = np.cumprod(probs, axis=1)
-    if late:
-        survival = np.concatenate([np.ones((len(probs), 1)), survival[:, :-1]], axis=1)
-    return first_true(rollouts, 1 - survival > h, *limits)
-
-
 def confidence_lengths(rollouts: ChainRollouts, t: float, minimum: int, maximum: int) -> Ints:
     """[S]: the first length of `minimum` or more whose last token's probability is below t, else `maximum`."""
-    return first_true(rollouts, np.exp(rollouts.log_q) < t, minimum, maximum)
-
-
-def first_true(rollouts: ChainRollouts, stop: np.ndarray, minimum: int, maximum: int) -> Ints:
-    """[S]: the first length n from `minimum` on with stop[:, n - 1], [S, K]; else `maximum`."""
     assert 1 <= minimum <= maximum <= rollouts.depth
-    may = stop[:, minimum - 1 : maximum].copy()
-    may[:, -1] = True
-    return may.argmax(1) + minimum
+    stop = np.exp(rollouts.log_q[:, minimum - 1 : maximum]) < t
+    stop[:, -1] = True
+    return stop.argmax(1) + minimum
 
 
 def oracle(rollouts: ChainRollouts) -> Ints:

@@ -19,14 +19,11 @@ COSTS, COST_TEST = "eval/cost/machine.py", "tests/eval/cost/machine_test.py"
 
 MUTANTS = [
     # -- replays
-    Mutant("replay-threshold-asks-of-the-last-token", REPLAY, "    if late:\n        survival = ",
-           "    if False:\n        survival = ", (RULES,)),
-    Mutant("replay-threshold-stops-at-h", REPLAY, "1 - survival > h", "1 - survival >= h", (RULES,)),
-    Mutant("replay-confidence-stops-at-its-threshold", REPLAY, "np.exp(rollouts.log_q) < t",
-           "np.exp(rollouts.log_q) <= t", (RULES,)),
-    Mutant("replay-minimum-one-late", REPLAY, "stop[:, minimum - 1 : maximum].copy()",
-           "np.roll(stop, -1, 1)[:, minimum - 1 : maximum].copy()", (RULES,)),
-    Mutant("replay-maximum-is-no-end", REPLAY, "    may[:, -1] = True\n", "", (RULES,)),
+    Mutant("replay-confidence-stops-at-its-threshold", REPLAY,
+           "minimum - 1 : maximum]) < t", "minimum - 1 : maximum]) <= t", (RULES,)),
+    Mutant("replay-minimum-one-late", REPLAY, "rollouts.log_q[:, minimum - 1 : maximum]",
+           "np.roll(rollouts.log_q, -1, 1)[:, minimum - 1 : maximum]", (RULES,)),
+    Mutant("replay-maximum-is-no-end", REPLAY, "    stop[:, -1] = True\n", "", (RULES,)),
     Mutant("replay-oracle-drafts-the-last-token", REPLAY, "lengths - 1 - rollouts.start", "lengths - rollouts.start",
            (RULES,)),
     Mutant("replay-drafts-past-the-last-token", REPLAY, "answer.room - emitted - 1", "answer.room - emitted",

@@ -11,6 +11,7 @@ from hand_rollouts import hand_rollouts
 
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, TreeRollouts
+from draftsmith.modules.acceptance.policies import ThresholdRule
 from draftsmith.modules.decoding.stop import SelfVerify
 
 DEPTH = 5
@@ -32,12 +33,17 @@ def rows(count: int = 2) -> ChainRollouts:
 )  # fmt: skip
 def test_a_threshold_is_passed_not_met_and_asks_of_the_tokens_before_the_last(h, minimum, maximum, length):
     rollouts = rows()
-    probs = np.tile(PROBS, (len(rollouts.start), 1))
-    assert replay.threshold(rollouts, probs, h, (minimum, maximum), True).tolist() == [length] * len(rollouts.start)
+
+    def drafted(late: bool) -> list[int]:
+        predictor = replay.KnownPredictor(np.tile(PROBS, (len(rollouts.start), 1)), late)
+        (trace,) = replay.replay_by_prediction(rollouts, predictor, ThresholdRule(h), minimum, maximum)
+        return [step.num_drafted for step in trace.steps if step.num_drafted]
+
+    assert set(drafted(late=True)) == {length}
     # A head that predicts for the last token too is one token earlier, where the least allows it.
-    early = replay.threshold(rollouts, probs, h, (minimum, maximum), False).tolist()
-    predicted_too = next((n for n in range(minimum, maximum) if 1 - np.prod(PROBS[:n]) > h), maximum)
-    assert early == [predicted_too] * len(rollouts.start)
+    assert set(drafted(late=False)) == {
+        next((n for n in range(minimum, maximum) if 1 - np.prod(PROBS[:n]) > h), maximum)
+    }
 
 
 @pytest.mark.parametrize(
