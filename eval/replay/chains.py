@@ -185,9 +185,14 @@ class ChainRecorder:
         if config.features:
             assert rollouts.repeat is not None
             depth = of_tokens(np.broadcast_to(np.arange(1, rollouts.depth + 1), mask.shape)).double()
-            columns = [of_tokens(values) for values in (rollouts.log_q, rollouts.log_max_q, rollouts.entropy)]
-            temperature = torch.full_like(depth, self._how.params.temperature)
-            confidences = TokenConfidences(*columns, depth, temperature, of_tokens(rollouts.repeat))
+            confidences = TokenConfidences(
+                of_tokens(rollouts.log_q),
+                of_tokens(rollouts.log_max_q),
+                of_tokens(rollouts.entropy),
+                depth,
+                torch.full_like(depth, self._how.params.temperature),
+                of_tokens(rollouts.repeat),
+            )
             features = head.feature_values(confidences)
         logits[mask] = head(hidden, embeds, features).double().cpu().numpy()
         if not np.isfinite(logits[mask]).all():
@@ -232,17 +237,22 @@ def chain_rollouts(reading: ReadAnswer, token: Ints, known: Mapping[str, Floats]
     left = count + 1 - start
     accepted = np.minimum(equal, left)
     labelled = (offset <= equal[:, None]) & (offset < left[:, None])
-    columns = {name: known.get(name, np.full(token.shape, np.nan)) for name in ("log_q", "log_max_q", "entropy")}
-    accept_prob = np.where(labelled, known.get("accept_prob", same), np.nan)
+    drafted = token >= 0
+
+    def column(name: str) -> Floats:
+        return np.where(drafted, known.get(name, np.nan), np.nan)
+
     return ChainRollouts(
         answers=[reading.answer],
         answer=np.zeros(count, np.int64),
         start=start,
         token=token,
         num_accepted=accepted,
-        accept_prob=np.where(token < 0, np.nan, accept_prob),
+        log_q=column("log_q"),
+        log_max_q=column("log_max_q"),
+        entropy=column("entropy"),
+        accept_prob=np.where(labelled & drafted, known.get("accept_prob", same), np.nan),
         past_end=equal - accepted,
-        **{name: np.where(token < 0, np.nan, values) for name, values in columns.items()},
     )
 
 
