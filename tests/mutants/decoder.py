@@ -5,7 +5,6 @@ from __future__ import annotations
 from mutants.mutant import BATCH, CUBE, EXACT, LIMITS, ROWS_ALONE, TRACE, TREE, Mutant, emitted
 
 VERIFY, LOOP, TRACE_PY, CHAIN = (f"modules/decoding/{name}.py" for name in ("verify", "loop", "trace", "chain"))
-LEARN = "test_policies_that_learn_answer_the_same_and_learn_from_their_own_rows"
 DRAFTERS = "modules/drafters"
 CACHE, CACHE_TEST = "modules/kv_cache.py", "tests/modules/kv_cache_test.py"
 PARITY, ROWS = "tests/modules/targets/parity_test.py", "tests/modules/targets/session_test.py"
@@ -74,8 +73,7 @@ MUTANTS = [
     Mutant("policies-hear-of-one-more", f"{DRAFTERS}/row_drafter.py",
            "observe(len(row.tree.tokens), outcome.num_accepted)",
            "observe(len(row.tree.tokens), outcome.num_accepted + 1)",
-           (f"{BATCH}::test_tokens_are_transformers_and_counts_the_single_loops[1-self-verify:k=6]",
-            f"{BATCH}::{LEARN}[1-online:c=0.01:max=5:drafter=eagle]")),
+           ("tests/modules/drafters/row_drafter_test.py",)),
     Mutant("pearl-keeps-stale-distributions", f"{DRAFTERS}/pearl.py",
            "self._waiting[accepted:], self._distributions[accepted:]",
            "self._waiting[accepted:], self._distributions[: len(self._distributions) - accepted]",
