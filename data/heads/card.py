@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from draftsmith.data.heads import acceptance_card
+from draftsmith.data.heads.directory import class_of, config_from_json
 from draftsmith.data.heads.markdown import code, markdown_lines, sentence, shell
 from draftsmith.data.heads.metrics import metric_help
 from draftsmith.modules.drafters import head_class, learned
@@ -353,10 +354,12 @@ def usage_section(card: HeadFacts) -> str:
     """Command lines; DIR is this directory."""
     decode = f"draftsmith decode PROMPT {card.models_words} --method {card.about.method}"
     target = f" --target {shlex.quote(card.target or 'TARGET')}" if card.drafts else ""
+    formats = formats_of(card.kind) if card.head else []
+    config = config_from_json(class_of(card.kind).Config, card.head) if formats else None
     exports = [
         f"draftsmith export --head DIR --format {format.name} --output DIR-{format.name}{target}"
-        for format in formats_of(card.kind)
-        if format.holds(card.head)
+        for format in formats
+        if format.holds(config)
     ]
     return f"DIR is this directory.\n\n{shell(decode, *exports)}"
 

@@ -241,12 +241,17 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
         InputError: a tensor is missing, unknown or of another shape.
     """
     head = class_of(kind)(config)
-    expected = {name: tensor.shape for name, tensor in head.named_parameters()}
-    wrong = sorted(set(expected) ^ set(state))
-    wrong += sorted(name for name in set(expected) & set(state) if state[name].shape != expected[name])
+    expected = {name: tuple(tensor.shape) for name, tensor in head.named_parameters()}
+    wrong = [f"{name} is missing" for name in sorted(expected.keys() - state.keys())]
+    wrong += [f"{name} is unknown" for name in sorted(state.keys() - expected.keys())]
+    wrong += [
+        f"{name} is {list(state[name].shape)} in place of {list(shape)}"
+        for name, shape in expected.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
     if wrong:
-        found = f"{len(wrong)} tensors missing, unknown or of another shape ({', '.join(wrong[:4])})"
-        raise InputError("model.safetensors", found, "the tensors that config.json asks for", "Copy or train it again.")
+        found = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+        raise InputError("weights", found, "the tensors that config.json asks for", "Check config.json and the file.")
     # Not strict: a tied block's other names are not in `state`.
     head.load_state_dict(state, strict=False, assign=True)
     return head

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from draftsmith.modules.types import InputError
+
 
 @dataclass(frozen=True)
 class Package:
@@ -66,7 +68,7 @@ class Reading:
 
     weights: float32, under the names of our head (`fc.weight`, `layers.0.self_attn.q_proj.bias`, `model.0...`); what
         the system would leave uninitialised is NaN, so that no comparison can pass by chance.
-    settings: scalars that the forward needs beside weights (`eagle1/reference.py` and `specdec_pp.py` say which).
+    settings: scalars that the forward needs beside weights (`reference.py` and `specdec_pp.py` say which).
     used: names on disk that the system read.
     """
 
@@ -204,7 +206,7 @@ class HeadFormat(ABC):
         """Our head (its config dataclass and its `named_parameters`) as that system wants it.
 
         Raises:
-            InputError: the reason and the remedy, where the format cannot hold the head.
+            InputError: as of `check`.
         """
 
     @abstractmethod
@@ -235,8 +237,15 @@ class HeadFormat(ABC):
     def compare(self, reading: Reading, head: nn.Module, package: Package, trial: Trial) -> list[Measure]:
         """The system's reading beside the same head as one of ours, in float32, on real text."""
 
-    def holds(self, head: Mapping[str, Any]) -> bool:
-        """Can it hold a head of these settings (`head` of its config.json), as far as they tell?"""
+    def check(self, config: Any) -> None:  # noqa: B027 (a format may hold every head)
+        """Raises InputError with the reason and the remedy where the format cannot hold a head of these settings."""
+
+    def holds(self, config: Any) -> bool:
+        """Does `check` pass?"""
+        try:
+            self.check(config)
+        except InputError:
+            return False
         return True
 
     def completed(self, target: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.modules.drafters.eagle.head import EagleConfig
+from draftsmith.modules.drafters.eagle.net import EagleConfig
 from draftsmith.modules.interop.base import Package, Served
-from draftsmith.modules.interop.eagle1.detect import SGLANG_CLASS as CLASS
-from draftsmith.modules.interop.eagle1.directory import write_head
-from draftsmith.modules.interop.eagle1.format import EagleFormat
-from draftsmith.modules.interop.eagle1.reader import Biases, Reader, parts_of, positive
-from draftsmith.modules.interop.eagle1.rope import transformers_rope
+from draftsmith.modules.interop.eagle1 import SGLANG_CLASS as CLASS
+from draftsmith.modules.interop.eagle1 import Biases, EagleFormat
+from draftsmith.modules.interop.reader import Reader, parts_of, positive
+from draftsmith.modules.interop.rope import transformers_rope
 
 # Modules whose shorter tensors it fills up with zeros, for MLPs of odd widths (layers/linear.py).
 PADDED = ("gate_proj", "up_proj", "down_proj", "o_proj")
@@ -32,11 +31,12 @@ class SGLang(EagleFormat):
     system = "SGLang"
     zero_bias = True
 
+    def fields(self, config: EagleConfig) -> dict[str, Any]:
+        return {"architectures": [CLASS], "bias": False, "attention_bias": config.llama.qkv_bias}
+
     def write(self, config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Package:
         """Zero biases are added that it would otherwise fill at random (fc) or has beside those of q, k and v (o)."""
-        llama = config.llama
-        fields = {"architectures": [CLASS], "bias": False, "attention_bias": llama.qkv_bias}
-        package = write_head(config, state, dtype, fields)
+        llama, package = config.llama, super().write(config, state, dtype)
         zeros = {"fc.bias": torch.zeros(llama.hidden_size, dtype=dtype)}
         if llama.qkv_bias:
             for i in range(llama.num_layers):
@@ -153,5 +153,5 @@ def _check_length(reader: Reader) -> None:
 def _context(raw: Mapping[str, Any]) -> int:
     """Positions that SGLang derives: linear scaling multiplies them (utils/hf_transformers/common.py)."""
     rope = transformers_rope(raw)
-    stretched = rope.factor if rope.kind == "linear" else 1.0
+    stretched = rope.scaling.factor if rope.kind == "linear" else 1.0
     return int(stretched * positive(raw, "max_position_embeddings"))

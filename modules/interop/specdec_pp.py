@@ -56,10 +56,21 @@ class SpecDecPP(PredictorFormat):
         last = [name[1] for name in names if name[2] is None and name[3] == "weight"]
         return len(last) == 1 and matrix_size(found.shapes[f"model.{last[0]}.weight"], 0) == 2
 
-    def holds(self, head: Mapping[str, Any]) -> bool:
-        blocks = bool(head.get("tied")) or head.get("num_blocks", 2) <= 1
-        published = head.get("state", "after") == "after" and not head.get("features") and head.get("judges") != "tree"
-        return blocks and published
+    def check(self, config: AcceptanceHeadConfig) -> None:
+        """Refuses several blocks with weights of their own, and inputs that their class does not have."""
+        if not config.as_published:
+            extra = [f"the state {config.state} the token"] * (config.state != "after") + list(config.features)
+            found = f"a head that predicts for a {config.judges} by {', '.join(extra) or 'the state after the token'}"
+            expected = (
+                "one that predicts for a chain by the state after the token alone, all that SpecDec_pp's class is fed"
+            )
+            remedy = "Write it with its inputs: draftsmith export --format acceptance."
+            raise InputError("head", found, expected, remedy)
+        if config.num_blocks > 1 and not config.tied:
+            found = f"{config.num_blocks} blocks, each with its own weights"
+            expected = "tied blocks or at most one: SpecDec_pp's class repeats one block object"
+            remedy = "Train one for it: draftsmith train acceptance --tied true (or --num-blocks 1)."
+            raise InputError("head", found, expected, remedy)
 
     def write(
         self, config: AcceptanceHeadConfig, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
@@ -68,16 +79,9 @@ class SpecDecPP(PredictorFormat):
 
         Our one logit z becomes two, (0, z): softmax([0, z])[1] = sigmoid(z). Like theirs, the output is the raw one;
         our correction for the loss weights and the fitted calibration have no place in the file.
-
-        Raises:
-            InputError: several blocks with weights of their own, or inputs that their class does not have.
         """
-        _check_inputs(config)
+        self.check(config)
         n = config.num_blocks
-        if n > 1 and not config.tied:
-            expected = "tied blocks or at most one: SpecDec_pp's class repeats one block object"
-            remedy = "Train one for it: draftsmith train acceptance --tied true (or --num-blocks 1)."
-            raise InputError("head", f"{n} blocks, each with its own weights", expected, remedy)
         tensors = {f"model.0.linear.{part}": state[f"blocks.0.linear.{part}"] for part in PARTS if n}
         for part in PARTS:
             accepted = state[f"out.{part}"]
@@ -157,19 +161,6 @@ class SpecDecPP(PredictorFormat):
         words += ["--bound", str(min(2, served.num_drafted)), str(served.num_drafted)]
         words += ["--do_sample", "--data_path", "data/alpaca_data/test.json", "--save_path", "results"]
         return shlex.join(words)
-
-
-def _check_inputs(config: AcceptanceHeadConfig) -> None:
-    """Raises InputError for a head that reads more than the state after the token, or predicts for a tree's
-    children."""
-    extra = [f"the state {config.state} the token"] * (config.state != "after") + list(config.features)
-    if extra or config.judges != "chain":
-        found = f"a head that predicts for a {config.judges} by {', '.join(extra) or 'the state after the token'}"
-        expected = (
-            "one that predicts for a chain by the state after the token alone, all that SpecDec_pp's class is fed"
-        )
-        remedy = "Write it with its inputs: draftsmith export --format acceptance."
-        raise InputError("head", found, expected, remedy)
 
 
 def _refused(width: object, n: object) -> list[Finding]:

@@ -48,9 +48,8 @@ from draftsmith.data.exchange.states import facts_of
 from draftsmith.data.heads.directory import save_head
 from draftsmith.data.models.loading import load_lm
 from draftsmith.modules.drafters.eagle.head import EagleConfig, EagleHead
-from draftsmith.modules.interop import formats
+from draftsmith.modules.interop import formats, reference
 from draftsmith.modules.interop.base import Package, Reading
-from draftsmith.modules.interop.eagle1 import reference
 
 LENGTH = 48
 SPREAD = 0.1  # of random weights: far from any initial value

@@ -6,10 +6,10 @@ import pytest
 import torch
 from foreign_heads import CONTEXT, FAMILIES, LLAMA3, H, V, changed, facts, llama, random_head, state_of
 
+from draftsmith.data.heads.directory import build_head
 from draftsmith.modules.drafters.eagle.head import EagleHead
-from draftsmith.modules.interop import formats
+from draftsmith.modules.interop import formats, reference
 from draftsmith.modules.interop.base import Package, TargetFacts
-from draftsmith.modules.interop.eagle1 import reference
 from draftsmith.modules.types import InputError
 
 SYSTEMS = {name: formats()[name] for name in ("eagle", "vllm", "sglang")}
@@ -121,7 +121,8 @@ def test_attention_and_mlp_biases_are_kept_where_their_system_uses_them():
 )
 def test_what_our_head_cannot_be_is_refused(kind, config, tensors, words):
     with pytest.raises(InputError, match=words):
-        SYSTEMS[kind].parse(changed(written(kind), config, tensors), TARGET)
+        parsed = SYSTEMS[kind].parse(changed(written(kind), config, tensors), TARGET)
+        build_head("eagle", parsed.config, parsed.state)
 
 
 @pytest.mark.parametrize("kind", SYSTEMS)

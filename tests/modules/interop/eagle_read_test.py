@@ -14,9 +14,8 @@ import torch
 from foreign_heads import CONTEXT, FAMILIES, LLAMA3, H, V, changed, facts, llama, random_head, state_of
 from torch import Tensor, nn
 
-from draftsmith.modules.interop import formats
+from draftsmith.modules.interop import formats, reference
 from draftsmith.modules.interop.base import Package
-from draftsmith.modules.interop.eagle1 import reference
 from draftsmith.modules.types import InputError
 
 SYSTEMS = {name: formats()[name] for name in ("eagle", "vllm", "sglang")}

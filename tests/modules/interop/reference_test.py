@@ -8,8 +8,8 @@ import transformers
 from foreign_heads import FAMILIES, LLAMA3, H, llama, random_head, state_of
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from draftsmith.modules.interop import reference
 from draftsmith.modules.interop.base import Reading
-from draftsmith.modules.interop.eagle1 import reference
 from draftsmith.modules.layers import LlamaConfig, rope_frequencies
 
 CASES = {**FAMILIES, "all at once": llama(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=6, qkv_bias=True,

@@ -1,5 +1,5 @@
-"""What `read` of the EAGLE-1 formats is made of: sizes, the parameters that a system creates, and a log of what fills
-them. The rules themselves, where the systems differ, are in the file of each."""
+"""What `read` of a Llama-like head is made of: the sizes in `config.json`, the parameters that a system creates, and a
+log of what fills them. The rules themselves, where systems differ, are in the file of each format."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.modules.interop.base import Finding, Package, Reading, TargetFacts
-from draftsmith.modules.interop.eagle1.rope import Rope, conflict, inverse_frequencies, missing_keys, transformers_rope
+from draftsmith.modules.interop.rope import Rope, conflict, frequencies, missing_keys, transformers_rope
+from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
 ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -29,29 +30,8 @@ DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
 }
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers of elements, layers and heads as a system takes them from `config.json`."""
-
-    vocab: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
-@dataclass(frozen=True)
-class Biases:
-    """Which linear layers a system creates with a bias."""
-
-    fc: bool
-    qkv: bool
-    o: bool
-    mlp: bool
+# Sizes in `Reading.settings`, by their names in LlamaConfig.
+SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps")
 
 
 @dataclass(frozen=True)
@@ -60,6 +40,20 @@ class Slot:
 
     shape: tuple[int, ...]
     start: float = math.nan
+
+
+def slots_of(module: nn.Module, zero_bias: bool = False) -> dict[str, Slot]:
+    """The parameters of a net that a system builds alike. Norms start as ones everywhere.
+
+    zero_bias: it puts zeros into the biases of q, k, v and o before it loads.
+    """
+
+    def start(name: str) -> float:
+        if name.endswith("norm.weight"):
+            return 1.0
+        return 0.0 if zero_bias and ".self_attn." in name and name.endswith(".bias") else math.nan
+
+    return {name: Slot(tuple(tensor.shape), start(name)) for name, tensor in module.named_parameters()}
 
 
 def positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -83,53 +77,30 @@ def max_positions(target: TargetFacts | None) -> int:
     return 0 if target is None else int(target.raw.get("max_position_embeddings") or 0)
 
 
-def sizes(raw: Mapping[str, Any], head_dim: bool = True) -> Sizes:
-    """head_dim: the system honours the field; else it is hidden_size / num_attention_heads whatever the field says.
+def llama_config(raw: Mapping[str, Any], rope: Rope, head_dim: bool = True) -> LlamaConfig:
+    """Sizes as a system takes them from `config.json`, without biases.
+
+    rope: as it reads the rotary settings. head_dim: it honours the field; else it is hidden_size / num_attention_heads
+        whatever the field says.
 
     Raises:
         InputError: for a size that no system takes.
     """
     hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
     given = raw.get("head_dim") if head_dim else None
-    return Sizes(
-        vocab=positive(raw, "vocab_size"),
-        hidden=hidden,
-        intermediate=positive(raw, "intermediate_size"),
-        layers=positive(raw, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=heads if raw.get("num_key_value_heads") is None else positive(raw, "num_key_value_heads", heads),
+    return LlamaConfig(
+        vocab_size=positive(raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=positive(raw, "intermediate_size"),
+        num_layers=positive(raw, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=heads if raw.get("num_key_value_heads") is None else positive(raw, "num_key_value_heads", heads),
         head_dim=max(hidden // heads, 1) if given is None else positive(raw, "head_dim", 1),
+        max_position=positive(raw, "max_position_embeddings"),
+        rms_eps=config_number(raw, "rms_norm_eps", 1e-6),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
     )
-
-
-def slots(size: Sizes, biases: Biases, zero_bias: bool = False) -> dict[str, Slot]:
-    """Parameters of an EAGLE-1 head by name: no norm before layer 0's attention, none at the end, no lm_head.
-
-    zero_bias: the system puts zeros into q, k, v and o biases before it loads. Norms start as ones everywhere.
-    """
-    hidden, q, kv = size.hidden, size.heads * size.head_dim, size.kv_heads * size.head_dim
-    linear = {
-        "self_attn.q_proj": (q, hidden, biases.qkv),
-        "self_attn.k_proj": (kv, hidden, biases.qkv),
-        "self_attn.v_proj": (kv, hidden, biases.qkv),
-        "self_attn.o_proj": (hidden, q, biases.o),
-        "mlp.gate_proj": (size.intermediate, hidden, biases.mlp),
-        "mlp.up_proj": (size.intermediate, hidden, biases.mlp),
-        "mlp.down_proj": (hidden, size.intermediate, biases.mlp),
-    }
-    out = {"fc.weight": Slot((hidden, 2 * hidden))}
-    if biases.fc:
-        out["fc.bias"] = Slot((hidden,))
-    for i in range(size.layers):
-        for name, (rows, columns, bias) in linear.items():
-            out[f"layers.{i}.{name}.weight"] = Slot((rows, columns))
-            if bias:
-                start = 0.0 if zero_bias and name.startswith("self_attn") else math.nan
-                out[f"layers.{i}.{name}.bias"] = Slot((rows,), start)
-        if i > 0:
-            out[f"layers.{i}.input_layernorm.weight"] = Slot((hidden,), 1.0)
-        out[f"layers.{i}.post_attention_layernorm.weight"] = Slot((hidden,), 1.0)
-    return out
 
 
 def parts_of(name: str) -> list[str]:
@@ -159,15 +130,32 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 class Reader:
     """Collects one system's reading of one package: its slots, what filled them, and the findings."""
 
-    def __init__(self, package: Package, target: TargetFacts | None, system: str):
-        """system: its name, as findings begin with it."""
-        self.package, self.target, self.system = package, target, system
+    def __init__(
+        self, package: Package, target: TargetFacts | None, system: str, llama: LlamaConfig, slots: dict[str, Slot]
+    ):
+        """system: its name, as findings begin with it. llama, slots: sizes and parameters that it goes by."""
+        self.package, self.target, self.system, self.slots = package, target, system, slots
         self.raw = package.config
-        self.slots: dict[str, Slot] = {}
+        rope = Rope(llama.rope_theta, llama.rope_scaling)
         self.weights: dict[str, Tensor] = {}
-        self.settings: dict[str, Any] = {"embed": "target", "logit_scale": 1.0}
+        self.settings: dict[str, Any] = {
+            **{name: getattr(llama, name) for name in SIZES},
+            "max_position": llama.max_position,
+            "inv_freq": frequencies(llama, rope),
+            "embed": "target",
+            "logit_scale": 1.0,
+        }
         self.findings: list[Finding] = []
         self.used: list[str] = []
+        for key in ("num_hidden_layers", "rms_norm_eps"):
+            if key not in self.raw:
+                self.note(key, f"takes {DEFAULTS[key]}, its default: config.json does not say")
+        if llama.hidden_size % llama.num_heads:
+            heads = f"{llama.num_heads} attention heads"
+            self.error("hidden_size", f"raises: {llama.hidden_size} is not a multiple of {heads}")
+        if self.raw.get("quantization_config"):
+            self.error("quantization_config", "would read quantised weights, which this check does not follow")
+        self._compare_rope(llama, rope)
 
     def error(self, where: str, text: str) -> None:
         self.findings.append(Finding("error", where, f"{self.system} {text}"))
@@ -175,40 +163,16 @@ class Reader:
     def note(self, where: str, text: str) -> None:
         self.findings.append(Finding("note", where, f"{self.system} {text}"))
 
-    def take(self, size: Sizes, made: dict[str, Slot], rope: Rope) -> None:
-        """The sizes, parameters and rotary settings that the system goes by."""
-        raw = self.raw
-        self.slots = made
-        self.settings |= {
-            "num_layers": size.layers,
-            "num_heads": size.heads,
-            "num_kv_heads": size.kv_heads,
-            "head_dim": size.head_dim,
-            "rms_eps": config_number(raw, "rms_norm_eps", 1e-6),
-            "inv_freq": inverse_frequencies(rope, size.head_dim),
-            "max_position": positive(raw, "max_position_embeddings"),
-        }
-        for key in ("num_hidden_layers", "rms_norm_eps"):
-            if key not in raw:
-                self.note(key, f"takes {DEFAULTS[key]}, its default: config.json does not say")
-        if size.hidden % size.heads:
-            self.error("hidden_size", f"raises: {size.hidden} is not a multiple of {size.heads} attention heads")
-        if raw.get("quantization_config"):
-            self.error("quantization_config", "would read quantised weights, which this check does not follow")
-        self._compare_rope(rope)
-
-    def _compare_rope(self, rope: Rope) -> None:
-        both = conflict(self.raw)
-        if both:
+    def _compare_rope(self, llama: LlamaConfig, rope: Rope) -> None:
+        if both := conflict(self.raw):
             self.error("rope_parameters", f"computes with {rope}, but config.json contradicts itself: {both}")
-        if bool(torch.isnan(self.settings["inv_freq"]).any()):
-            what = rope.kind if rope.partial == 1.0 else f"partial_rotary_factor {rope.partial:g}"
-            self.error("rope_scaling", f"has rotary positions ({what}) that this check does not follow")
+        if bool(self.settings["inv_freq"].isnan().any()):
+            self.error("rope_scaling", f"has rotary positions ({rope.kind}) that this check does not follow")
         text = f"rotates with {rope}"
         if self.target is not None:
-            reads = transformers_rope(self.target.raw)
-            same = torch.equal(inverse_frequencies(reads, self.settings["head_dim"]), self.settings["inv_freq"])
-            text += ", as the target does" if same else f"; the target with {reads}"
+            theirs = transformers_rope(self.target.raw)
+            same = torch.equal(frequencies(llama, theirs), self.settings["inv_freq"])
+            text += ", as the target does" if same else f"; the target with {theirs}"
         self.note("rope_theta", text)
 
     def unread(self, *keys: str) -> None:
@@ -219,19 +183,25 @@ class Reader:
 
     def check_llama(self) -> None:
         """What vLLM and SGLang ask of the config alike, through transformers' LlamaConfig and their own Llama."""
-        raw = self.raw
-        lacking = missing_keys(raw)
-        if lacking:
+        if lacking := missing_keys(self.raw):
             self.error("rope_scaling", f"raises: Missing required keys in `rope_parameters`: {', '.join(lacking)}")
-        if raw.get("hidden_act", "silu") != "silu":
-            self.error(
-                "hidden_act", f"raises: Unsupported activation: {raw['hidden_act']}. Only silu is supported for now."
-            )
+        activation = self.raw.get("hidden_act", "silu")
+        if activation != "silu":
+            self.error("hidden_act", f"raises: Unsupported activation: {activation}. Only silu is supported for now.")
 
-    def fill(self, name: str, slot: str, refusal: str) -> None:
-        """Tensor `name` of the file into a slot; `refusal` is what the system says of another shape."""
+    def fill(self, name: str, tensor: Tensor, slots: list[str], refusal: str) -> None:
+        """Rows of tensor `name` of the file, which may have been cut, into slots, one after the other.
+
+        refusal: what the system says of another shape.
+        """
         self.used.append(name)
-        self._fit(name, self.package.tensors[name], [slot], refusal)
+        rows = [self.slots[slot].shape[0] for slot in slots]
+        expected = (sum(rows), *self.slots[slots[0]].shape[1:])
+        if tuple(tensor.shape) != expected:
+            found = list(self.package.tensors[name].shape)
+            self.error(name, f"raises: {refusal} (file {found}, model {list(expected)})")
+            return
+        self.weights |= dict(zip(slots, tensor.to(torch.float32).split(rows), strict=True))
 
     def fill_split(self, name: str, pads: tuple[str, ...] = ()) -> None:
         """Tensor `name` into slots, as vLLM and SGLang fill them: fused or not, cut where it is longer than its share
@@ -239,7 +209,6 @@ class Reader:
 
         pads: modules whose shorter tensors are filled up with zeros; all others stop the system.
         """
-        self.used.append(name)
         tensor, parts, dim = self.package.tensors[name], parts_of(name), split_dim(name)
         if len(parts) > 1:
             self.note(name, f"takes it for {', '.join(part.split('.')[-2] for part in parts)} in one")
@@ -254,25 +223,13 @@ class Reader:
                 shape[dim] = expected - found
                 tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
                 self.error(name, f"adds {expected - found} {along} of zeros to its {found} and says nothing")
-        self._fit(name, tensor, parts, "a weight of another shape")
-
-    def _fit(self, name: str, tensor: Tensor, slots: list[str], refusal: str) -> None:
-        """Rows of the tensor into slots, one after the other."""
-        rows = [self.slots[slot].shape[0] for slot in slots]
-        expected = (sum(rows), *self.slots[slots[0]].shape[1:])
-        if tuple(tensor.shape) != expected:
-            found = list(self.package.tensors[name].shape)
-            self.error(name, f"raises: {refusal} (file {found}, model {list(expected)})")
-            return
-        for slot, part in zip(slots, tensor.to(torch.float32).split(rows), strict=True):
-            self.weights[slot] = part
+        self.fill(name, tensor, parts, "a weight of another shape")
 
     def dropped(self, name: str, why: str) -> None:
         """A tensor that the system passes over without a word."""
-        tensor = self.package.tensors[name]
         if any(buffer in name for buffer in ROTARY_BUFFERS):
             self.note(name, "passes over this rotary buffer and computes its own")
-        elif name.endswith(".bias") and not bool(tensor.any()):
+        elif name.endswith(".bias") and not bool(self.package.tensors[name].any()):
             self.note(name, f"drops it, {why}; it is zero, nothing is lost")
         else:
             self.error(name, f"drops it, {why}")
@@ -298,17 +255,17 @@ class Reader:
         rows: of the table that it makes; None: as many as the file has. refusal: what it says of another shape. same:
         what it does with a copy of the target's.
         """
-        tensor = self.package.tensors[name]
+        tensor, differ = self.package.tensors[name], self.embeds_differ(name)
         expected = [tensor.shape[0] if rows is None else rows, self.slots["fc.weight"].shape[0]]
         self.used.append(name)
         if list(tensor.shape) != expected:
             self.error(name, f"raises: {refusal} (file {list(tensor.shape)}, model {expected})")
-        elif self.embeds_differ(name) is False:
+        elif differ is False:
             self.note(name, same)
         else:
             self.settings["embed"] = "file"
             self.weights["embed_tokens.weight"] = tensor.to(torch.float32)
-            compared = "which differs from the target's" if self.embeds_differ(name) else "the target's is not at hand"
+            compared = "which differs from the target's" if differ else "the target's is not at hand"
             self.note(name, f"embeds with the file's table; {compared}")
 
     def missing(self, random: str, zero_bias: bool) -> None:
@@ -318,37 +275,13 @@ class Reader:
             if name in self.weights:
                 continue
             self.weights[name] = torch.full((), slot.start).expand(slot.shape)
-            holds = random if math.isnan(slot.start) else "ones" if slot.start == 1.0 else "zeros"
             if any(finding.where == name for finding in self.findings):
                 continue
             if zero_bias and name.endswith("o_proj.bias"):
                 self.note(name, "does not find it and takes zeros")
             else:
+                holds = random if math.isnan(slot.start) else "ones" if slot.start == 1.0 else "zeros"
                 self.error(name, f"does not find it and says nothing: it keeps {holds}")
-
-    def surroundings(self, truncates: bool) -> None:
-        """What the head is read beside. truncates: the draft's logits end at the config's vocab_size."""
-        raw, target = self.raw, self.target
-        layers = "L" if target is None else str(target.raw.get("num_hidden_layers", "L"))
-        self.note("feature", f"feeds the target's last hidden state after its final norm, hs[{layers}]")
-        self.note("position", "puts token x(t+1) and feature f(t) at position t, one further per step")
-        self.note("lm_head", "takes the target's")
-        if self.settings["embed"] == "target":
-            self.note("embed_tokens", "takes the target's")
-        vocab, hidden = positive(raw, "vocab_size"), positive(raw, "hidden_size")
-        if raw.get("draft_vocab_size") not in (None, vocab):
-            self.error(
-                "draft_vocab_size", f"ignores {raw['draft_vocab_size']} and drafts from the target's whole lm_head"
-            )
-        if target is None:
-            return
-        theirs = target.raw.get("vocab_size", vocab)
-        if vocab < theirs and truncates:
-            self.error("vocab_size", f"drafts only the first {vocab} of the target's {theirs} tokens")
-        elif vocab != theirs:
-            self.note("vocab_size", f"does not go by {vocab} here: the tables are the target's, of {theirs} tokens")
-        if target.raw.get("hidden_size", hidden) != hidden:
-            self.error("hidden_size", f"cannot fuse features of width {target.raw['hidden_size']} at width {hidden}")
 
     def reading(self) -> Reading:
         return Reading(self.weights, self.settings, tuple(self.findings), tuple(self.used))

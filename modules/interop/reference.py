@@ -3,7 +3,7 @@
 Written from SafeAILab/EAGLE's eagle/model/cnets1.py and from llama.py and llama_eagle.py of vLLM 0.33.0 and SGLang
 0.5.23: nothing of this project's layers or heads is in it. Slow, without a cache, one sequence.
 
-`Reading.settings` of the EAGLE-1 formats:
+`Reading.settings` of the EAGLE-1 formats (reader.py makes them):
     num_layers, num_heads, num_kv_heads, head_dim: sizes. rms_eps: of every norm.
     inv_freq: [head_dim / 2], float32, rotary frequencies; NaN where this forward does not follow the system's rope.
     max_position: positions that the system serves with this head.
