@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from draftsmith.modules.interop.base import HeadFormat, Measure, Package, Reading, Trial, largest
+from draftsmith.modules.interop.base import Finding, HeadFormat, Measure, Package, Reading, Trial, largest
 
 # Two float32 implementations of a few layers.
 LARGEST_DIFFERENCE = 1e-4
@@ -38,3 +38,9 @@ class PredictorFormat(HeadFormat):
             Measure(name, f"differs by {value:.1e}", bar, value <= LARGEST_DIFFERENCE),
             Measure("its opinions", f"P from {low:.3f} to {high:.3f}", "not all the same", high > low),
         ]
+
+
+def unreadable(package: Package, refused: Sequence[Finding], why: str) -> Reading:
+    """The reading of a directory whose config stops the system."""
+    unread = [Finding("error", name, f"not read: {why}") for name in package.tensors]
+    return Reading({}, {}, (*refused, *unread), ())

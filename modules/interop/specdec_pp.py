@@ -28,7 +28,7 @@ from draftsmith.modules.interop.base import (
     TargetFacts,
     matrix_size,
 )
-from draftsmith.modules.interop.predictor import PredictorFormat
+from draftsmith.modules.interop.predictor import PredictorFormat, unreadable
 from draftsmith.modules.types import InputError
 
 FIELDS = ("hidden_size", "num_layers")
@@ -97,10 +97,8 @@ class SpecDecPP(PredictorFormat):
         target: the model whose hidden states it reads, which is the DRAFT.
         """
         width, n = package.config.get("hidden_size"), package.config.get("num_layers", 0)
-        refused = _refused(width, n)
-        if refused:
-            unread = [Finding("error", name, "not read: the class cannot be built") for name in package.tensors]
-            return Reading({}, {}, (*refused, *unread), ())
+        if refused := _refused(width, n):
+            return unreadable(package, refused, "the class cannot be built")
         assert isinstance(width, int) and isinstance(n, int)
         findings = _config_findings(package.config, target)
         block = {f"model.0.linear.{part}": [f"model.{i}.linear.{part}" for i in range(n)] for part in PARTS if n}
