@@ -197,6 +197,11 @@ class HeadFormat(ABC):
     notes: ClassVar[tuple[str, ...]] = ()
     w_rej: ClassVar[bool] = False
 
+    @property
+    def reads(self) -> Literal["target", "draft"]:
+        """The flag of the model whose hidden states the head reads."""
+        return "draft" if self.predicts else "target"
+
     @abstractmethod
     def recognises(self, found: ForeignHead) -> bool:
         """Is this the format of a foreign directory? Asked once those that are known and not read are ruled out."""
