@@ -19,10 +19,9 @@ from draftsmith.modules.acceptance.head import Feature, feature_value
 from draftsmith.modules.decoding.confidence import TokenConfidences, confidences_of
 from draftsmith.modules.interop.base import HeadFormat, Probe, TargetFacts, Trial
 from draftsmith.modules.kv_cache import NoCache
-from draftsmith.modules.layers import rope_frequencies
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.hf import HFLM
-from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
+from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.modules.types import InputError, SamplingParams
 
 # Editing tasks, which any model can do and answers at some length: a head shows what it is worth on its target's text.
@@ -106,12 +105,7 @@ def facts_of(path: str, lm: CausalLM) -> TargetFacts:
         embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     else:
         embed, head = model.embed_tokens, model.lm_head
-    raw = read_config(path)
-    try:
-        inv_freq = rope_frequencies(llama_config(raw)) if raw.get("model_type") in SUPPORTED else None
-    except InputError:  # of a model that only transformers can build
-        inv_freq = None
-    return TargetFacts(raw, embed.weight.detach().cpu(), head.weight.detach().cpu(), inv_freq)
+    return TargetFacts(read_config(path), embed.weight.detach().cpu(), head.weight.detach().cpu())
 
 
 def make_trial(format: HeadFormat, source: StateSource, head: Any) -> Trial:

@@ -28,14 +28,12 @@ class Package:
 class TargetFacts:
     """What a format needs to know of the model that a head reads.
 
-    raw: its `config.json`. embed_tokens, lm_head: [V, H], where they are at hand. inv_freq: [head_dim / 2], the rotary
-    frequencies of its layers, where this project computes them itself.
+    raw: its `config.json`. embed_tokens, lm_head: [V, H], where they are at hand.
     """
 
     raw: Mapping[str, Any]
     embed_tokens: Tensor | None = None
     lm_head: Tensor | None = None
-    inv_freq: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Reading:
 
     weights: float32, under the names of our head (`fc.weight`, `layers.0.self_attn.q_proj.bias`, `model.0...`); what
         the system would leave uninitialised is NaN, so that no comparison can pass by chance.
-    settings: scalars that the forward needs beside weights (`reference.py` and `specdec_pp.py` say which).
+    settings: what the forward needs beside weights (`reader.py` and the formats of predictors say which).
     used: names on disk that the system read.
     """
 

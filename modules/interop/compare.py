@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from draftsmith.modules.drafters.eagle.net import EagleConfig, EagleNet
 from draftsmith.modules.interop.base import Measure, Package, Reading, Trial, largest
-from draftsmith.modules.interop.reference import hidden
+from draftsmith.modules.interop.rope import KNOWN, Rope, frequencies, transformers_rope
+from draftsmith.modules.layers import RopeScaling
 
 # Two float32 implementations of one layer; another rope, order or bias changes logits by tenths at least.
 LARGEST_DIFFERENCE = 1e-4
@@ -26,22 +27,39 @@ CLEARLY_BETTER = 0.1
 Inputs = list[tuple[Tensor, Tensor]]  # token ids [T] and features [T, H] of each probe: row t has x_{t+1} and f_t
 
 
+def net_of(reading: Reading, positions: int) -> EagleNet:
+    """The head with the weights, sizes and rotary settings that a system has; where no tensor filled a weight, or our
+    layers do not compute its rope, every result is NaN."""
+    llama = dataclasses.replace(reading.settings["llama"], max_position=positions)
+    followed = llama.rope_scaling.kind in KNOWN
+    llama = llama if followed else dataclasses.replace(llama, rope_scaling=RopeScaling())
+    net = EagleNet(EagleConfig(llama, "fc.bias" in reading.weights)).requires_grad_(False)
+    net.load_state_dict({name: reading.weights[name] for name in net.state_dict()})
+    if not followed or any(bool(weight.isnan().any()) for weight in net.parameters()):
+        net.fc.weight.fill_(math.nan)  # further on, attention on a CPU may take NaN for a score like any other
+    return net
+
+
 @dataclass(frozen=True)
 class Drafting:
-    """How a head drafts. embedding, lm_head: [V, H]. forward: embeddings and features [T, H] -> hidden states."""
+    """How a head drafts. embedding, lm_head: [V, H]. net: embeddings and features [1, T, H] -> hidden states."""
 
     embedding: Tensor
-    forward: Callable[[Tensor, Tensor], Tensor]
+    net: nn.Module
     lm_head: Tensor
+
+    def states(self, ids: Tensor, features: Tensor) -> Tensor:
+        """[T, H]."""
+        return self.net(self.embedding[ids][None], features[None])[0]
 
     def logits(self, ids: Tensor, features: Tensor) -> Tensor:
         """[T, V]."""
-        return self.forward(self.embedding[ids], features) @ self.lm_head.T
+        return self.states(ids, features) @ self.lm_head.T
 
     def draft(self, ids: Tensor, features: Tensor) -> Tensor:
         """[T + DRAFT_STEPS, V]: logits of all rows, then of a greedy draft from the last one, on its own states."""
         for _ in range(DRAFT_STEPS):
-            states = self.forward(self.embedding[ids], features)
+            states = self.states(ids, features)
             chosen = (states[-1:] @ self.lm_head.T).nan_to_num(-math.inf).argmax(-1)
             ids, features = torch.cat([ids, chosen]), torch.cat([features, states[-1:]])
         return self.logits(ids, features)
@@ -57,8 +75,9 @@ def compare_eagle(reading: Reading, head: nn.Module, package: Package, trial: Tr
     table = reading.weights.get("embed_tokens.weight", embedding)
     inputs = [(probe.ids[1:], probe.features[:-1]) for probe in trial.probes]
     scale = float(reading.settings["logit_scale"])
-    theirs = Drafting(table, partial(hidden, reading), scale * lm_head)
-    ours = Drafting(embedding, lambda embeds, features: head(embeds[None], features[None])[0], lm_head)
+    positions = max(len(ids) for ids, _ in inputs) + DRAFT_STEPS
+    theirs = Drafting(table, net_of(reading, positions), scale * lm_head)
+    ours = Drafting(embedding, head, lm_head)
     fed, drafted, size = 0.0, 0.0, 0.0
     for ids, features in inputs:
         our_logits = ours.draft(ids, features)
@@ -66,7 +85,7 @@ def compare_eagle(reading: Reading, head: nn.Module, package: Package, trial: Tr
         size = max(size, largest(our_logits))
         fed, drafted = max(fed, largest(differences[: len(ids)])), max(drafted, largest(differences[len(ids) :]))
     number = sum(len(ids) for ids, _ in inputs)
-    others = other_readings(reading, package, trial, theirs, embedding, inputs)
+    others = other_readings(reading, package, trial, theirs, inputs)
     return [
         difference(f"logits of {number} rows", fed, size),
         difference(f"logits in {len(inputs)} drafts", drafted, size),
@@ -106,12 +125,14 @@ def working(
 
 
 def other_readings(
-    reading: Reading, package: Package, trial: Trial, theirs: Drafting, embedding: Tensor, inputs: Inputs
+    reading: Reading, package: Package, trial: Trial, theirs: Drafting, inputs: Inputs
 ) -> Iterator[tuple[str, Drafting, Inputs]]:
     """What a head may have been made for, if not for what the system does with it. inputs: the system's."""
+    assert trial.facts.embed_tokens is not None
+    positions = max(len(ids) for ids, _ in inputs)
 
     def read_as(**changes: dict[str, Any]) -> Drafting:
-        return dataclasses.replace(theirs, forward=partial(hidden, dataclasses.replace(reading, **changes)))
+        return dataclasses.replace(theirs, net=net_of(dataclasses.replace(reading, **changes), positions))
 
     weights, settings = reading.weights, reading.settings
     swapped = torch.cat(weights["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
@@ -120,14 +141,15 @@ def other_readings(
     if len(states) == len(inputs):
         before = [(ids, state[:-1]) for (ids, _), state in zip(inputs, states, strict=True)]
         yield "features from before the final norm", theirs, before
-    plain = dataclasses.replace(theirs, embedding=embedding)
+    plain = dataclasses.replace(theirs, embedding=trial.facts.embed_tokens.float())
     own = [(probe.ids[:-1], features) for probe, (_, features) in zip(trial.probes, inputs, strict=True)]
     yield "each feature beside its own token instead of the next", plain, own
     bias = package.tensors.get("fc.bias")
     if bias is not None and "fc.bias" not in weights:
         yield "the fc.bias of the file", read_as(weights=weights | {"fc.bias": bias.float()}), inputs
-    frequencies, other = settings["inv_freq"], trial.facts.inv_freq
-    if other is not None and other.shape == frequencies.shape and not torch.allclose(other, frequencies.float()):
-        yield "the rotary settings of the target", read_as(settings=settings | {"inv_freq": other}), inputs
+    llama, rope = settings["llama"], transformers_rope(trial.facts.raw)
+    target = dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling)
+    if rope.kind in KNOWN and not torch.equal(frequencies(llama, rope), frequencies(llama, Rope.of(llama))):
+        yield "the rotary settings of the target", read_as(settings=settings | {"llama": target}), inputs
     if settings["embed"] == "file":
         yield "the target's embedding", plain, inputs

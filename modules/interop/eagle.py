@@ -82,7 +82,7 @@ class SafeAILab(EagleFormat):
         )
         if "bias" not in raw:
             reader.note("bias", "gives fc a bias: the field is absent and its default is true")
-        heads, head_dim = reader.settings["num_heads"], reader.settings["head_dim"]
+        heads, head_dim = reader.settings["llama"].num_heads, reader.settings["llama"].head_dim
         if raw.get("head_dim") not in (None, head_dim):
             reader.error("head_dim", f"ignores {raw['head_dim']} and takes hidden_size / {heads} heads = {head_dim}")
         if scaling := raw.get("rope_scaling"):

@@ -28,7 +28,6 @@ from draftsmith.modules.interop.compare import DRAFT_STEPS, compare_eagle
 from draftsmith.modules.interop.detect import CAN_READ, LATER
 from draftsmith.modules.interop.reader import (
     ROTARY_BUFFERS,
-    SIZES,
     Reader,
     Slot,
     llama_config,
@@ -37,8 +36,8 @@ from draftsmith.modules.interop.reader import (
     same_values,
     slots_of,
 )
-from draftsmith.modules.interop.rope import KNOWN, Rope, conflict, missing_keys, transformers_rope
-from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
+from draftsmith.modules.interop.rope import KNOWN, Rope, conflict, frequencies, missing_keys, transformers_rope
+from draftsmith.modules.layers import LlamaConfig, RopeScaling
 from draftsmith.modules.types import InputError
 
 SGLANG_CLASS = "LlamaForCausalLMEagle"  # no other system has it
@@ -202,14 +201,15 @@ class EagleFormat(HeadFormat):
 
     def settings_differ(self, config: Mapping[str, Any], reading: Reading) -> list[Finding]:
         """Sizes and rotary frequencies."""
-        llama = LlamaConfig(**{**config["llama"], "rope_scaling": RopeScaling(**config["llama"]["rope_scaling"])})
+        ours = LlamaConfig(**{**config["llama"], "rope_scaling": RopeScaling(**config["llama"]["rope_scaling"])})
+        theirs = reading.settings["llama"]
         found = [
-            Finding("error", name, f"{reading.settings[name]} in this system, exported with {getattr(llama, name)}")
-            for name in SIZES
-            if reading.settings[name] != getattr(llama, name)
+            Finding("error", name, f"{getattr(theirs, name)} in this system, exported with {getattr(ours, name)}")
+            for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps")
+            if getattr(theirs, name) != getattr(ours, name)
         ]
-        theirs, ours = reading.settings["inv_freq"].float(), rope_frequencies(llama)
-        if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-5):
+        one, other = (frequencies(llama, Rope.of(llama)) for llama in (ours, theirs))
+        if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5):
             found.append(Finding("error", "rope", "other rotary frequencies than the head was exported with"))
         return found
 

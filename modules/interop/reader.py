@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.modules.interop.base import Finding, Package, Reading, TargetFacts
-from draftsmith.modules.interop.rope import Rope, conflict, frequencies, missing_keys, transformers_rope
+from draftsmith.modules.interop.rope import KNOWN, Rope, conflict, frequencies, missing_keys, transformers_rope
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
@@ -30,8 +30,6 @@ DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
 }
-# Sizes in `Reading.settings`, by their names in LlamaConfig.
-SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_eps")
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,12 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 
 
 class Reader:
-    """Collects one system's reading of one package: its slots, what filled them, and the findings."""
+    """Collects one system's reading of one package: its slots, what filled them, and the findings.
+
+    settings: `llama`, sizes and rotary settings of its layers, of a kind of rope that ours may not compute;
+        `max_position`, positions that the system serves with this head; `embed`, "target" or "file", and then
+        `weights` has `embed_tokens.weight`; `logit_scale`, a factor of the draft's logits.
+    """
 
     def __init__(
         self, package: Package, target: TargetFacts | None, system: str, llama: LlamaConfig, slots: dict[str, Slot]
@@ -136,12 +139,11 @@ class Reader:
         """system: its name, as findings begin with it. llama, slots: sizes and parameters that it goes by."""
         self.package, self.target, self.system, self.slots = package, target, system, slots
         self.raw = package.config
-        rope = Rope(llama.rope_theta, llama.rope_scaling)
+        rope = Rope.of(llama)
         self.weights: dict[str, Tensor] = {}
         self.settings: dict[str, Any] = {
-            **{name: getattr(llama, name) for name in SIZES},
+            "llama": llama,
             "max_position": llama.max_position,
-            "inv_freq": frequencies(llama, rope),
             "embed": "target",
             "logit_scale": 1.0,
         }
@@ -166,12 +168,12 @@ class Reader:
     def _compare_rope(self, llama: LlamaConfig, rope: Rope) -> None:
         if both := conflict(self.raw):
             self.error("rope_parameters", f"computes with {rope}, but config.json contradicts itself: {both}")
-        if bool(self.settings["inv_freq"].isnan().any()):
+        if rope.kind not in KNOWN:
             self.error("rope_scaling", f"has rotary positions ({rope.kind}) that this check does not follow")
         text = f"rotates with {rope}"
         if self.target is not None:
             theirs = transformers_rope(self.target.raw)
-            same = torch.equal(frequencies(llama, theirs), self.settings["inv_freq"])
+            same = torch.equal(frequencies(llama, theirs), frequencies(llama, rope))
             text += ", as the target does" if same else f"; the target with {theirs}"
         self.note("rope_theta", text)
 

@@ -32,6 +32,10 @@ class Rope:
     theta: float
     scaling: RopeScaling
 
+    @staticmethod
+    def of(llama: LlamaConfig) -> Rope:
+        return Rope(llama.rope_theta, llama.rope_scaling)
+
     @property
     def kind(self) -> str:
         return self.scaling.kind

@@ -106,7 +106,7 @@ class VLLM(EagleFormat):
 
 def _check_layer_types(reader: Reader) -> None:
     """The head's layers count on from the target's, its `layer_types` do not (models/llama.py, LlamaAttention)."""
-    raw, layers = reader.raw, reader.settings["num_layers"]
+    raw, layers = reader.raw, reader.settings["llama"].num_layers
     typed = len(raw.get("layer_types") or []) or (layers if raw.get("model_type") in LAYER_TYPED else 0)
     if not typed or reader.target is None:
         return
