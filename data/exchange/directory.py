@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import warnings
@@ -69,28 +68,26 @@ def _check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     Raises:
         InputError: names the setting.
     """
-    values = sum(tensor.numel() for tensor in tensors.values())
-    room = 64 * values + 2**24  # heads with lost or cut tensors are still told what they lack
 
     def count(name: str) -> int:
         value = config.get(name)
         return value if isinstance(value, int) else 1
 
-    most = {"num_layers": MOST["num_layers"], "num_hidden_layers": max(len(tensors), 1)}
-    most |= dict.fromkeys(("vocab_size", "draft_vocab_size"), MOST_SIZE)
+    values = sum(tensor.numel() for tensor in tensors.values())
+    width = max(count("hidden_size"), 1)
+    # Heads with lost or cut tensors are still told what they lack.
+    room = 64 * values + 2**24
+    heads = max(count("num_attention_heads"), count("num_key_value_heads"), 1)
+    most = dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), room // width
+    )
+    most |= {"head_dim": room // width // heads, "num_hidden_layers": max(len(tensors), 1)}
+    most |= {"num_layers": MOST["num_layers"], "vocab_size": MOST_SIZE, "draft_vocab_size": MOST_SIZE}
     most |= {"max_position_embeddings": MOST_POSITIONS}
-    width = count("hidden_size")
-    most |= {"hidden_size": math.isqrt(room)}
-    per_unit = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    most |= dict.fromkeys(per_unit, room // max(width, 1))
     for name, limit in most.items():
         if count(name) > limit:
             found = f"{count(name)} with {len(tensors)} tensors of {values:,} values"
             raise InputError(f"{name} of {file}", found, f"at most {limit:,}", FETCH)
-    heads = max(count("num_attention_heads"), count("num_key_value_heads"))
-    if heads * count("head_dim") * width > room:
-        found = f"{heads} heads of {count('head_dim')} with {values:,} values"
-        raise InputError(f"head_dim of {file}", found, f"at most {room // max(width, 1):,} together", FETCH)
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:

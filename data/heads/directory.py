@@ -16,6 +16,7 @@ from draftsmith.data.store.reading import read_object, read_tensors
 from draftsmith.modules import drafters
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.drafters.base import DraftHead
+from draftsmith.modules.interop.base import misfits
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
 
@@ -223,16 +224,10 @@ def build_head(kind: str, config: Any, state: Mapping[str, Tensor]) -> Any:
         InputError: a tensor is missing, unknown or of another shape.
     """
     head = class_of(kind)(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in head.named_parameters()}
-    wrong = [f"{name} is missing" for name in sorted(expected.keys() - state.keys())]
-    wrong += [f"{name} is unknown" for name in sorted(state.keys() - expected.keys())]
-    wrong += [
-        f"{name} is {list(state[name].shape)} in place of {list(shape)}"
-        for name, shape in expected.items()
-        if name in state and tuple(state[name].shape) != shape
-    ]
+    wrong = misfits({name: tuple(tensor.shape) for name, tensor in head.named_parameters()}, state)
     if wrong:
-        found = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+        found = ", ".join(f"{name} {text}" for name, text in list(wrong.items())[:8])
+        found += f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise InputError("weights", found, "the tensors that config.json asks for", "Check config.json and the file.")
     # Not strict: a tied block's other names are not in `state`.
     head.load_state_dict(state, strict=False, assign=True)

@@ -8,18 +8,15 @@ the output becomes a probability. Tensors: `join.*` where there is more to read 
 
 from __future__ import annotations
 
-import itertools
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature
-from draftsmith.modules.interop.base import Finding, ForeignHead, Package, Parsed, Reading, Served, TargetFacts
+from draftsmith.modules.interop.base import Finding, ForeignHead, Package, Parsed, Reading, Served, TargetFacts, misfits
 from draftsmith.modules.interop.predictor import PredictorFormat, unreadable
 from draftsmith.modules.types import InputError
 
@@ -124,16 +121,11 @@ class Acceptance(PredictorFormat):
             findings.append(Finding("error", "hidden_size", found))
         with torch.device("meta"):
             shapes = {name: tuple(weight.shape) for name, weight in AcceptanceHead(config).named_parameters()}
-        weights: dict[str, Tensor] = {}
-        for name, shape in shapes.items():
-            tensor = package.tensors.get(name)
-            if tensor is None or tuple(tensor.shape) != shape:
-                found = "missing" if tensor is None else f"shape {list(tensor.shape)} where {list(shape)} is wanted"
-                findings.append(Finding("error", name, found))
-                tensor = torch.full(shape, torch.nan)
-            weights[name] = tensor.detach().float()
+        findings += [Finding("error", name, text) for name, text in misfits(shapes, package.tensors).items()]
+        weights = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+        fitting = {name: tensor for name, tensor in package.tensors.items() if tuple(tensor.shape) == shapes.get(name)}
+        weights |= {name: tensor.detach().float() for name, tensor in fitting.items()}
         used = tuple(name for name in weights if name in package.tensors)
-        findings += [Finding("error", name, "no such parameter") for name in package.tensors if name not in weights]
         return Reading(weights, {"config": config}, tuple(findings), used)
 
     def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
@@ -145,28 +137,10 @@ class Acceptance(PredictorFormat):
         return Parsed(reading.settings["config"], dict(reading.weights))
 
     def accept_prob(self, reading: Reading, inputs: Mapping[str, Tensor]) -> Tensor:
-        """P [N], by `forward` of the config. inputs: name -> [N, size] of each of `inputs`."""
-        weights, config = reading.weights, reading.settings["config"]
-        names = [part["name"] for part in inputs_of(config.hidden_size, config.state, config.features)]
-        x = inputs[names[0]].float()
-        if "join.weight" in weights:
-            given = torch.cat([inputs[name].float() for name in names], -1)
-            x = F.linear(given, weights["join.weight"], weights["join.bias"])
-        for i in range(config.num_blocks):
-            block = f"blocks.{0 if config.tied else i}.linear"
-            x = x + F.silu(F.linear(x, weights[f"{block}.weight"], weights[f"{block}.bias"]))
-        z = F.linear(x, weights["out.weight"], weights["out.bias"])
-        if config.features:
-            numbers = torch.cat([inputs[name].float() for name in config.features], -1)
-            z = z + F.linear(numbers, weights["direct.weight"])
-        z = z[..., 0] + math.log(config.w_rej / config.w_acc)
-        if not config.knots:
-            scale, shift = config.calibration
-            return torch.sigmoid(scale * z + shift)
-        result = torch.full_like(z, config.knots[0][1])
-        for (x0, y0), (x1, y1) in itertools.pairwise(config.knots):
-            result = torch.where(z >= x0, y0 + (y1 - y0) * ((z - x0) / (x1 - x0)).clamp(max=1), result)
-        return torch.sigmoid(result)
+        """P [N], by `forward` of the config."""
+        head = AcceptanceHead(reading.settings["config"]).requires_grad_(False)
+        head.load_state_dict(reading.weights, strict=False)  # of tied blocks one has the name
+        return self.own_prob(head, inputs)
 
     def own_prob(self, head: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         """The calibrated output."""

@@ -264,6 +264,17 @@ class HeadFormat(ABC):
         return []
 
 
+def misfits(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """What is wrong with tensors that are to be a net's parameters, by name; strict."""
+    wrong = {name: "is missing" for name in sorted(shapes.keys() - tensors.keys())}
+    wrong |= {name: "is unknown" for name in sorted(tensors.keys() - shapes.keys())}
+    return wrong | {
+        name: f"is {list(tensors[name].shape)} in place of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    }
+
+
 def largest(values: Tensor) -> float:
     """Largest absolute value; infinite where anything is not a number."""
     return float(values.abs().nan_to_num(math.inf, math.inf, math.inf).max()) if values.numel() else 0.0
