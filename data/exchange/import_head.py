@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from draftsmith.data.exchange.directory import package_directory, read_package, weight_files
 from draftsmith.data.exchange.record import against_model, made_with, read_record
 from draftsmith.data.exchange.states import StateSource, state_source
@@ -21,19 +19,15 @@ from draftsmith.data.store.manifest import file_sha256, warn_not_compared
 from draftsmith.data.store.writer import occupied, sole_writer
 from draftsmith.modules.drafters import head_class
 from draftsmith.modules.interop import formats
-from draftsmith.modules.interop.base import HeadFormat, Package, Parsed
+from draftsmith.modules.interop.base import HeadFormat, Parsed
 from draftsmith.modules.interop.detect import detect
 from draftsmith.modules.interop.specdec_pp import UNCORRECTED
 from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     Producer = str
 else:
     Producer = Literal[("auto", *formats())]
-
-NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,9 @@ def run(config: ImportConfig) -> Path:
     parsed = _with_run_time_values(config, format.parse(package, facts))
     if source is not None:
         _check_model(config, format, parsed, source)
-    head = build(format, parsed, package)
+    if odd := [name for name, tensor in parsed.state.items() if not bool(tensor.isfinite().all())]:
+        raise InputError("weights", f"infinite or undefined values in {odd[0]}", "numbers", "Fetch the head again.")
+    head = build_head(format.kind, parsed.config, parsed.state)
     manifest = _manifest(config, format, parsed, source)
     save_head(config.output, head, manifest, model_card(format.kind, {**manifest, "head": head_fields(head)}))
     # What the system itself would not compute of the directory as it lies there.
@@ -132,23 +128,6 @@ def _with_run_time_values(config: ImportConfig, parsed: Parsed) -> Parsed:
     changed = dataclasses.replace(parsed.config, w_rej=config.w_rej)
     notes = [note for note in parsed.notes if note != UNCORRECTED]
     return dataclasses.replace(parsed, config=changed, notes=(*notes, f"w_rej {config.w_rej:g} is taken, as given"))
-
-
-def build(format: HeadFormat, parsed: Parsed, package: Package) -> nn.Module:
-    """The head, with exactly the parsed weights, in the dtype of the file; an acceptance head is float32.
-
-    Raises:
-        InputError: tensors that are missing, unknown or of another shape, or values that are no numbers.
-    """
-    if odd := [name for name, tensor in parsed.state.items() if not bool(tensor.isfinite().all())]:
-        raise InputError("weights", f"infinite or undefined values in {odd[0]}", "numbers", "Fetch the head again.")
-    stored = {name.removeprefix("model."): tensor.dtype for name, tensor in package.tensors.items()}
-    state = {
-        # Formats parse into float32, from which the narrower dtypes come back as they were.
-        name: tensor.to(stored[name]) if not format.float32 and stored.get(name) in NARROW else tensor
-        for name, tensor in parsed.state.items()
-    }
-    return build_head(format.kind, parsed.config, state)
 
 
 def _manifest(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: StateSource | None) -> dict[str, Any]:

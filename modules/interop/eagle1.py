@@ -148,8 +148,9 @@ class EagleFormat(HeadFormat):
         return reader.reading()
 
     def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
-        """A directory as our head, in float32: sizes and rotary settings by the fields of transformers, tensors and
-        biases by the rules of the system. Where that would compute with numbers of no one's choosing, it is refused."""
+        """A directory as our head, in the type of its file: sizes and rotary settings by the fields of transformers,
+        tensors and biases by the rules of the system. Where that would compute with numbers of no one's choosing, it is
+        refused."""
         raw, notes = package.config, list[str]()
         llama = llama_config(raw, transformers_rope(raw))
         check_fields(raw, llama, target)
@@ -162,7 +163,9 @@ class EagleFormat(HeadFormat):
         if "rms_norm_eps" not in raw:
             notes.append("rms_norm_eps is not in config.json: 1e-6, the default of the systems that read it")
         config = with_biases(dataclasses.replace(llama, max_position=longest), kept)
-        return Parsed(config, {name: tensor.to(torch.float32) for name, tensor in tensors.items()}, tuple(notes))
+        narrow = (torch.bfloat16, torch.float16)
+        state = {name: tensor if tensor.dtype in narrow else tensor.float() for name, tensor in tensors.items()}
+        return Parsed(config, state, tuple(notes))
 
     def _kept_biases(self, tensors: dict[str, Tensor], raw: Mapping[str, Any], notes: list[str]) -> Biases:
         """Which biases our head has; the others are taken out of `tensors`.
