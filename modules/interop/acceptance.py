@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, Feature
-from draftsmith.modules.interop.base import Finding, ForeignHead, Package, Parsed, Reading, Served, TargetFacts, misfits
+from draftsmith.modules.interop.base import Finding, ForeignHead, Package, Reading, Served, TargetFacts, misfits
 from draftsmith.modules.interop.predictor import PredictorFormat, unreadable
-from draftsmith.modules.types import InputError
 
 FORMAT, VERSION = "draftsmith-acceptance", 1
 LIMIT = 12.0  # of logarithms and log-odds
@@ -115,7 +114,7 @@ class Acceptance(PredictorFormat):
             return unreadable(package, [refused], "config.json does not say how")
         config = _config_of(raw)
         findings = [Finding("note", key, "a field that is not read") for key in raw if key not in (*CONFIG, *SAID)]
-        width = (target.raw.get("hidden_size") if target is not None else None) or config.hidden_size
+        width = (target.hidden_size if target is not None else None) or config.hidden_size
         if width != config.hidden_size:
             found = f"{config.hidden_size}, but the model's hidden states have width {width}"
             findings.append(Finding("error", "hidden_size", found))
@@ -128,19 +127,8 @@ class Acceptance(PredictorFormat):
         used = tuple(name for name in weights if name in package.tensors)
         return Reading(weights, {"config": config}, tuple(findings), used)
 
-    def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
-        """The head as it was written."""
-        reading = self.read(package, target)
-        for finding in reading.errors:
-            found = f"{finding.where}: {finding.text}"
-            raise InputError("head", found, f"a whole head of the format {FORMAT} {VERSION}", "Export it again.")
-        return Parsed(reading.settings["config"], dict(reading.weights))
-
-    def accept_prob(self, reading: Reading, inputs: Mapping[str, Tensor]) -> Tensor:
-        """P [N], by `forward` of the config."""
-        head = AcceptanceHead(reading.settings["config"]).requires_grad_(False)
-        head.load_state_dict(reading.weights, strict=False)  # of tied blocks one has the name
-        return self.own_prob(head, inputs)
+    def ours(self, reading: Reading) -> tuple[AcceptanceHeadConfig, dict[str, Tensor]]:
+        return reading.settings["config"], dict(reading.weights)
 
     def own_prob(self, head: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         """The calibrated output."""

@@ -35,6 +35,10 @@ class TargetFacts:
     embed_tokens: Tensor | None = None
     lm_head: Tensor | None = None
 
+    @property
+    def hidden_size(self) -> int | None:
+        return self.raw.get("hidden_size") or (self.raw.get("text_config") or {}).get("hidden_size")
+
 
 @dataclass(frozen=True)
 class Finding:

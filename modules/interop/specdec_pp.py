@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.modules.acceptance.head import AcceptanceHeadConfig
@@ -22,7 +21,6 @@ from draftsmith.modules.interop.base import (
     Finding,
     ForeignHead,
     Package,
-    Parsed,
     Reading,
     Served,
     TargetFacts,
@@ -38,6 +36,8 @@ UNCORRECTED = (
     "corrected for them"
 )
 
+OVERWRITTEN = "overwritten by"
+
 
 class SpecDecPP(PredictorFormat):
     """Its class is fed the state after the token alone, and holds one block, or several that are the same one."""
@@ -46,6 +46,8 @@ class SpecDecPP(PredictorFormat):
     system = "SpecDec_pp"
     torch_copy = True
     w_rej = True
+    tolerated = OVERWRITTEN
+    assumed = (UNCORRECTED,)
 
     def recognises(self, found: ForeignHead) -> bool:
         """Residual blocks numbered in one Sequential, and a last layer of two classes (SpecDec_pp, wrap_model.py)."""
@@ -115,36 +117,16 @@ class SpecDecPP(PredictorFormat):
         findings += [Finding("error", name, "no such parameter: dropped without a word") for name in unknown]
         return Reading(weights, {"hidden_size": width, "num_layers": n}, tuple(findings), tuple(used))
 
-    def parse(self, package: Package, target: TargetFacts | None = None) -> Parsed:
-        """A tied head that computes what theirs does: the logit is the difference of their two.
-
-        target: the DRAFT, where it is at hand.
-
-        Raises:
-            InputError: a head that their class cannot hold whole.
-        """
-        reading = self.read(package, target)
-        overwritten = [finding for finding in reading.errors if "overwritten by" in finding.text]
-        for finding in reading.errors:
-            if finding not in overwritten:
-                found = f"{finding.where}: {finding.text}"
-                raise InputError("head", found, "a whole SpecDec++ acceptance head", "Check where it comes from.")
+    def ours(self, reading: Reading) -> tuple[AcceptanceHeadConfig, dict[str, Tensor]]:
+        """A tied head whose logit is the difference of their two: P = softmax(logits)[1]
+        (specdec_pp/hf_generation.py)."""
         n = reading.settings["num_layers"]
         state = {f"blocks.0.linear.{part}": reading.weights[f"model.0.linear.{part}"].clone() for part in PARTS if n}
         for part in PARTS:
             rejected, accepted = reading.weights[f"model.{n}.{part}"]
             state[f"out.{part}"] = (accepted - rejected)[None]
         config = AcceptanceHeadConfig(reading.settings["hidden_size"], num_blocks=n, w_acc=1.0, w_rej=1.0, tied=True)
-        notes = [f"{finding.where}: {finding.text}" for finding in overwritten]
-        return Parsed(config, state, (*notes, UNCORRECTED))
-
-    def accept_prob(self, reading: Reading, inputs: Mapping[str, Tensor]) -> Tensor:
-        """`softmax(head(hidden.float()))[..., 1]` (specdec_pp/hf_generation.py) of the state after the token."""
-        weights, n = reading.weights, reading.settings["num_layers"]
-        x = inputs["state_after"].float()
-        for _ in range(n):
-            x = x + F.silu(F.linear(x, weights["model.0.linear.weight"], weights["model.0.linear.bias"]))
-        return F.linear(x, weights[f"model.{n}.weight"], weights[f"model.{n}.bias"]).softmax(-1)[..., 1]
+        return config, state
 
     def own_prob(self, head: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         """The raw output: our correction for the loss weights and the calibration have no place in the file."""
@@ -175,17 +157,12 @@ def _config_findings(config: Mapping[str, Any], target: TargetFacts | None) -> l
     findings = [Finding("note", key, "a field that is not read") for key in config if key not in FIELDS]
     if "num_layers" not in config:
         findings.append(Finding("note", "num_layers", "absent: no residual block"))
-    width, expected = config["hidden_size"], _width_of(target)
-    if expected is not None and width != expected:
+    width = config["hidden_size"]
+    expected = (None if target is None else target.hidden_size) or width
+    if width != expected:
         text = f"{width}, but the draft's hidden states have width {expected}: the first matrix product fails"
         findings.append(Finding("error", "hidden_size", text))
     return findings
-
-
-def _width_of(target: TargetFacts | None) -> int | None:
-    if target is None:
-        return None
-    return target.raw.get("hidden_size") or (target.raw.get("text_config") or {}).get("hidden_size")
 
 
 def _loaded(
@@ -205,7 +182,7 @@ def _loaded(
         if torch.equal(tensors[alias], tensors[last]):
             findings.append(Finding("note", alias, f"a copy of {last}: the blocks are one object"))
         else:
-            findings.append(Finding("error", alias, f"overwritten by {last}, which differs: the blocks are one object"))
+            findings.append(Finding("error", alias, f"{OVERWRITTEN} {last}, which differs: the blocks are one object"))
     if tensors[last].dtype != torch.float32:
         findings.append(Finding("note", last, f"{tensors[last].dtype} on disk, float32 in memory"))
     return tensors[last].detach().float(), findings
