@@ -151,8 +151,9 @@ def make_probes(path: str, lm: CausalLM, longest: int) -> list[Probe]:
     probes = []
     for prompt, reply in zip(prompts, answers, strict=True):
         ids = torch.tensor([*prompt, *reply])
-        features = lm.features(ids[None].to(lm.device))[0].float().cpu()
-        probes.append(Probe(ids, len(prompt), features, before_final_norm(lm, ids)))
+        features = lm.features(ids[None].to(lm.device))[0]
+        choices = lm.lm_head(features).argmax(-1).cpu()
+        probes.append(Probe(ids, len(prompt), choices, features.float().cpu(), before_final_norm(lm, ids)))
     return probes
 
 

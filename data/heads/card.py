@@ -274,7 +274,7 @@ def training_section(card: HeadFacts) -> str:
     for decides, other in (("max_steps", "epochs"), ("tokens_per_batch", "batch_size")):
         if decides in config:
             config.pop(other if config[decides] else decides, None)
-    own = acceptance_card.SETTINGS
+    own: tuple[str, ...] = acceptance_card.SETTINGS
     if card.drafts:
         fields = dataclasses.fields(head_class(card.kind).Settings)
         own = tuple(field.name for field in fields if not field.metadata.get("volatile"))

@@ -98,12 +98,13 @@ class Parsed:
 class Probe:
     """One prompt with the model's answer, and its hidden states [T, H] in float32.
 
-    ids: [T]. start: where the answer begins. features: after the final norm. before_norm: the same before it; None
-    where the model does not show them.
+    ids: [T]. start: where the answer begins. choices [T]: the model's greedy choice of the token behind each. features:
+    after the final norm. before_norm: the same before it; None where the model does not show them.
     """
 
     ids: Tensor
     start: int
+    choices: Tensor
     features: Tensor
     before_norm: Tensor | None
 

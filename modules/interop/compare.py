@@ -89,7 +89,7 @@ def compare_eagle(reading: Reading, head: nn.Module, package: Package, trial: Tr
     return [
         difference(f"logits of {number} rows", fed, size),
         difference(f"logits in {len(inputs)} drafts", drafted, size),
-        working(trial, lm_head, theirs, inputs, others),
+        working(trial, theirs, inputs, others),
     ]
 
 
@@ -99,16 +99,14 @@ def difference(name: str, value: float, size: float) -> Measure:
     return Measure(name, f"differ by {value:.1e}", f"at most {bar:.2g}", value <= bar)
 
 
-def working(
-    trial: Trial, lm_head: Tensor, theirs: Drafting, inputs: Inputs, others: Iterator[tuple[str, Drafting, Inputs]]
-) -> Measure:
+def working(trial: Trial, theirs: Drafting, inputs: Inputs, others: Iterator[tuple[str, Drafting, Inputs]]) -> Measure:
     """Whether the head, read by the system's rules, drafts what the target says; and whether it would do so clearly
     more often when read another way, which is then how it was made.
 
     Neither needs our reading of the directory: this is what finds a mistake that all readers share.
     """
     # Row t: the target's greedy choice of x_{t+2}, and whether that token is one of the answer.
-    choices = [(probe.features[1:] @ lm_head.T).argmax(-1) for probe in trial.probes]
+    choices = [probe.choices[1:] for probe in trial.probes]
     counts = [torch.arange(2, len(probe.ids) + 1) >= probe.start for probe in trial.probes]
     count = max(sum(int(counted.sum()) for counted in counts), 1)
 
@@ -131,7 +129,7 @@ def other_readings(
     assert trial.facts.embed_tokens is not None
     positions = max(len(ids) for ids, _ in inputs)
 
-    def read_as(**changes: dict[str, Any]) -> Drafting:
+    def read_as(**changes: Any) -> Drafting:
         return dataclasses.replace(theirs, net=net_of(dataclasses.replace(reading, **changes), positions))
 
     weights, settings = reading.weights, reading.settings
