@@ -16,7 +16,7 @@ from draftsmith.data.heads.frozen_drafter import FrozenDrafter, load_drafter
 from draftsmith.data.models.loading import load_lm, load_tokenizer, read_config
 from draftsmith.data.text.template import RowError, prompt_ids
 from draftsmith.modules.acceptance.head import Feature, feature_value
-from draftsmith.modules.decoding.confidence import TokenConfidences, confidences_of
+from draftsmith.modules.decoding.confidence import confidences_of
 from draftsmith.modules.interop.base import HeadFormat, Probe, TargetFacts, Trial
 from draftsmith.modules.kv_cache import NoCache
 from draftsmith.modules.targets.base import CausalLM
@@ -135,10 +135,9 @@ def predictor_inputs(probes: Sequence[Probe], source: StateSource) -> dict[str, 
     known = confidences_of(branches.lm_head(before).float().softmax(-1), ids, depth, torch.ones_like(depth))
     # What the texts repeat does not matter: any numbers will do that a head may meet.
     known = dataclasses.replace(known, repeat=(ids % 5 - 2).float())
-    known = TokenConfidences(*(getattr(known, field.name).cpu() for field in dataclasses.fields(known)))
     states = {"state_before": before, "state_after": after, "embedding": branches.embed(ids)}
     numbers = {name: feature_value(name, known)[:, None] for name in get_args(Feature)}
-    return {name: state.float().cpu() for name, state in states.items()} | numbers
+    return {name: values.float().cpu() for name, values in (states | numbers).items()}
 
 
 @torch.inference_mode()

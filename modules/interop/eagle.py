@@ -107,7 +107,7 @@ class SafeAILab(EagleFormat):
             same = "loads it over the target's, which is the same"
             reader.fill_embedding(name, rows, f"size mismatch for {name}", same)
         elif "lm_head" in name:
-            reader.dropped_lm_head(name)
+            reader.replaced(name, reader.differs(name, "lm_head"), "drops it and takes the target's")
         elif name == "fc.bias":
             reader.dropped(name, "because config.json says `bias: false`")
         elif name.removeprefix("model.") in reader.slots:

@@ -136,8 +136,7 @@ class EagleFormat(HeadFormat):
 
     def read(self, package: Package, target: TargetFacts | None = None) -> Reading:
         raw = package.config
-        biases = self.biases(raw)
-        config = with_biases(llama_config(raw, self.rope(raw), self.reads_head_dim), biases)
+        config = with_biases(llama_config(raw, self.rope(raw), self.reads_head_dim), self.biases(raw))
         reader = Reader(package, target, self.system, config.llama, eagle_slots(config, self.zero_bias))
         self.check_config(reader)
         for name in package.tensors:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from draftsmith.modules.interop.rope import KNOWN, Rope, conflict, frequencies, 
 from draftsmith.modules.layers import LlamaConfig
 from draftsmith.modules.types import InputError
 
+WHICH = {None: "which is not at hand to compare", False: "which is the same", True: "which differs"}
 ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 # What vLLM and SGLang hold as one parameter; they also take it as one tensor.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -236,20 +237,15 @@ class Reader:
         else:
             self.error(name, f"drops it, {why}")
 
-    def dropped_lm_head(self, name: str) -> None:
-        """A stray lm_head that the system passes over: it takes the target's."""
-        theirs = None if self.target is None else self.target.lm_head
-        if theirs is None:
-            self.error(name, "drops it and takes the target's, which is not at hand to compare")
-        elif same_values(self.package.tensors[name], theirs):
-            self.note(name, "drops it and takes the target's, which is the same")
-        else:
-            self.error(name, "drops it and takes the target's, which differs")
-
-    def embeds_differ(self, name: str) -> bool | None:
-        """Whether the file's embedding is another than the target's; None: the target's is not at hand."""
-        theirs = None if self.target is None else self.target.embed_tokens
+    def differs(self, name: str, table: Literal["embed_tokens", "lm_head"]) -> bool | None:
+        """Whether a tensor of the file is another than the target's table; None: that one is not at hand."""
+        theirs = None if self.target is None else getattr(self.target, table)
         return None if theirs is None else not same_values(self.package.tensors[name], theirs)
+
+    def replaced(self, name: str, differ: bool | None, text: str) -> None:
+        """A table that the system takes from the target instead, silently."""
+        tell = self.note if differ is False else self.error
+        tell(name, f"{text}, {WHICH[differ]}")
 
     def fill_embedding(self, name: str, rows: int | None, refusal: str, same: str) -> None:
         """The file's embedding, for a system that prefers it to the target's.
@@ -257,7 +253,7 @@ class Reader:
         rows: of the table that it makes; None: as many as the file has. refusal: what it says of another shape. same:
         what it does with a copy of the target's.
         """
-        tensor, differ = self.package.tensors[name], self.embeds_differ(name)
+        tensor, differ = self.package.tensors[name], self.differs(name, "embed_tokens")
         expected = [tensor.shape[0] if rows is None else rows, self.slots["fc.weight"].shape[0]]
         self.used.append(name)
         if list(tensor.shape) != expected:

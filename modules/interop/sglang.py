@@ -89,7 +89,7 @@ class SGLang(EagleFormat):
     def load(self, reader: Reader, name: str) -> None:
         """Prepend `model.`, except to what has `lm_head` in its name, which it skips."""
         if "lm_head" in name:
-            reader.dropped_lm_head(name)
+            reader.replaced(name, reader.differs(name, "lm_head"), "drops it and takes the target's")
         elif name == "embed_tokens.weight":
             _load_embedding(reader, name)
         elif all(slot in reader.slots for slot in parts_of(name)):
@@ -125,16 +125,13 @@ def _dtype(raw: Mapping[str, Any]) -> str:
 
 def _load_embedding(reader: Reader, name: str) -> None:
     """Loaded, then replaced (speculative/eagle_worker_v2.py, init_lm_head)."""
-    differ = reader.embeds_differ(name)
     shape = list(reader.package.tensors[name].shape)
     expected = [positive(reader.raw, "vocab_size"), reader.slots["fc.weight"].shape[0]]
     if shape != expected:
         reader.error(name, f"raises: a table of another shape (file {shape}, model {expected})")
-    elif differ is False:
-        reader.note(name, "puts the target's in its place, which is the same")
     else:
-        found = "which differs" if differ else "which is not at hand to compare"
-        reader.error(name, f"silently puts the target's in its place, {found}")
+        differ = reader.differs(name, "embed_tokens")
+        reader.replaced(name, differ, f"{'silently ' * (differ is not False)}puts the target's in its place")
 
 
 def _check_length(reader: Reader) -> None:
