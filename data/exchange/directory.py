@@ -47,15 +47,16 @@ def read_package(path: str) -> Package:
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     for file in files:
-        found, about = read_safetensors(file) if file.suffix == ".safetensors" else (read_torch(file), {})
-        if twice := sorted(found.keys() & tensors.keys()):
+        stored, about = read_safetensors(file) if file.suffix == ".safetensors" else (read_torch(file), {})
+        if twice := sorted(stored.keys() & tensors.keys()):
             raise InputError(str(file), f"{twice[0]}, which another shard has", "every tensor once", FETCH)
-        tensors |= found
+        tensors |= stored
         metadata |= about
     if odd := [name for name in tensors if not name.isprintable()]:  # messages show names, and a terminal obeys them
         raise InputError(str(files[0]), f"a tensor named {odd[0]!r}", "names that can be printed", FETCH)
-    if index is not None:
-        _check_index(index, tensors)
+    if index is not None and (wrong := sorted(weight_map(index, FETCH).keys() ^ tensors.keys())):
+        found = f"{len(wrong)} tensors that only it or only its files have ({', '.join(wrong[:3])})"
+        raise InputError(str(index), found, "the tensors of its files", FETCH)
     _check_sizes(directory / "config.json", config, tensors)
     if files[0].suffix == ".safetensors" and (directory / SAFEAI).exists():
         _check_equal(tensors, metadata, read_torch(member(directory, SAFEAI, "the directory")), files[0].name)
@@ -138,12 +139,6 @@ def member(directory: Path, name: str, named_by: str) -> Path:
     return directory / name
 
 
-def _check_index(index: Path, tensors: Mapping[str, Tensor]) -> None:
-    if wrong := sorted(weight_map(index, FETCH).keys() ^ tensors.keys()):
-        found = f"{len(wrong)} tensors that only it or only its files have ({', '.join(wrong[:3])})"
-        raise InputError(str(index), found, "the tensors of its files", FETCH)
-
-
 def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of one file."""
     with open_tensors(file, FETCH) as opened:
@@ -204,12 +199,9 @@ def _check_equal(
     others' names to that one."""
     full = {**tensors, **{alias: tensors[stored] for alias, stored in metadata.items() if stored in tensors}}
     wrong = sorted(full.keys() ^ other.keys())
-    wrong += [key for key in full if key in other and not _same(full[key], other[key])]
+    both = [(key, full[key], other[key]) for key in full if key in other]
+    wrong += [key for key, one, two in both if one.dtype != two.dtype or not torch.equal(one, two)]
     if wrong:
         found = f"{name} and pytorch_model.bin that differ ({', '.join(wrong[:3])})"
         remedy = f"SafeAILab's code reads pytorch_model.bin, vLLM and SGLang {name}: delete the one that is not meant."
         raise InputError("weights", found, "one set of weights", remedy)
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    return left.dtype == right.dtype and torch.equal(left, right)

@@ -79,7 +79,11 @@ def run(config: ImportConfig) -> Path:
         loading = {"dtype": "auto", "engine": config.engine, "trust_remote_code": config.trust_remote_code}
         source = state_source(format, config.target, config.draft, loading)
     facts = None if source is None else source.facts
-    parsed = _with_run_time_values(config, format.parse(package, facts))
+    parsed = format.parse(package, facts)
+    if config.w_rej != 1.0:
+        notes = [note for note in parsed.notes if note != UNCORRECTED]
+        notes.append(f"w_rej {config.w_rej:g} is taken, as given")
+        parsed = Parsed(dataclasses.replace(parsed.config, w_rej=config.w_rej), parsed.state, tuple(notes))
     if source is not None:
         _check_model(config, format, parsed, source)
     if odd := [name for name, tensor in parsed.state.items() if not bool(tensor.isfinite().all())]:
@@ -120,14 +124,6 @@ def _check_model(config: ImportConfig, format: HeadFormat, parsed: Parsed, sourc
         remedy = f"Pass that one; or leave --{format.reads} out, and train the head on with --init."
         raise InputError(format.reads, found, "the model it was trained for", remedy)
     warn_not_compared(config.directory, unrecorded)
-
-
-def _with_run_time_values(config: ImportConfig, parsed: Parsed) -> Parsed:
-    if config.w_rej == 1.0:
-        return parsed
-    changed = dataclasses.replace(parsed.config, w_rej=config.w_rej)
-    notes = [note for note in parsed.notes if note != UNCORRECTED]
-    return dataclasses.replace(parsed, config=changed, notes=(*notes, f"w_rej {config.w_rej:g} is taken, as given"))
 
 
 def _manifest(config: ImportConfig, format: HeadFormat, parsed: Parsed, source: StateSource | None) -> dict[str, Any]:

@@ -60,13 +60,16 @@ def model_card(
         and passed; `head`, `path` and `sha256` of what it was made from; `weights`, their type; `notes`, lines.
     """
     card = HeadFacts(kind, manifest, measured, export)
+    calibration = "None: it proposes tokens, and the target's verdict does not depend on how sure it was of them."
+    if not card.drafts:
+        calibration = acceptance_card.calibration(card.manifest, card.unknown)
     sections = {
         "Target and tokenizer": target_section(card),
         "Data": data_section(card),
         "Training": training_section(card),
         "Measured on held-out samples": held_out_section(card),
         "tau by task": tau_section(card),
-        "Calibration": calibration_section(card),
+        "Calibration": calibration,
         "How to use it": usage_section(card) if export is None else export_section(export),
         "Licence": licence_section(card),
         "Versions": versions(manifest, card.unknown, exported=export is not None),
@@ -342,12 +345,6 @@ def counting_rule(measured: Mapping[str, Any]) -> str:
         f"{measured.get('git_commit') or 'unknown'}."
     )
     return f"{rule}\n\n{how}"
-
-
-def calibration_section(card: HeadFacts) -> str:
-    if card.drafts:
-        return "None: it proposes tokens, and the target's verdict does not depend on how sure it was of them."
-    return acceptance_card.calibration(card.manifest, card.unknown)
 
 
 def usage_section(card: HeadFacts) -> str:

@@ -114,9 +114,8 @@ class Acceptance(PredictorFormat):
             return unreadable(package, [refused], "config.json does not say how")
         config = _config_of(raw)
         findings = [Finding("note", key, "a field that is not read") for key in raw if key not in (*CONFIG, *SAID)]
-        width = (target.hidden_size if target is not None else None) or config.hidden_size
-        if width != config.hidden_size:
-            found = f"{config.hidden_size}, but the model's hidden states have width {width}"
+        if target is not None and target.hidden_size not in (None, config.hidden_size):
+            found = f"{config.hidden_size}, but the model's hidden states have width {target.hidden_size}"
             findings.append(Finding("error", "hidden_size", found))
         with torch.device("meta"):
             shapes = {name: tuple(weight.shape) for name, weight in AcceptanceHead(config).named_parameters()}

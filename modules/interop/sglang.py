@@ -111,16 +111,12 @@ def _check_dtype(reader: Reader) -> None:
     in float16 where that is float32 (configs/model_config.py, _get_and_verify_dtype)."""
     if reader.target is None:
         return
-    own, theirs = (_dtype(raw) for raw in (reader.raw, reader.target.raw))
+    named = [str(raw.get("dtype") or raw.get("torch_dtype") or "float32") for raw in (reader.raw, reader.target.raw)]
+    own, theirs = ("float16" if name == "float32" else name for name in named)
     if own == theirs:
         reader.note("dtype", f"runs head and target in {own}")
     else:
         reader.note("dtype", f"runs the head in {own} and the target in {theirs}, unless --dtype says otherwise")
-
-
-def _dtype(raw: Mapping[str, Any]) -> str:
-    named = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    return "float16" if named == "float32" else str(named)
 
 
 def _load_embedding(reader: Reader, name: str) -> None:

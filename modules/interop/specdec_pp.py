@@ -102,7 +102,12 @@ class SpecDecPP(PredictorFormat):
         if refused := _refused(width, n):
             return unreadable(package, refused, "the class cannot be built")
         assert isinstance(width, int) and isinstance(n, int)
-        findings = _config_findings(package.config, target)
+        findings = [Finding("note", key, "a field that is not read") for key in package.config if key not in FIELDS]
+        if "num_layers" not in package.config:
+            findings.append(Finding("note", "num_layers", "absent: no residual block"))
+        if target is not None and target.hidden_size not in (None, width):
+            expected = f"the draft's hidden states have width {target.hidden_size}"
+            findings.append(Finding("error", "hidden_size", f"{width}, but {expected}: the first matrix product fails"))
         block = {f"model.0.linear.{part}": [f"model.{i}.linear.{part}" for i in range(n)] for part in PARTS if n}
         names = block | {f"model.{n}.{part}": [f"model.{n}.{part}"] for part in PARTS}
         weights: dict[str, Tensor] = {}
@@ -150,18 +155,6 @@ def _refused(width: object, n: object) -> list[Finding]:
         findings.append(Finding("error", "hidden_size", f"{width} where the draft model's width is needed"))
     if not isinstance(n, int) or n < 0:
         findings.append(Finding("error", "num_layers", f"{n} where a number of residual blocks is needed"))
-    return findings
-
-
-def _config_findings(config: Mapping[str, Any], target: TargetFacts | None) -> list[Finding]:
-    findings = [Finding("note", key, "a field that is not read") for key in config if key not in FIELDS]
-    if "num_layers" not in config:
-        findings.append(Finding("note", "num_layers", "absent: no residual block"))
-    width = config["hidden_size"]
-    expected = (None if target is None else target.hidden_size) or width
-    if width != expected:
-        text = f"{width}, but the draft's hidden states have width {expected}: the first matrix product fails"
-        findings.append(Finding("error", "hidden_size", text))
     return findings
 
 
