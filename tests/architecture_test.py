@@ -48,7 +48,7 @@ EFFECTS = {"argparse", "http", "io", "logging", "os", "pathlib", "shutil", "sock
 TRAIN_ONLY = {"lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "wandb"}
 # The one file outside train/ that may import the client of Weights & Biases: a report's tables and media.
 TRACKS_REPORTS = "eval/report/tracking.py"
-DRAWING = ("benchmark", "draw", "files", "page", "sections", "tracking")
+DRAWING = ("benchmark", "drawing", "files", "page", "sections", "study_charts", "tracking")
 REPORT_PARTS = tuple(f"draftsmith.eval.report.{name}" for name in DRAWING)
 REPORT_ONLY = {"altair", "vl_convert"}  # of the extra `report`; jinja2 comes with transformers too
 OPTIONAL = {"deepspeed", "httpx", "tenacity", "wandb"}  # imported in the function that needs them, everywhere

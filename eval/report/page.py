@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -43,20 +43,18 @@ class Section:
     facts: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
     commands: Sequence[str] = ()
     viewer: Mapping[str, Any] | None = None
-    warnings: Sequence[str] = field(default_factory=tuple)
+    warnings: Sequence[str] = ()
 
 
 def render(title: str, date: str, sections: Sequence[Section]) -> str:
     """The whole page. Everything but this project's own assets is escaped."""
     drawings: dict[str, Any] = {}
-    shown = [_for_template(section, drawings) for section in sections]
     scripts = [bundle(), asset("report.js")]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(asset("template.html.jinja"))
-    return template.render(
+    return environment.from_string(asset("template.html.jinja")).render(
         title=title,
         date=date,
-        sections=shown,
+        sections=[_for_template(section, drawings) for section in sections],
         policy=policy(scripts),
         css=Markup(f"{variables()}\n{asset('report.css')}"),
         scripts=[Markup(script) for script in scripts],
@@ -71,22 +69,17 @@ def _for_template(section: Section, drawings: dict[str, Any]) -> dict[str, Any]:
     """A section with its tables as cells; its charts go into `drawings` under their anchors."""
     figures = []
     for figure in section.figures:
-        anchor = f"{section.name}-{figure.name}"
-        shown: dict[str, Any] = {"anchor": anchor, "title": figure.title, "note": figure.note}
+        shown: dict[str, Any] = {"anchor": f"{section.name}-{figure.name}", "title": figure.title, "note": figure.note}
         if isinstance(figure, tables.Table):
-            shown |= {
-                "cells": tables.text_cells(figure),
-                "columns": [(column.title, tables.is_number(figure, column.key)) for column in figure.columns],
-                "groups": tables.groups(figure.columns),
-            }
+            shown["cells"] = tables.text_cells(figure)
+            shown["columns"] = [(column.title, tables.is_number(figure, column.key)) for column in figure.columns]
+            shown["groups"] = tables.groups(figure.columns)
         elif figure.specification is None:
-            shown |= {"empty": True}
+            shown["empty"] = True
         else:
-            drawings[anchor] = figure.specification
+            drawings[shown["anchor"]] = figure.specification
         figures.append(shown)
-    viewer = json_text(section.viewer) if section.viewer is not None else None
-    taken = (len(section.viewer["prompts"]), section.viewer["total"]) if section.viewer is not None else (0, 0)
-    return {"section": section, "figures": figures, "viewer": viewer, "taken": taken}
+    return {"section": section, "figures": figures, "viewer": section.viewer and json_text(section.viewer)}
 
 
 @functools.cache

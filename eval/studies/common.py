@@ -1,6 +1,6 @@
 """What studies share: settings, models and prompts, rollouts, benches below the study's directory, and results.json.
 
-A study finds numbers and writes them down as tables; `eval/report/draw_*.py` draws those that are charts.
+A study finds numbers and writes them down as tables; `eval/report/study_charts.py` draws those that are charts.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ def entropy_tables(verified: pd.DataFrame) -> list[Table]:
         accepted, rejected = (own["entropy"][own["accepted"] == verdict] for verdict in (True, False))
         counts = {"accepted": len(accepted), "rejected": len(rejected)}
         means = {"mean_accepted": accepted.mean(), "mean_rejected": rejected.mean()}
-        label = torch.from_numpy((~own["accepted"].to_numpy(bool)).astype(float))
-        auc = soft_label_auc(torch.from_numpy(own["entropy"].to_numpy(float)), label)
+        label = torch.tensor([not verdict for verdict in own["accepted"]], dtype=torch.float64)
+        auc = soft_label_auc(torch.tensor(own["entropy"].to_list(), dtype=torch.float64), label)
         rows.append({"mode": mode, "by": by, **counts, **means, "auc": float(auc)})
         for verdict, values in (("accepted", accepted), ("rejected", rejected)):
             densities += density({"panel": f"{by}, {mode}", "verdict": verdict}, values)
