@@ -4,7 +4,7 @@ trained by the command, launch/specdecpp.py."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,19 +162,6 @@ class LoadedStudy:
         return SweepGrid(config.ks, config.thresholds, list(self.heads), config.min_drafted, config.max_drafted)
 
 
-@dataclass(frozen=True)
-class ChosenRules:
-    """Settings chosen on the dev prompts, by what they are called in tables."""
-
-    settings: dict[str, LengthRule]
-
-    def methods(self, config: SpecDecPPConfig) -> dict[str, list[str]]:
-        """Head -> methods of the bench run that loads it, those without a head among them; a method is in it once."""
-        named = [(rule.head, rule.method(config.min_drafted, config.max_drafted)) for rule in self.settings.values()]
-        heads = dict.fromkeys(head for head, _ in named if head is not None)
-        return {head: list(dict.fromkeys(method for own, method in named if own in (None, head))) for head in heads}
-
-
 BEST_K, BEST_T, BEST_HEAD, PUBLISHED, PUBLISHED_CALIBRATED = (
     "best fixed K",
     "best threshold on q",
@@ -229,8 +216,8 @@ def dev_methods(config: SpecDecPPConfig) -> list[str]:
     return [rule.method(config.min_drafted, config.max_drafted) for rule in rules]
 
 
-def choose_fastest(study: LoadedStudy, settings: Sequence[Setting], times: ForwardTimes) -> ChosenRules:
-    """The fastest settings by the cost model."""
+def choose_fastest(study: LoadedStudy, settings: Sequence[Setting], times: ForwardTimes) -> dict[str, LengthRule]:
+    """The fastest settings by the cost model, by what they are called in tables."""
     fixed = [setting for setting in settings if setting.rule.k]
     stopped = [setting for setting in settings if setting.rule.head is not None]
     found = {
@@ -247,7 +234,14 @@ def choose_fastest(study: LoadedStudy, settings: Sequence[Setting], times: Forwa
     if h is not None:
         head = best([s for s in stopped if s.rule.calibrated], times.tokens_per_s).rule.head
         found[BOUND] = LengthRule(head=head, h=h, calibrated=True)
-    return ChosenRules(found)
+    return found
+
+
+def methods_by_head(rules: Iterable[LengthRule], config: SpecDecPPConfig) -> dict[str, list[str]]:
+    """Head -> methods of the bench run that loads it, those without a head among them; a method is in it once."""
+    named = [(rule.head, rule.method(config.min_drafted, config.max_drafted)) for rule in rules]
+    heads = dict.fromkeys(head for head, _ in named if head is not None)
+    return {head: list(dict.fromkeys(method for own, method in named if own in (None, head))) for head in heads}
 
 
 def theorem_h(times: ForwardTimes) -> float | None:

@@ -22,10 +22,10 @@ from draftsmith.eval.studies.specdecpp.study import (
     BEST_K,
     BOUND,
     PUBLISHED,
-    ChosenRules,
     LoadedStudy,
     SpecDecPPConfig,
     choose_fastest,
+    methods_by_head,
     theorem_h,
 )
 from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, best, front, published_head, replayed, sweep
@@ -102,12 +102,12 @@ def test_the_cost_model_chooses(settings):
 
 def test_one_bench_for_each_head_with_the_fixed_k_in_all():
     rules = {BEST_K: LengthRule(k=5), BEST_HEAD: LengthRule(head="a", h=0.4), PUBLISHED: LengthRule(head="b", h=0.7)}
-    methods = ChosenRules(rules).methods(config_of())
+    methods = methods_by_head(rules.values(), config_of())
     assert methods == {
         "a": ["spec:k=5", "specdec++:h=0.4:min=2:max=20"],
         "b": ["spec:k=5", "specdec++:h=0.7:min=2:max=20"],
     }
-    same = ChosenRules({**rules, PUBLISHED: LengthRule(head="a", h=0.4)}).methods(config_of())
+    same = methods_by_head({**rules, PUBLISHED: LengthRule(head="a", h=0.4)}.values(), config_of())
     assert same == {"a": methods["a"]}
 
 
@@ -138,10 +138,10 @@ def test_a_rule_that_knows_p_ends_with_the_token_that_is_rejected():
 def test_the_theorems_threshold_is_chosen_where_it_is_one(settings):
     heads = {"w6-d3": head_of()}
     study = LoadedStudy(config_of(), None, heads, {}, {})
-    rule = choose_fastest(study, settings, ForwardTimes(0.2, 1.0, 1.0, 9)).settings[BOUND]
+    rule = choose_fastest(study, settings, ForwardTimes(0.2, 1.0, 1.0, 9))[BOUND]
     assert (rule.head, rule.h, rule.calibrated) == ("w6-d3", 0.8, True)
     assert theorem_h(ForwardTimes(1.0, 0.5, 1.0, 9)) is None and theorem_h(ForwardTimes(-0.1, 1.0, 1.0, 9)) is None
-    assert BOUND not in choose_fastest(study, settings, ForwardTimes(1.0, 0.5, 1.0, 9)).settings
+    assert BOUND not in choose_fastest(study, settings, ForwardTimes(1.0, 0.5, 1.0, 9))
 
 
 @pytest.mark.parametrize("more", [{"state": "before", "features": ("log_q",)}, {"features": ("entropy",)}])
