@@ -23,9 +23,10 @@ from draftsmith.eval.report.drawing import (
     heatmap,
     interval_marks,
     names,
-    number,
     points,
     tips,
+    x_number,
+    y_number,
 )
 from draftsmith.eval.report.runs import Run, prompt_rows, temperature_of, temperatures
 from draftsmith.eval.report.tables import Column, Table, interval, plain
@@ -132,7 +133,7 @@ def panelled(layers: Sequence[Any], rows: Rows, **sizes: Any) -> Any:
 
 
 def draw_speedup(rows: Rows) -> Any:
-    x = number(alt.X, "speedup", "speed-up", ".2f", zero=True)
+    x = x_number("speedup", "speed-up", ".2f", zero=True)
     y = names("method", scale=alt.Scale(paddingInner=0.3, paddingOuter=0.15))
     numbers = {"speedup": ".2f", "low": ".2f", "high": ".2f", "tau": ".2f", "tokens_per_s": ".1f"}
     shown = tips("method", "temperature", "prompts", **numbers)
@@ -142,8 +143,8 @@ def draw_speedup(rows: Rows) -> Any:
 
 
 def tau_and_speedup(rows: Rows) -> Any:
-    x = number(alt.X, "tau", "τ, emitted tokens per target call", ".2f")
-    y = number(alt.Y, "speedup", "speed-up", ".2f")
+    x = x_number("tau", "τ, emitted tokens per target call", ".2f")
+    y = y_number("speedup", "speed-up", ".2f")
     shown = tips("method", "temperature", tau=".2f", speedup=".2f", tokens_per_s=".1f")
     return panelled([points(x, y, "method", shown)], rows)
 

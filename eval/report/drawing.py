@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import altair as alt
 
 Rows = Sequence[Mapping[str, Any]]
+Draw = Callable[[Rows], Any]  # rows to an Altair chart
 MAX_CELL_LABELS = 260  # more numbers than that in a heatmap are not read
 PANEL_WIDTH, PANEL_HEIGHT, PANEL_COLUMNS = 230, 200, 3
 HEIGHT, BAR_HEIGHT = 320, 27
@@ -24,7 +26,7 @@ class Drawing:
     """How the rows of a table are drawn. title, note: may name the run's settings, `{tree}`."""
 
     title: str
-    draw: Callable[[Rows], Any]
+    draw: Draw
     note: str = ""
 
 
@@ -91,6 +93,9 @@ def number(
     return channel(f"{key}:Q", title=title, scale=scale, axis=axis)
 
 
+x_number, y_number = partial(number, alt.X), partial(number, alt.Y)
+
+
 def names(key: str, **more: Any) -> Any:
     """Names along y, in the order of the rows: they say what they are, and none is left out."""
     return alt.Y(f"{key}:N", title=None, sort=None, axis=alt.Axis(grid=False, labelOverlap=False), **more)
@@ -121,13 +126,18 @@ def interval_marks(base: Any, across: Any, band: bool = False, along: str = "y")
     return marked.encode(**{along: low, f"{along}2": end("high:Q")})
 
 
-def lines(x: Any, y: Any, series: Any, tooltip: Sequence[alt.Tooltip], band: bool = False, many: bool = False) -> Any:
-    """A line with its points for each of the series. band: with intervals from `low` to `high`. many: points that only
-    answer to the pointer."""
+def lines(
+    x: Any, y: Any, series: Any, tooltip: Sequence[alt.Tooltip], panel: str | None = None, *, band: bool = False,
+    many: bool = False, over: Sequence[Any] = (),
+) -> Draw:  # fmt: skip
+    """Draws a line with its points for each of the series; rows without y are left out. band: with intervals from `low`
+    to `high`. many: points that only answer to the pointer. over: more layers."""
     base = alt.Chart().encode(x, series)
     point: Any = "transparent" if many else alt.OverlayMarkDef(filled=True, size=38)
     line = base.mark_line(point=point).encode(y, tooltip=list(tooltip))
-    return [interval_marks(base, y, band=True), line] if band else [line]
+    layers = [*([interval_marks(base, y, band=True)] if band else []), line, *over]
+    key = str(y.shorthand).partition(":")[0]
+    return lambda rows: drawn(layers, [row for row in rows if row.get(key) is not None], panel)
 
 
 def points(x: Any, y: Any, series: str, tooltip: Sequence[alt.Tooltip], legend: str = "", **size: Any) -> Any:

@@ -11,6 +11,7 @@ import altair as alt
 from draftsmith.eval.report.drawing import (
     BAR_HEIGHT,
     SQUARE,
+    Draw,
     Drawing,
     Rows,
     cell_sizes,
@@ -23,52 +24,45 @@ from draftsmith.eval.report.drawing import (
     interval_marks,
     lines,
     names,
-    number,
     points,
     tips,
+    x_number,
+    y_number,
 )
 
-
-def rates(rows: Rows, every_head: bool = False) -> Any:
-    """SpecDec++'s figure 4: each point named, or all heads and thresholds."""
-    x = number(alt.X, "discard_rate", "discarded tokens per token", ".2f", zero=True)
-    y = number(alt.Y, "verification_rate", "target calls per token", ".2f")
-    shown = tips("series", "setting", "head", discard_rate=".2f", verification_rate=".2f", tau=".2f", theory=".1f")
-    if every_head:
-        return drawn([points(x, y, "series", shown, "heads with")], rows)
-    text = alt.Chart().mark_text(align="left", dx=9, fontSize=11).encode(x, y, text="setting:N")
-    return drawn([*lines(x, y, colour("series"), shown), text], rows)
-
-
-def kl_by_depth(rows: Rows) -> Any:
-    x = alt.X("depth:O", title="residual blocks D", axis=alt.Axis(labelAngle=0, grid=False))
-    y = number(alt.Y, "kl", "eval KL, nats", ".2f")
-    return drawn(lines(x, y, colour("series"), tips("series", "depth", kl=".3f")), rows)
-
-
-def time_fit(rows: Rows) -> Any:
-    x = number(alt.X, "predicted", "predicted (s)", ".2f", zero=True)
-    y = number(alt.Y, "measured", "measured (s)", ".2f", zero=True)
-    return drawn([points(x, y, "method", tips("method", "id", predicted=".3f", measured=".3f"))], rows)
-
-
+DISCARDED = x_number("discard_rate", "discarded tokens per token", ".2f", zero=True)
+VERIFIED = y_number("verification_rate", "target calls per token", ".2f")
+RATES = tips("series", "setting", "head", discard_rate=".2f", verification_rate=".2f", tau=".2f", theory=".1f")
+SETTINGS = alt.Chart().mark_text(align="left", dx=9, fontSize=11).encode(DISCARDED, VERIFIED, text="setting:N")
 SPECDECPP = {
     "specdecpp-rates": Drawing(
-        "Verification against discard rate (SpecDec++, figure 4)", rates,
+        "Verification against discard rate (SpecDec++, figure 4)",
+        lines(DISCARDED, VERIFIED, colour("series"), RATES, over=[SETTINGS]),
         "Lower left is better: a curve below that of fixed K drafts as much and verifies less. Replayed from rollouts "
         "on the reported prompts; counts equal those of decoding. The front takes the best of many settings in "
         "hindsight, on these very prompts: it flatters the heads.",
     ),
     "specdecpp-all-heads": Drawing(
-        "The same for every head and threshold, raw and calibrated", lambda rows: rates(rows, every_head=True),
+        "The same for every head and threshold, raw and calibrated",
+        lambda rows: drawn([points(DISCARDED, VERIFIED, "series", RATES, "heads with")], rows),
         "A point is one head at one h. Where the points of two weights lie on one curve, the weight moves a head along "
         "the front and not to a better one.",
     ),
     "specdecpp-kl-depth": Drawing(
-        "Eval KL by depth", kl_by_depth, "Lower is better; a falling line says that depth pays."
+        "Eval KL by depth",
+        lines(
+            alt.X("depth:O", title="residual blocks D", axis=alt.Axis(labelAngle=0, grid=False)),
+            y_number("kl", "eval KL, nats", ".2f"), colour("series"), tips("series", "depth", kl=".3f"),
+        ),
+        "Lower is better; a falling line says that depth pays.",
     ),
     "specdecpp-time-fit": Drawing(
-        "Seconds of single prompts, predicted and measured", time_fit,
+        "Seconds of single prompts, predicted and measured",
+        lambda rows: drawn([points(
+            x_number("predicted", "predicted (s)", ".2f", zero=True),
+            y_number("measured", "measured (s)", ".2f", zero=True),
+            "method", tips("method", "id", predicted=".3f", measured=".3f"),
+        )], rows),
         "Test prompts, times fitted on dev prompts; on a line where the cost model holds.",
     ),
 }  # fmt: skip
@@ -78,7 +72,7 @@ ACCEPTED = "accepted, once the parent is"
 
 def acceptance_by_position(rows: Rows) -> Any:
     """EAGLE-2's figure 5."""
-    x, y = number(alt.X, "accepted", ACCEPTED, ".0%", zero=True), names("position")
+    x, y = x_number("accepted", ACCEPTED, ".0%", zero=True), names("position")
     shown = tips("mode", "position", "depth", "reached", accepted=".0%", low=".0%", high=".0%")
     intervals = interval_marks(alt.Chart().encode(y, colour("mode")), x, along="x")
     return drawn([intervals, points(x, y, "mode", shown)], rows, height=BAR_HEIGHT * count(rows, "position"))
@@ -94,27 +88,25 @@ def acceptance_by_task(rows: Rows) -> Any:
 
 def acceptance_by_confidence(rows: Rows) -> Any:
     """Figure 6."""
-    x = number(alt.X, "confidence", "confidence: the head's probability of the token", ".1f", unit=True)
-    y = number(alt.Y, "accepted", ACCEPTED, ".0%", unit=True)
+    x = x_number("confidence", "confidence: the head's probability of the token", ".1f", unit=True)
+    y = y_number("accepted", ACCEPTED, ".0%", unit=True)
     shown = tips("mode", "nodes", confidence=".2f", accepted=".0%", low=".0%", high=".0%")
     intervals = interval_marks(alt.Chart().encode(x, colour("mode")), y)
     layers = [diagonal(), intervals, points(x, y, "mode", shown, size=counted("nodes"))]
     return drawn(layers, rows, width=SQUARE, height=SQUARE)
 
 
-def by_tree_size(rows: Rows, key: str, title: str) -> Any:
+def by_tree_size(key: str, title: str) -> Draw:
     """Cells of nodes and depth."""
     x = alt.X("nodes:O", title="nodes that the target scores", axis=alt.Axis(labelAngle=0, grid=False))
     y = alt.Y("depth:O", title="depth", sort="descending", axis=alt.Axis(grid=False))
-    layers = heatmap(rows, x, y, (key, title, ".2f"), tips("mode", "nodes", "depth", **{key: ".2f"}))
-    return drawn(layers, rows, "mode", **cell_sizes(rows, "nodes", "depth"))
+    shown = tips("mode", "nodes", "depth", **{key: ".2f"})
 
+    def draw(rows: Rows) -> Any:
+        layers = heatmap(rows, x, y, (key, title, ".2f"), shown)
+        return drawn(layers, rows, "mode", **cell_sizes(rows, "nodes", "depth"))
 
-def measured_tree_speed(rows: Rows) -> Any:
-    x = number(alt.X, "nodes", "nodes that the target scores", log=True)
-    y = number(alt.Y, "speedup", "speed-up over autoregressive decoding", ".2f")
-    shown = tips("mode", "depth", "nodes", speedup=".2f", low=".2f", high=".2f", tau=".2f")
-    return drawn(lines(x, y, colour("depth"), shown, band=True), rows, "mode")
+    return draw
 
 
 EAGLE2 = {
@@ -134,110 +126,98 @@ EAGLE2 = {
         "On the diagonal confidence is acceptance, which EAGLE-2 builds its trees on (figure 6 of the paper).",
     ),
     "eagle2-tau-by-size": Drawing(
-        "Tokens per target call by nodes and depth", lambda rows: by_tree_size(rows, "tau", "tau"),
+        "Tokens per target call by nodes and depth", by_tree_size("tau", "tau"),
         "From one recording of the largest trees: every size's rounds are read off it, without decoding again.",
     ),
     "eagle2-speed-by-size": Drawing(
-        "Measured speed-up by nodes and depth", measured_tree_speed,
+        "Measured speed-up by nodes and depth",
+        lines(
+            x_number("nodes", "nodes that the target scores", log=True),
+            y_number("speedup", "speed-up over autoregressive decoding", ".2f"), colour("depth"),
+            tips("mode", "depth", "nodes", speedup=".2f", low=".2f", high=".2f", tau=".2f"), "mode", band=True,
+        ),
         "More nodes accept more and cost more: the best number is where the target still scores another row for "
         "little.",
     ),
     "eagle2-predicted-speed": Drawing(
-        "Predicted speed-up by nodes and depth", lambda rows: by_tree_size(rows, "speedup", "speed-up"),
+        "Predicted speed-up by nodes and depth", by_tree_size("speedup", "speed-up"),
         "Replayed counts, priced by a regression over the measured sizes (seconds a target call, a drafted token, a "
         "forward of the head); the table says how far it is off where it was not fitted.",
     ),
 }  # fmt: skip
 
 
-def by_window(rows: Rows, key: str, title: str) -> Any:
-    """HSDDW's figure 7. Rows with `low` and `high` have a band."""
-    x, y = number(alt.X, "k", "window k"), number(alt.Y, key, title, ".2f")
-    band = "low" in rows[0]
-    more = {"low": ".2f", "high": ".2f", "tokens_per_s": ".1f"} if band else {}
-    shown = tips("method", "mode", "k", **{key: ".2f"}, **more)
-    return drawn(lines(x, y, colour("method"), shown, band=band), rows, "mode")
+WINDOW = x_number("k", "window k")
+ROUND = tips("method", "panel", "round", "start", "drafted", "accepted", threshold=".2f")
 
 
-def entropy_density(rows: Rows) -> Any:
-    """Figure 6."""
-    x = number(alt.X, "entropy", "entropy [nats]", ".1f", zero=True)
-    y = number(alt.Y, "share", "share of tokens in 0.25 nats", ".0%", zero=True)
-    shown = tips("verdict", "panel", "tokens", entropy=".2f", share=".1%")
-    return drawn(lines(x, y, colour("verdict"), shown, many=True), rows, "panel")
-
-
-def windows(rows: Rows) -> Any:
-    """Figure 8: a point a round."""
-    x, y = number(alt.X, "round", "round"), number(alt.Y, "drafted", "tokens handed to the target", zero=True)
-    shown = tips("method", "panel", "round", "start", "drafted", "accepted", threshold=".2f")
-    return drawn(lines(x, y, colour("method"), shown, many=True), rows, "panel")
-
-
-def over_answer(rows: Rows, key: str, title: str, form: str) -> Any:
-    known = [row for row in rows if row.get(key) is not None]
-    x, y = number(alt.X, "position", "place in the answer", ".0%"), number(alt.Y, key, title, form, zero=True)
+def over_answer(key: str, title: str, form: str) -> Draw:
+    x, y = x_number("position", "place in the answer", ".0%"), y_number(key, title, form, zero=True)
     shown = tips("method", "mode", "rounds", position=".0%", **{key: form}, low=form, high=form)
-    return drawn(lines(x, y, colour("method"), shown, band=True), known, "mode")
+    return lines(x, y, colour("method"), shown, "mode", band=True)
 
 
 HSDDW = {
     "hsddw-window-sensitivity": Drawing(
-        "Speed-up by window size", lambda rows: by_window(rows, "speedup", "speed-up over autoregressive decoding"),
+        "Speed-up by window size",
+        lines(
+            WINDOW, y_number("speedup", "speed-up over autoregressive decoding", ".2f"), colour("method"),
+            tips("method", "mode", "k", speedup=".2f", low=".2f", high=".2f", tokens_per_s=".1f"), "mode", band=True,
+        ),
         "The window k is the tokens drafted at most by the first model. A flat line needs no tuning: figure 7 of the "
         "paper shows it for entropy's windows, and a fall for SD.",
     ),
     "hsddw-tau-by-window": Drawing(
-        "Tokens per target call by window size", lambda rows: by_window(rows, "tau", "tau"),
+        "Tokens per target call by window size",
+        lines(WINDOW, y_number("tau", "tau", ".2f"), colour("method"), tips("method", "mode", "k", tau=".2f"), "mode"),
         "What the target saves; the chart of speed-ups also counts what drafting costs.",
     ),
     "hsddw-entropy-density": Drawing(
-        "Entropy of accepted and rejected tokens", entropy_density,
+        "Entropy of accepted and rejected tokens",
+        lines(
+            x_number("entropy", "entropy [nats]", ".1f", zero=True),
+            y_number("share", "share of tokens in 0.25 nats", ".0%", zero=True), colour("verdict"),
+            tips("verdict", "panel", "tokens", entropy=".2f", share=".1%"), "panel", many=True,
+        ),
         "Entropy of the distribution that a token was drawn from. The further apart the two curves of a panel are, the "
         "better it knows what will be rejected.",
     ),
     "hsddw-windows": Drawing(
-        "Windows over single answers", windows,
+        "Windows over single answers",
+        lines(
+            x_number("round", "round"), y_number("drafted", "tokens handed to the target", zero=True),
+            colour("method"), ROUND, "panel", many=True,
+        ),
         "Each point is a round: its window, with the entropy threshold it was drafted under on hover.",
     ),
     "hsddw-window-by-position": Drawing(
-        "Windows over an answer", lambda rows: over_answer(rows, "drafted", "mean window [tokens]", ".1f"),
+        "Windows over an answer", over_answer("drafted", "mean window [tokens]", ".1f"),
         "Means over prompts by tenths of the answer: the threshold is 0 before the first rejection, so answers begin "
         "with windows of one token of M1, or one verification by M2.",
     ),
     "hsddw-threshold-by-position": Drawing(
-        "Entropy threshold over an answer",
-        lambda rows: over_answer(rows, "threshold", "mean entropy threshold [nats]", ".2f"),
+        "Entropy threshold over an answer", over_answer("threshold", "mean entropy threshold [nats]", ".2f"),
         "The running mean of entropies at rejected tokens: self-verify's of M1, HSDDW's of M2.",
     ),
 }  # fmt: skip
 
 
-def reliability(panel: str, title: str, note: str) -> Drawing:
+def reliability(panel: str, title: str, note: str = "") -> Drawing:
     """Predicted against observed probabilities of `predictor`s, a point a bin."""
-
-    def draw(rows: Rows) -> Any:
-        x = number(alt.X, "predicted", "predicted probability of acceptance", ".2f", unit=True)
-        base = alt.Chart().encode(x, number(alt.Y, "observed", "accepted", ".2f", unit=True), colour("predictor"))
-        shown = tips("predictor", panel, "count", predicted=".2f", observed=".2f")
-        bins = base.mark_point().encode(counted("count"), tooltip=shown)
-        return drawn([diagonal(), base.mark_line(), bins], rows, panel)
-
-    return Drawing(title, draw, "On the diagonal what is predicted is what happens; below it the predictor promises "
-                   f"too much.{note}")  # fmt: skip
+    x = x_number("predicted", "predicted probability of acceptance", ".2f", unit=True)
+    base = alt.Chart().encode(x, y_number("observed", "accepted", ".2f", unit=True), colour("predictor"))
+    shown = tips("predictor", panel, "count", predicted=".2f", observed=".2f")
+    layers = [diagonal(), base.mark_line(), base.mark_point().encode(counted("count"), tooltip=shown)]
+    how = "On the diagonal what is predicted is what happens; below it the predictor promises too much."
+    return Drawing(title, lambda rows: drawn(layers, rows, panel), how + note)
 
 
 def by_depth(panel: str, key: str) -> Drawing:
     """A measure of `predictor`s by place in the draft."""
-
-    def draw(rows: Rows) -> Any:
-        known = [row for row in rows if row.get(key) is not None]
-        x, y = number(alt.X, "depth", "place in the draft", "d"), number(alt.Y, key, key.upper(), ".3f")
-        shown = tips("predictor", panel, "depth", "tokens", **{key: ".3f"})
-        return drawn(lines(x, y, colour("predictor"), shown), known, panel)
-
+    x, y = x_number("depth", "place in the draft", "d"), y_number(key, key.upper(), ".3f")
+    shown = tips("predictor", panel, "depth", "tokens", **{key: ".3f"})
     note = "Later places are reached only when all before were accepted: their tokens are a selection."
-    return Drawing(f"{key.upper()} by place in the draft", draw, note)
+    return Drawing(f"{key.upper()} by place in the draft", lines(x, y, colour("predictor"), shown, panel), note)
 
 
 BINS = " 15 bins of equal mass."
@@ -249,40 +229,35 @@ CALIBRATION = {
 }
 
 
-def gain_by_cost(rows: Rows) -> Any:
-    x = number(alt.X, "c", "c of a drafted token", ".2f")
-    y = number(alt.Y, "gain", "gain in tokens by time", "+.0%")
-    shown = tips("policy", "scene", "setting", c=".3g", gain="+.1%", low="+.1%", high="+.1%")
-    return drawn(lines(x, y, colour("policy"), shown, band=True), rows, "scene")
-
-
 POLICIES = {
     "policies-gain": Drawing(
-        "Gain over the best fixed K by the cost of a drafted token", gain_by_cost,
+        "Gain over the best fixed K by the cost of a drafted token",
+        lines(
+            x_number("c", "c of a drafted token", ".2f"), y_number("gain", "gain in tokens by time", "+.0%"),
+            colour("policy"), tips("policy", "scene", "setting", c=".3g", gain="+.1%", low="+.1%", high="+.1%"),
+            "scene", band=True,
+        ),
         "Time is counted in rounds without a draft: 1 a round and c a drafted token, the prefill counting 1. The best "
         "of every kind on dev prompts at each c, beside the best fixed K. Intervals are 95 %, by bootstrap over "
         "prompts in pairs.",
     ),
-    "policies-reliability": reliability("scene", "Reliability of the probabilities", ""),
+    "policies-reliability": reliability("scene", "Reliability of the probabilities"),
     "policies-auc-by-depth": by_depth("scene", "auc"),
     "policies-ece-by-depth": by_depth("scene", "ece"),
 }  # fmt: skip
 
 
-def by_length(rows: Rows, title: str) -> Any:
-    x, y = number(alt.X, "length", title), number(alt.Y, "tokens_per_s", "tokens/s", ",.0f")
+MILLISECONDS = {"key": "milliseconds", "title": "milliseconds", "form": ".2f", "zero": True}
+
+
+def predicted_speed(title: str) -> Draw:
     shown = tips("family", "setting", "length", tau=".2f", tokens_per_s=",.1f")
-    return drawn(lines(x, y, colour("family"), shown), rows)
-
-
-def target_cost(rows: Rows) -> Any:
-    x, y = number(alt.X, "rows", "rows read"), number(alt.Y, "milliseconds", "milliseconds", ".2f", zero=True)
-    return drawn(lines(x, y, colour("kind", "rows form a"), tips("kind", "rows", milliseconds=".2f")), rows)
+    return lines(x_number("length", title), y_number("tokens_per_s", "tokens/s", ",.0f"), colour("family"), shown)
 
 
 def draft_cost(rows: Rows) -> Any:
     bars = alt.Chart().mark_bar(cornerRadiusEnd=2).encode(
-        number(alt.X, "milliseconds", "milliseconds", ".2f", zero=True),
+        x_number(**MILLISECONDS),
         names("drafter", scale=alt.Scale(paddingInner=0.3)),
         alt.YOffset("step:N", sort=None), colour("step"),
         tooltip=tips("drafter", "step", milliseconds=".2f"),
@@ -293,13 +268,17 @@ def draft_cost(rows: Rows) -> Any:
 HIGHEST = "Each line's highest point is the length that pays best on this machine."
 TUNING = {
     "predicted-by-k": Drawing(
-        "Predicted speed by drafted tokens a round", lambda rows: by_length(rows, "drafted tokens K"), HIGHEST
+        "Predicted speed by drafted tokens a round", predicted_speed("drafted tokens K"), HIGHEST
     ),
     "predicted-by-nodes": Drawing(
-        "Predicted speed by the size of the tree", lambda rows: by_length(rows, "nodes"), HIGHEST
+        "Predicted speed by the size of the tree", predicted_speed("nodes"), HIGHEST
     ),
     "target-cost": Drawing(
-        "What one target call costs by the rows it reads", target_cost,
+        "What one target call costs by the rows it reads",
+        lines(
+            x_number("rows", "rows read"), y_number(**MILLISECONDS), colour("kind", "rows form a"),
+            tips("kind", "rows", milliseconds=".2f"),
+        ),
         "The flatter the line, the more drafted tokens pay. Medians of calls behind kept tokens.",
     ),
     "draft-cost": Drawing(
