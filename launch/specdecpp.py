@@ -137,7 +137,7 @@ def measure_study(config: SpecDecPPConfig, console: Console) -> None:
         methods_by_head,
         rollouts_of,
     )
-    from draftsmith.eval.studies.specdecpp.sweep import published_head, sweep
+    from draftsmith.eval.studies.specdecpp.sweep import published_head
 
     study = load_study(config, config.heads or config.output / "heads")
     timing = published_head(study.heads) or next(iter(study.heads))
@@ -148,14 +148,14 @@ def measure_study(config: SpecDecPPConfig, console: Console) -> None:
     times = fit_forward_times(drafting(dev_rows), clock)
     rollouts = {split: rollouts_of(study, split) for split in (config.dev_split, config.split)}
     say("Replaying every K, and every h of every head")
-    chosen = choose_fastest(study, sweep(rollouts[config.dev_split], study.grid, study.heads), times)
+    chosen = choose_fastest(study, study.sweep(rollouts[config.dev_split]), times)
     tests = [
         bench_step(study, config.split, config.test_prompts, methods, head)
         for head, methods in methods_by_head(chosen.values(), config).items()
     ]
     for step in tests:
         execute(step, console)
-    reported = sweep(rollouts[config.split], study.grid, study.heads)
+    reported = study.sweep(rollouts[config.split])
     places = {name: config.output / "data" / name / "acceptance" for name in ("train", "eval")}
     labels = {name: place for name, place in places.items() if place.exists()}
     runs = {step.done.parent.name: bench_rows(step.done.parent) for step in tests}

@@ -14,7 +14,7 @@ from draftsmith.eval.report import tables
 from draftsmith.eval.report.drawing import Chart
 from draftsmith.eval.report.page import VEGA_LITE, Section
 from draftsmith.eval.report.tables import Table
-from draftsmith.eval.report.themes import PAPER, chart_config
+from draftsmith.eval.report.themes import COLOURS, chart_config
 
 WIDTH = 600  # pixels of a single panel; PNG has three for each, for print
 SCALE = 3
@@ -56,4 +56,4 @@ def on_paper(specification: Mapping[str, Any]) -> dict[str, Any]:
     if "facet" not in sized:
         sized.setdefault("width", WIDTH)
     # A system's own font need not be where the image is made or shown.
-    return {**sized, "config": {**chart_config("light"), "background": PAPER["light"], "font": "sans-serif"}}
+    return {**sized, "config": {**chart_config("light"), "background": COLOURS["paper"][0], "font": "sans-serif"}}

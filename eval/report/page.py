@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from draftsmith.eval.report import tables
 from draftsmith.eval.report.drawing import Chart
-from draftsmith.eval.report.themes import INK, KINDS, LINE, PAPER, QUIET, SERIES, page_themes
+from draftsmith.eval.report.themes import css_variables, page_themes
 
 # The version of Vega-Lite that Altair writes, as vl-convert counts them: 6.1.0 -> 6.1.
 VEGA_LITE = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
@@ -48,38 +48,27 @@ class Section:
 
 def render(title: str, date: str, sections: Sequence[Section]) -> str:
     """The whole page. Everything but this project's own assets is escaped."""
-    drawings: dict[str, Any] = {}
+    charts = {
+        f"{section.name}-{figure.name}": figure.specification
+        for section in sections
+        for figure in section.figures
+        if isinstance(figure, Chart) and figure.specification is not None
+    }
     scripts = [bundle(), asset("report.js")]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(asset("template.html.jinja")).render(
         title=title,
         date=date,
-        sections=[_for_template(section, drawings) for section in sections],
+        sections=sections,
         policy=policy(scripts),
-        css=Markup(f"{variables()}\n{asset('report.css')}"),
+        css=Markup(f"{css_variables()}\n{asset('report.css')}"),
         scripts=[Markup(script) for script in scripts],
-        charts=json_text(drawings),
+        charts=json_text(charts),
         themes=json_text(page_themes()),
         tree=Markup(asset("tree.vega.json")),
-        kinds=list(KINDS),
+        tables=tables,
+        json_text=json_text,
     )
-
-
-def _for_template(section: Section, drawings: dict[str, Any]) -> dict[str, Any]:
-    """A section with its tables as cells; its charts go into `drawings` under their anchors."""
-    figures = []
-    for figure in section.figures:
-        shown: dict[str, Any] = {"anchor": f"{section.name}-{figure.name}", "title": figure.title, "note": figure.note}
-        if isinstance(figure, tables.Table):
-            shown["cells"] = tables.text_cells(figure)
-            shown["columns"] = [(column.title, tables.is_number(figure, column.key)) for column in figure.columns]
-            shown["groups"] = tables.groups(figure.columns)
-        elif figure.specification is None:
-            shown["empty"] = True
-        else:
-            drawings[shown["anchor"]] = figure.specification
-        figures.append(shown)
-    return {"section": section, "figures": figures, "viewer": section.viewer and json_text(section.viewer)}
 
 
 @functools.cache
@@ -108,15 +97,3 @@ def policy(scripts: Sequence[str]) -> str:
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     return f"default-src 'none'; script-src 'unsafe-eval' {allowed}; {rest}"
-
-
-def variables() -> str:
-    """Colours as CSS variables, each for both themes."""
-    pairs = {"ink": INK, "quiet": QUIET, "line": LINE, "paper": PAPER}
-    found = {name: (pair["light"], pair["dark"]) for name, pair in pairs.items()}
-    found["accent"] = (SERIES["light"][0], SERIES["dark"][0])
-    for kind, colours in KINDS.items():
-        for number, part in enumerate(("ink", "behind")):
-            found[f"{kind}-{part}"] = (colours["light"][number], colours["dark"][number])
-    lines = (f"  --{name}: light-dark({light}, {dark});" for name, (light, dark) in found.items())
-    return ":root {\n  color-scheme: light dark;\n" + "\n".join(lines) + "\n}"

@@ -114,12 +114,15 @@ def groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
     return [(name, len(list(members))) for name, members in itertools.groupby(columns, lambda column: column.group)]
 
 
-def is_number(table: Table, key: str) -> bool:
-    """Whether a column is aligned as numbers: whatever it holds besides nothing is one, or looks like one."""
-    values = [row.get(key) for row in table.rows if row.get(key) not in (None, "")]
-    return bool(values) and all(
-        isinstance(value, int | float) or (isinstance(value, str) and value[:1].isdigit()) for value in values
-    )
+def numbers(table: Table) -> list[bool]:
+    """For each column whether it is aligned as numbers: whatever it holds besides nothing is one, or looks like one."""
+
+    def looks_like_one(value: Any) -> bool:
+        return isinstance(value, int | float) or (isinstance(value, str) and value[:1].isdigit())
+
+    values = ([row.get(column.key) for row in table.rows] for column in table.columns)
+    known = ([value for value in column if value not in (None, "")] for column in values)
+    return [bool(column) and all(map(looks_like_one, column)) for column in known]
 
 
 def plain_table(**kwargs: Any) -> Printed:
@@ -177,7 +180,7 @@ def latex(table: Table) -> str:
     frame = pd.DataFrame(text_cells(table), columns=range(len(titles)), dtype=str)
     frame.columns = pd.MultiIndex.from_tuples(titles) if grouped else pd.Index(titles)
     style = frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
-    aligned = "".join("r" if is_number(table, column.key) else "l" for column in table.columns)
+    aligned = "".join("r" if number else "l" for number in numbers(table))
     text = style.to_latex(hrules=True, column_format=aligned, multicol_align="c")
     about = "".join(f"% {' '.join(part.split())}\n" for part in (table.title, table.note) if part)
     return about + text

@@ -1,7 +1,7 @@
 """What `draftsmith eval hsddw` found, as tables: functions of frames of what was watched and measured.
 
 watched: a row a method at the common window, what was drafted and by whom. verified, windows: the rows of
-`Observations`, with mode and method; windows also have `length`, the tokens of their answer. speeds: rows of benches
+`Watcher`, with mode and method; windows also have `length`, the tokens of their answer. speeds: rows of benches
 with mode, method and window k.
 """
 

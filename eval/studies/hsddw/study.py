@@ -4,6 +4,7 @@ rejected tokens, sensitivity to the window, windows over a generation, ablation,
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +32,9 @@ from draftsmith.eval.studies.hsddw.found import (
     summary_of,
     window_tables,
 )
-from draftsmith.eval.studies.hsddw.watch import Observations, Watcher
+from draftsmith.eval.studies.hsddw.watch import Watcher
 from draftsmith.modules.decoding.loop import Round
-from draftsmith.modules.decoding.trace import Totals, pool
+from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
 from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 
@@ -98,9 +99,9 @@ def run(config: HsddwConfig) -> Path:
     return write_results("hsddw", config, context, tables, summary_of(tables))
 
 
-def watch(config: HsddwConfig, context: StudyContext, name: str, params: SamplingParams) -> tuple[Row, Observations]:
-    """Decode all prompts with one method at `config.k`; what was drafted and who made the answers, and what was seen,
-    windows with `length`, the tokens of their answer."""
+def watch(config: HsddwConfig, context: StudyContext, name: str, params: SamplingParams) -> tuple[Row, Watcher]:
+    """Decode all prompts with one method at `config.k`; what was drafted and who made the answers, and the watcher,
+    whose windows have `length`, the tokens of their answer."""
     label = METHODS[name].format(k=config.k, max=config.max)
     drafter = parse_methods(label)[0].method.build(context.models)
     assert drafter is not None
@@ -111,21 +112,21 @@ def watch(config: HsddwConfig, context: StudyContext, name: str, params: Samplin
 
     made = decode_prompts(config, context, label, params, on_round, drafter)
     lengths = {prompt.id: len(answer.tokens) for prompt, answer in zip(context.prompts, made, strict=True)}
-    for window in watcher.seen.windows:
+    for window in watcher.windows:
         window["length"] = lengths[window["prompt"]]
-    return drafted_row(watcher.seen, pool(answer.trace for answer in made)), watcher.seen
+    return drafted_row(watcher.inner, watcher.origin, pool(answer.trace for answer in made)), watcher
 
 
-def drafted_row(seen: Observations, totals: Totals) -> Row:
-    """Table 4's row of a method."""
-    inner, made = pool([seen.inner]), max(seen.origin.total(), 1)
+def drafted_row(drafts: DecodeTrace, origin: Counter[str], totals: Totals) -> Row:
+    """Table 4's row of a method. drafts: of M1 for M2. origin: tokens by who made them."""
+    inner, made = pool([drafts]), max(origin.total(), 1)
     return {
         "drafted": totals.num_draft_tokens,
         "accepted": totals.num_accepted,
         "redundancy": totals.redundancy,
         "inner": inner.redundancy if inner.num_draft_tokens else None,
         "utilisation": totals.verification_rate,
-        **{model: seen.origin[model] / made for model in ("M1", "M2", "target")},
+        **{model: origin[model] / made for model in ("M1", "M2", "target")},
     }
 
 

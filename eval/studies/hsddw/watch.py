@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.modules.decoding.confidence import draft_distribution
@@ -16,25 +15,6 @@ from draftsmith.modules.decoding.protocols import Drafter, DraftView, EachRow, S
 from draftsmith.modules.decoding.stop import Around, RunningEntropy, entropy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
-
-
-@dataclass
-class Observations:
-    """Everything watched with one method, as rows.
-
-    verified: every token down to and with the first that was rejected: prompt; by, drafter and verifier ("M1 by
-    target", ...); entropy of the distribution that it was drawn from [nats]; accepted.
-    windows: every round: prompt, round; start, tokens of the answer before it; drafted, tokens handed to the target;
-    accepted; threshold, the running mean [nats] that the entropies of whoever hands over are compared with, None where
-    there is none.
-    inner: M1's drafts as rounds whose target is M2. origin: tokens of the rounds by who made them, M1, M2 or the target
-    (the first token of an answer, which the prefill gives, left out).
-    """
-
-    verified: list[dict[str, Any]] = field(default_factory=list)
-    windows: list[dict[str, Any]] = field(default_factory=list)
-    inner: DecodeTrace = field(default_factory=DecodeTrace)
-    origin: Counter[str] = field(default_factory=Counter)
 
 
 class WatchedStop(Around):
@@ -60,7 +40,16 @@ class WatchedStop(Around):
 
 
 class Watcher:
-    """Watches one drafter, a chain's or a hierarchy's; `on_round` is called with every round of `generate`."""
+    """Watches one drafter, a chain's or a hierarchy's; `on_round` is called with every round of `generate`.
+
+    verified: rows of every token down to and with the first that was rejected: prompt; by, drafter and verifier ("M1 by
+    target", ...); entropy of the distribution that it was drawn from [nats]; accepted.
+    windows: rows of every round: prompt, round; start, tokens of the answer before it; drafted, tokens handed to the
+    target; accepted; threshold, the running mean [nats] that the entropies of whoever hands over are compared with,
+    None where there is none.
+    inner: M1's drafts as rounds whose target is M2. origin: tokens of the rounds by who made them, M1, M2 or the target
+    (the first token of an answer, which the prefill gives, left out).
+    """
 
     def __init__(self, drafter: Drafter, eos_ids: Sequence[int]):
         self._eos = frozenset(eos_ids)
@@ -69,7 +58,9 @@ class Watcher:
         chain: Any = drafter if self._hierarchy is None else self._hierarchy.inner
         self._stop = chain.stops[0] = WatchedStop(chain.stops[0])
         self._prompt, self._emitted, self._number = "", 0, 0
-        self.seen = Observations()
+        self.verified: list[dict[str, Any]] = []
+        self.windows: list[dict[str, Any]] = []
+        self.inner, self.origin = DecodeTrace(), Counter[str]()
 
     def on_round(self, prompt: str, done: Round) -> None:
         """`prompt` is its id. To be called before the drafter learns of the verdict, as `generate` does."""
@@ -78,7 +69,7 @@ class Watcher:
         elif done.tree.tokens:
             self._round(done)
         else:
-            self.seen.origin["target"] += len(done.tokens)
+            self.origin["target"] += len(done.tokens)
         self._stop.drafts = []
         self._emitted += len(done.tokens)
 
@@ -94,10 +85,10 @@ class Watcher:
             of_m1 = self._inner_drafts(end)
         self._verify(by, entropies[: len(tokens)], len(done.verdict.path), 0, end)
         kept = set(range(done.num_accepted))
-        self.seen.origin += Counter(M1=len(kept & of_m1), M2=len(kept - of_m1), target=len(done.tokens) - len(kept))
+        self.origin += Counter(M1=len(kept & of_m1), M2=len(kept - of_m1), target=len(done.tokens) - len(kept))
         window = {"prompt": self._prompt, "round": self._number, "start": self._emitted, "drafted": len(tokens)}
         threshold = rule.threshold if isinstance(rule, RunningEntropy) else None
-        self.seen.windows.append({**window, "accepted": done.num_accepted, "threshold": threshold})
+        self.windows.append({**window, "accepted": done.num_accepted, "threshold": threshold})
         self._number += 1
 
     def _inner_drafts(self, end: int) -> set[int]:
@@ -107,7 +98,7 @@ class Watcher:
         for entropies, accepted in self._stop.drafts:
             self._verify("M1 by M2", entropies, accepted, start, end)
             alive = min(accepted + 1, max(0, end + 1 - start))
-            self.seen.inner.steps.append(DecodeStep(len(entropies), accepted, alive, len(entropies)))
+            self.inner.steps.append(DecodeStep(len(entropies), accepted, alive, len(entropies)))
             places |= set(range(start, start + accepted))
             start += accepted + 1
         return places
@@ -117,4 +108,4 @@ class Watcher:
         for i, value in enumerate(entropies[: accepted + 1]):
             if start + i <= end:
                 verdict = {"prompt": self._prompt, "by": by, "entropy": value, "accepted": i < accepted}
-                self.seen.verified.append(verdict)
+                self.verified.append(verdict)

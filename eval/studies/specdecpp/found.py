@@ -24,7 +24,7 @@ from draftsmith.eval.studies.forward_times import (
 )
 from draftsmith.eval.studies.specdecpp.kl import constant_kl, kl_rows, read_labels
 from draftsmith.eval.studies.specdecpp.study import BEST_HEAD, BEST_K, LoadedStudy, theorem_h
-from draftsmith.eval.studies.specdecpp.sweep import LengthRule, Setting, front, published_head, replayed
+from draftsmith.eval.studies.specdecpp.sweep import LengthRule, Setting, front, published_head
 from draftsmith.modules.decoding.trace import pool
 
 # Huang et al. 2024, table of KL: w_rej = 6, by depth 0..4.
@@ -146,7 +146,7 @@ def throughput_rows(study: LoadedStudy, found: Measurements) -> list[dict[str, A
 
 def prompt_seconds(study: LoadedStudy, rollouts: ChainRollouts, rule: LengthRule, times: ForwardTimes) -> Floats:
     """[prompts, 2]: tokens, and their seconds by the cost model."""
-    totals = [pool([trace]) for trace in replayed(rollouts, rule, study.grid, study.heads)]
+    totals = [pool([trace]) for trace in study.replayed(rollouts, rule)]
     return np.array([(t.num_tokens, times.seconds(t.num_draft_tokens, t.num_target_calls)) for t in totals])
 
 

@@ -25,12 +25,14 @@ from draftsmith.eval.studies.specdecpp.sweep import (
     PUBLISHED_H,
     LengthRule,
     Setting,
-    SweepGrid,
     best,
     published_head,
     rejection_bound,
+    replayed,
+    rules,
 )
 from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.decoding.trace import DecodeTrace, pool
 from draftsmith.modules.drafters.methods import Models
 from draftsmith.modules.types import InputError, at_least, between
 
@@ -156,10 +158,14 @@ class LoadedStudy:
     places: dict[str, Path]
     prompts: dict[str, list[BenchPrompt]]
 
-    @property
-    def grid(self) -> SweepGrid:
-        config = self.config
-        return SweepGrid(config.ks, config.thresholds, list(self.heads), config.min_drafted, config.max_drafted)
+    def replayed(self, rollouts: ChainRollouts, rule: LengthRule) -> list[DecodeTrace]:
+        """What decoding with one rule would have done: a trace an answer."""
+        return replayed(rollouts, rule, (self.config.min_drafted, self.config.max_drafted), self.heads)
+
+    def sweep(self, rollouts: ChainRollouts) -> list[Setting]:
+        """Every fixed K, and every threshold of every head."""
+        found = rules(self.config.ks, self.config.thresholds, self.heads)
+        return [Setting(rule, pool(self.replayed(rollouts, rule))) for rule in found]
 
 
 BEST_K, BEST_T, BEST_HEAD, PUBLISHED, PUBLISHED_CALIBRATED = (
@@ -208,12 +214,12 @@ def dev_methods(config: SpecDecPPConfig) -> list[str]:
     """What the times of the cost model are fitted to: fixed lengths over the whole range, and the published rule."""
     ks, count = sorted(config.ks), 3 if config.quick else 5
     spread = sorted({ks[round(i * (len(ks) - 1) / (count - 1))] for i in range(count)})
-    rules = [
+    timed = [
         *(LengthRule(k=k) for k in spread),
         LengthRule(head="any", h=PUBLISHED_H),
         LengthRule(head="any", h=0.5, calibrated=True),
     ]
-    return [rule.method(config.min_drafted, config.max_drafted) for rule in rules]
+    return [rule.method(config.min_drafted, config.max_drafted) for rule in timed]
 
 
 def choose_fastest(study: LoadedStudy, settings: Sequence[Setting], times: ForwardTimes) -> dict[str, LengthRule]:
@@ -237,9 +243,9 @@ def choose_fastest(study: LoadedStudy, settings: Sequence[Setting], times: Forwa
     return found
 
 
-def methods_by_head(rules: Iterable[LengthRule], config: SpecDecPPConfig) -> dict[str, list[str]]:
+def methods_by_head(chosen: Iterable[LengthRule], config: SpecDecPPConfig) -> dict[str, list[str]]:
     """Head -> methods of the bench run that loads it, those without a head among them; a method is in it once."""
-    named = [(rule.head, rule.method(config.min_drafted, config.max_drafted)) for rule in rules]
+    named = [(rule.head, rule.method(config.min_drafted, config.max_drafted)) for rule in chosen]
     heads = dict.fromkeys(head for head, _ in named if head is not None)
     return {head: list(dict.fromkeys(method for own, method in named if own in (None, head))) for head in heads}
 

@@ -15,7 +15,7 @@ from table_models import PROMPT, TableLM, warped
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.studies.hsddw.found import ablation_table, entropy_tables, tenths
 from draftsmith.eval.studies.hsddw.study import drafted_row
-from draftsmith.eval.studies.hsddw.watch import Observations, Watcher
+from draftsmith.eval.studies.hsddw.watch import Watcher
 from draftsmith.launch.cli import main
 from draftsmith.modules.decoding.loop import Setup, generate_one
 from draftsmith.modules.decoding.protocols import EachRow
@@ -93,7 +93,7 @@ def test_what_is_watched_is_what_happens(middle, eos):
     greedy, watch = SamplingParams(), Setup(partial(watcher.on_round, "a"))
     made = generate_one(TARGET, drafter, PROMPT, greedy, TOKENS, TorchSource(0), eos, watch)
     verified, origin, windows = simulated(k, middle, eos)
-    seen = watcher.seen
+    seen = watcher
     assert Counter((one["by"], round(one["entropy"], 9), one["accepted"]) for one in seen.verified) == Counter(
         (by, round(value, 9), accepted) for by, value, accepted in verified
     )
@@ -111,13 +111,13 @@ def test_windows_carry_the_threshold_that_they_were_drafted_under():
     watch = Setup(partial(watcher.on_round, "a"))
     made = generate_one(TARGET, drafter, PROMPT, params, TOKENS, TorchSource(1), (), watch)
     rejected: list[float] = []
-    verified = iter(watcher.seen.verified)
-    for window in watcher.seen.windows:
+    verified = iter(watcher.verified)
+    for window in watcher.windows:
         assert window["threshold"] == pytest.approx(sum(rejected) / len(rejected) if rejected else 0.0)
         own = [next(verified) for _ in range(min(window["accepted"] + 1, window["drafted"]))]
         rejected += [one["entropy"] for one in own if not one["accepted"]]
     steps = [step for step in made.trace.steps if step.num_drafted]
-    assert [window["start"] for window in watcher.seen.windows][:2] == [1, 1 + steps[0].num_emitted]
+    assert [window["start"] for window in watcher.windows][:2] == [1, 1 + steps[0].num_emitted]
     assert len(rejected) > 3
 
 
@@ -125,8 +125,7 @@ def test_redundancy_and_utilisation_by_hand():
     """Two rounds: 5 drafted, 3 kept, 4 emitted; 5 drafted, 1 kept, 2 emitted. With the prefill 3 calls for 7 tokens,
     the paper's eta. M1 drafted 4 for M2, which kept 1."""
     totals = pool([DecodeTrace([DecodeStep(5, 3, 4, 5), DecodeStep(5, 1, 2, 5)], prefill_emitted=1)])
-    seen = Observations(inner=DecodeTrace([DecodeStep(4, 1, 2, 4)]), origin=Counter(M1=1, M2=3, target=2))
-    row = drafted_row(seen, totals)
+    row = drafted_row(DecodeTrace([DecodeStep(4, 1, 2, 4)]), Counter(M1=1, M2=3, target=2), totals)
     assert (row["drafted"], row["accepted"]) == (10, 4)
     assert (row["redundancy"], row["inner"]) == (pytest.approx(0.6), pytest.approx(0.75))
     assert row["utilisation"] == pytest.approx(3 / 7, abs=1e-5)

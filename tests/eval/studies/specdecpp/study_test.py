@@ -28,7 +28,7 @@ from draftsmith.eval.studies.specdecpp.study import (
     methods_by_head,
     theorem_h,
 )
-from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, best, front, published_head, replayed, sweep
+from draftsmith.eval.studies.specdecpp.sweep import LengthRule, best, front, published_head, replayed
 from draftsmith.launch import specdecpp
 from draftsmith.launch.cli import main
 from draftsmith.launch.commands import configure
@@ -53,7 +53,8 @@ def config_of(**changes) -> SpecDecPPConfig:
 def settings():
     # The draft agrees with everything but every third token.
     rollouts = hand_rollouts([[i % 3 != 0 for i in range(13)]], depth=4, head="w6-d3")
-    return sweep(rollouts, SweepGrid((1, 2, 4), (0.2, 0.9), ["w6-d3"], 1, 4), {"w6-d3": head_of()})
+    config = config_of(ks=(1, 2, 4), thresholds=(0.2, 0.9), min_drafted=1, max_drafted=4)
+    return LoadedStudy(config, None, {"w6-d3": head_of()}, {}, {}).sweep(rollouts)
 
 
 def test_fixed_k_and_the_oracle_by_hand(settings):
@@ -128,8 +129,10 @@ def test_kl_raw_and_corrected_by_the_formula():
 
 def test_a_rule_that_knows_p_ends_with_the_token_that_is_rejected():
     """Greedily true probabilities are 1 and 0, and any threshold between sees the first 0."""
-    rollouts, grid = hand_rollouts([[i % 3 != 0 for i in range(13)]], depth=4), SweepGrid((), (), [], 3, 4)
-    known, oracle = (pool(replayed(rollouts, rule, grid, {})) for rule in (LengthRule(known=True, h=0.8), LengthRule()))
+    rollouts = hand_rollouts([[i % 3 != 0 for i in range(13)]], depth=4)
+    known, oracle = (
+        pool(replayed(rollouts, rule, (3, 4), {})) for rule in (LengthRule(known=True, h=0.8), LengthRule())
+    )
     assert known.num_target_calls == oracle.num_target_calls == 1 + 4
     assert (known.num_draft_tokens, oracle.num_draft_tokens) == (8 + 4, 8)
     assert LengthRule(known=True, h=0.8).label == "h=0.8, true p/q" and not LengthRule(known=True, h=0.8).can_run
