@@ -53,7 +53,7 @@ def labelled(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def mode(temperature: float) -> str:
+def temperature_text(temperature: float) -> str:
     return "T = 0 (greedy)" if temperature == 0 else f"T = {temperature:g}"
 
 
@@ -80,7 +80,7 @@ def headline(rows: Sequence[Row], temperature: float, several: bool) -> Table:
         for task, part in (row.get("by_task") or {}).items():
             shown |= {f"{name} {task}": part.get(name) for name in RATES}
         table_rows.append(shown)
-    title = f"Speed-up and τ at {mode(temperature)}"
+    title = f"Speed-up and τ at {temperature_text(temperature)}"
     return Table(f"headline-t{temperature:g}", title, columns, table_rows, note)
 
 
@@ -91,8 +91,7 @@ def counts(rows: Sequence[Row]) -> Table:
     columns += [Column("num_target_calls", "target calls", ","), Column("num_draft_tokens", "drafted", ",")]
     columns += [Column("num_accepted", "accepted", ","), Column("discard_rate", "discarded", ".0%")]
     columns += [Column("verification_rate", "verified", ".2f"), Column("equal", "= ar")]
-    columns += [Column("failures", "failures", ",")] if any("failures" in row for row in rows) else []
-    shown = [{**row, "equal": equality(row), "failures": failed(row.get("failures"))} for row in rows]
+    shown = [{**row, "equal": equality(row)} for row in rows]
     note = (
         "discarded: drafted tokens that were not emitted, by emitted tokens. verified: target calls by emitted "
         "tokens. = ar: in greedy float32 decoding, whether every answer equals the autoregressive one."
@@ -106,16 +105,11 @@ def equality(row: Row) -> str:
     return "yes" if row["matches_ar"] else f"no ({row.get('num_differing', '?')})"
 
 
-def failed(failures: Any) -> Any:
-    """Failures as a count, where they are listed by prompt."""
-    return len(failures) if isinstance(failures, list | dict) else failures
-
-
 def charts(rows: Sequence[Row]) -> list[Chart]:
     overall = []
     by_task = []
     for row in rows:
-        named = {"method": row["label"], "temperature": mode(row["T"])}
+        named = {"method": row["label"], "temperature": temperature_text(row["T"])}
         low, high = row.get("speedup_ci95") or (None, None)
         overall.append(plain({**named, **rates(row), "low": low, "high": high}))
         by_task += [plain({**named, "task": task, **rates(part)}) for task, part in (row.get("by_task") or {}).items()]
@@ -178,7 +172,7 @@ def paired_charts(runs: Sequence[Run]) -> Iterator[Chart]:
     for temperature in temperatures(runs[0]):
         rows = speeds(runs, temperature)
         if count(rows, "method") > 1:
-            several = f" at {mode(temperature)}" if len(temperatures(runs[0])) > 1 else ""
+            several = f" at {temperature_text(temperature)}" if len(temperatures(runs[0])) > 1 else ""
             note = "One point a prompt; above the dashed line the method along y is faster. Choose both below."
             yield chart(f"against-t{temperature:g}", Drawing(f"Method against method{several}", against, note), rows)
 

@@ -22,11 +22,12 @@ from draftsmith.modules.types import InputError
 MEASURE = "Measure it again."
 NUMBER, INTERVAL = (float, None), ([(float, None)], None)
 # What a part of a benchmark may say; earlier versions say less.
+NUMBERS = (
+    "tokens_per_s speedup tau wall_s cpu_s prompts tokens num_target_calls num_draft_tokens num_accepted num_discarded "
+    "draft_calls discard_rate verification_rate distinct_4grams num_differing macro_speedup macro_tau ended"
+)
 PART: dict[str, Any] = {
-    **{f"{name}?": NUMBER for name in ("tokens_per_s", "speedup", "tau", "wall_s", "cpu_s", "prompts", "tokens")},
-    **{f"{name}?": NUMBER for name in ("num_target_calls", "num_draft_tokens", "num_accepted", "num_discarded")},
-    **{f"{name}?": NUMBER for name in ("draft_calls", "discard_rate", "verification_rate", "distinct_4grams")},
-    **{f"{name}?": NUMBER for name in ("num_differing", "macro_speedup", "macro_tau", "ended")},
+    **{f"{name}?": NUMBER for name in NUMBERS.split()},
     **{f"{name}?": INTERVAL for name in ("speedup_ci95", "tau_ci95")},
     "matches_ar?": (bool, None),
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 from draftsmith.data.store.manifest import flatten
 from draftsmith.eval.bench.trace import TRACE
-from draftsmith.eval.report.benchmark import bench_figures, mode
+from draftsmith.eval.report.benchmark import bench_figures, temperature_text
 from draftsmith.eval.report.drawing import Chart, Drawing, chart
 from draftsmith.eval.report.page import Section
 from draftsmith.eval.report.runs import Run, temperatures
@@ -77,7 +77,7 @@ def about(run: Run) -> str:
     if prompts:
         parts.append(f"{prompts.get('count', '?')} prompts of {prompts.get('source', 'an unnamed source')}")
     if run.kind == "bench":
-        parts.append(" and ".join(mode(value) for value in temperatures(run)))
+        parts.append(" and ".join(temperature_text(value) for value in temperatures(run)))
     for key in ("top_k", "top_p"):
         if settings.get(key) not in (None, 0, 1, 1.0):
             parts.append(f"{key.replace('_', '-')} {settings[key]:g}")

@@ -37,6 +37,7 @@ def chart_config(theme: Theme) -> dict[str, Any]:
     """Vega-Lite's `config`: everything about a chart that is not its data."""
     found = colours(theme)
     ink, quiet, line, paper, first = (found[name] for name in ("ink", "quiet", "line", "paper", "accent"))
+    words = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
     # The ends of viridis that would vanish on the paper are left out.
     ramp = {"scheme": "viridis", "extent": [0.0, 0.88] if theme == "light" else [0.25, 1.0]}
     return {
@@ -45,13 +46,11 @@ def chart_config(theme: Theme) -> dict[str, Any]:
         "padding": 6,
         "view": {"stroke": None, "continuousWidth": 600, "continuousHeight": 300},
         "axis": {
+            **words,
             "labelColor": quiet,
-            "titleColor": ink,
             "gridColor": line,
             "domainColor": quiet,
             "tickColor": quiet,
-            "labelFontSize": 12,
-            "titleFontSize": 12,
             "titleFontWeight": 600,
             "titlePadding": 10,
             "labelLimit": 340,
@@ -60,12 +59,9 @@ def chart_config(theme: Theme) -> dict[str, Any]:
             "labelSeparation": 6,
         },
         "legend": {
+            **words,
             "symbolBaseFillColor": quiet,
             "symbolBaseStrokeColor": quiet,
-            "labelColor": ink,
-            "titleColor": ink,
-            "labelFontSize": 12,
-            "titleFontSize": 12,
             "labelLimit": 420,
             "symbolLimit": 40,
             "orient": "bottom",

@@ -113,26 +113,18 @@ def _lines(directory: Path) -> Iterator[tuple[Prompt, dict[str, Any]]]:
 
 def _round(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line as the page has it: times in milliseconds, a chain without its parents, nothing that is empty."""
-    found: dict[str, Any] = {"emitted": line["emitted"], "kinds": kinds(line), "target_ms": _ms(line.get("target_s"))}
+    found = {"emitted": line["emitted"], "kinds": kinds(line), "target_ms": _short(line.get("target_s"), 1000)}
     if line.get("prefill"):
         return {**found, "prefill": True}
     if not line.get("drafted"):
         return found
     found |= {"drafted": line["drafted"], "accepted": line["accepted"], "next": line.get("next_token")}
-    found |= {"draft_ms": _ms(line.get("draft_s")), "draft_calls": line.get("draft_calls")}
+    found |= {"draft_ms": _short(line.get("draft_s"), 1000), "draft_calls": line.get("draft_calls")}
     if list(line["parents"]) != list(range(-1, len(line["drafted"]) - 1)):
         found["parents"] = line["parents"]
-    for key in PER_NODE:
-        if line.get(key):
-            found[key] = [_short(value) for value in line[key]]
-    if line.get("beside"):
-        found["beside"] = True
-    return found
+    found |= {key: [_short(value) for value in line[key]] for key in PER_NODE if line.get(key)}
+    return {**found, "beside": True} if line.get("beside") else found
 
 
 def _short(value: float | None, scale: float = 1) -> float | None:
     return None if value is None else float(f"{scale * value:.3g}")
-
-
-def _ms(seconds: float | None) -> float | None:
-    return _short(seconds, 1000)

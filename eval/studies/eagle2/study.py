@@ -17,16 +17,7 @@ from draftsmith.eval.replay.record import Recording, record_all
 from draftsmith.eval.replay.replay import replay_tree
 from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.report.tables import Row
-from draftsmith.eval.studies.common import (
-    StudyConfig,
-    StudyContext,
-    decode_prompts,
-    measured,
-    mode,
-    prepare,
-    reduced,
-    write_results,
-)
+from draftsmith.eval.studies import common
 from draftsmith.eval.studies.eagle2.found import COUNTS, TreeSize, ablation_table, size_tables, summary_of
 from draftsmith.eval.studies.eagle2.nodes import COLUMNS, node_tables, nodes_of
 from draftsmith.modules.decoding.loop import Round
@@ -39,7 +30,7 @@ REFERENCES = ("eagle:k=5", "eagle-tree")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle2Config(StudyConfig):
+class Eagle2Config(common.StudyConfig):
     """Repeats the experiments of EAGLE-2 with an EAGLE head: which drafted tokens are accepted, what ranking them by
     value and reranking them adds, and how many to draft.
 
@@ -99,7 +90,7 @@ def run(config: Eagle2Config) -> Path:
         raise InputError("draft", given, "an EAGLE head", "Pass --draft: a head of `draftsmith train eagle`.")
     at_least("topk", config.topk, 1)
     if config.quick:
-        config = reduced(config, {"limit": 6, "repeats": 1}, QUICK)
+        config = common.reduced(config, {"limit": 6, "repeats": 1}, QUICK)
     replayed, timed = config.sizes("nodes", "depths"), config.sizes("measured_nodes", "measured_depths")
     strange = [size for size in timed if size not in replayed]
     if strange:
@@ -108,23 +99,23 @@ def run(config: Eagle2Config) -> Path:
     ablated, static = config.ablated_sizes, f"eagle-tree:tree={config.tree}"
     ablations = [label for size in ablated for label in size.ablations.values()]
     labels = list(dict.fromkeys([*REFERENCES, *ablations, *(size.label for size in timed)]))
-    context = prepare(config, [*labels, static, *(size.label for size in replayed)])
+    context = common.prepare(config, [*labels, static, *(size.label for size in replayed)])
     nodes = {label: watch(config, context, label) for label in (static, ablated[0].label)}
     counts = pd.DataFrame([row for params in config.sampling for row in replays(config, context, replayed, params)])
     speeds = pd.DataFrame(
-        {"mode": mode(params.temperature), **row}
+        {"mode": common.mode(params.temperature), **row}
         for params in config.sampling
-        for row in measured(config, labels, params).values()
+        for row in common.measured(config, labels, params).values()
     )
     tables = [
         ablation_table(ablated, REFERENCES, speeds),
         *node_tables(nodes[static], nodes[ablated[0].label], read_tree(config.tree), config.seed),
         *size_tables(timed, counts, speeds),
     ]
-    return write_results("eagle2", config, context, tables, summary_of(tables))
+    return common.write_results("eagle2", config, context, tables, summary_of(tables))
 
 
-def watch(config: Eagle2Config, context: StudyContext, label: str) -> pd.DataFrame:
+def watch(config: Eagle2Config, context: common.StudyContext, label: str) -> pd.DataFrame:
     """Decode all prompts with one method; the nodes that have a verdict."""
     seen: list[Row] = []
     for params in config.sampling:
@@ -132,12 +123,12 @@ def watch(config: Eagle2Config, context: StudyContext, label: str) -> pd.DataFra
         def on_round(prompt: BenchPrompt, done: Round, params: SamplingParams = params) -> None:
             seen.extend(nodes_of(prompt, done, params, context.eos_ids))
 
-        decode_prompts(config, context, label, params, on_round)
+        common.decode_prompts(config, context, label, params, on_round)
     return pd.DataFrame(seen, columns=COLUMNS)
 
 
 def replays(
-    config: Eagle2Config, context: StudyContext, sizes: Sequence[TreeSize], params: SamplingParams
+    config: Eagle2Config, context: common.StudyContext, sizes: Sequence[TreeSize], params: SamplingParams
 ) -> Iterator[Row]:
     """Counts of every size, from one recording of the largest trees."""
     depth = max(size.depth for size in sizes)
@@ -145,5 +136,5 @@ def replays(
     rollouts = record_all(TreeRecorder(context.models, Eagle2(nodes=1, topk=config.topk), how), context.prompts)
     for size in sizes:
         totals = pool(replay_tree(rollouts, size.nodes, size.depth))
-        row = {"mode": mode(params.temperature), "size": str(size), "nodes": size.nodes, "depth": size.depth}
+        row = {"mode": common.mode(params.temperature), "size": str(size), "nodes": size.nodes, "depth": size.depth}
         yield row | {"tau": totals.tau, "tokens": totals.num_tokens} | {name: getattr(totals, name) for name in COUNTS}

@@ -13,18 +13,8 @@ import pandas as pd
 
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.report.tables import Row
-from draftsmith.eval.studies.common import (
-    StudyConfig,
-    StudyContext,
-    decode_prompts,
-    measured,
-    mode,
-    prepare,
-    reduced,
-    write_results,
-)
+from draftsmith.eval.studies import common
 from draftsmith.eval.studies.hsddw.found import (
     entropy_tables,
     redundancy_table,
@@ -33,7 +23,6 @@ from draftsmith.eval.studies.hsddw.found import (
     window_tables,
 )
 from draftsmith.eval.studies.hsddw.watch import Watcher
-from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
 from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.types import InputError, SamplingParams, at_least
@@ -51,7 +40,7 @@ M2_METHODS = {"SD, M2 drafts": METHODS["SD"], "self-verify, M2 drafts": METHODS[
 
 
 @dataclass(frozen=True, kw_only=True)
-class HsddwConfig(StudyConfig):
+class HsddwConfig(common.StudyConfig):
     """Repeats the experiments of HSDDW: three models, windows that entropy ends.
 
     Attributes:
@@ -77,14 +66,15 @@ def run(config: HsddwConfig) -> Path:
     for field in ("k", "max", "examples"):
         at_least(field, getattr(config, field), 1)
     if config.quick:
-        config = reduced(config, {"limit": 5, "repeats": 1}, {"windows": f"{max(2, config.k // 2)},{2 * config.k}"})
+        around = {"windows": f"{max(2, config.k // 2)},{2 * config.k}"}
+        config = common.reduced(config, {"limit": 5, "repeats": 1}, around)
     windows = sorted({config.k, *comma_numbers("windows", config.windows, int)})
     labels = [method.format(k=k, max=config.max) for method in METHODS.values() for k in windows]
-    context = prepare(config, labels)
+    context = common.prepare(config, labels)
     watched, verified, windows_seen = [], [], []
     for params in config.sampling:
         for method in METHODS:
-            named = {"mode": mode(params.temperature), "method": method}
+            named = {"mode": common.mode(params.temperature), "method": method}
             row, seen = watch(config, context, method, params)
             watched.append({**named, **row})
             verified += [{**named, **one} for one in seen.verified]
@@ -96,21 +86,19 @@ def run(config: HsddwConfig) -> Path:
         redundancy_table(config.k, watched),
         *window_tables(pd.DataFrame(windows_seen), config.examples, config.seed),
     ]
-    return write_results("hsddw", config, context, tables, summary_of(tables))
+    return common.write_results("hsddw", config, context, tables, summary_of(tables))
 
 
-def watch(config: HsddwConfig, context: StudyContext, name: str, params: SamplingParams) -> tuple[Row, Watcher]:
+def watch(config: HsddwConfig, context: common.StudyContext, name: str, params: SamplingParams) -> tuple[Row, Watcher]:
     """Decode all prompts with one method at `config.k`; what was drafted and who made the answers, and the watcher,
     whose windows have `length`, the tokens of their answer."""
     label = METHODS[name].format(k=config.k, max=config.max)
     drafter = parse_methods(label)[0].method.build(context.models)
     assert drafter is not None
     watcher = Watcher(drafter, context.eos_ids)
-
-    def on_round(prompt: BenchPrompt, done: Round) -> None:
-        watcher.on_round(prompt.id, done)
-
-    made = decode_prompts(config, context, label, params, on_round, drafter)
+    made = common.decode_prompts(
+        config, context, label, params, lambda prompt, done: watcher.on_round(prompt.id, done), drafter
+    )
     lengths = {prompt.id: len(answer.tokens) for prompt, answer in zip(context.prompts, made, strict=True)}
     for window in watcher.windows:
         window["length"] = lengths[window["prompt"]]
@@ -135,6 +123,6 @@ def measure_windows(config: HsddwConfig, windows: Sequence[int], params: Samplin
     alone = dataclasses.replace(config, draft=config.mid, mid=None)
     for run_config, methods, directory in ((config, METHODS, "bench"), (alone, M2_METHODS, "bench-m2")):
         label_of = {(name, k): methods[name].format(k=k, max=config.max) for name in methods for k in windows}
-        rows = measured(run_config, list(label_of.values()), params, directory)
+        rows = common.measured(run_config, list(label_of.values()), params, directory)
         for (name, k), label in label_of.items():
-            yield {**rows[label], "mode": mode(params.temperature), "method": name, "k": k}
+            yield {**rows[label], "mode": common.mode(params.temperature), "method": name, "k": k}

@@ -77,7 +77,7 @@ def write_study_results(study: LoadedStudy, found: Measurements) -> Path:
     tables = [
         throughput_table(throughput),
         *rate_tables(study, found),
-        *kl_tables(kl_rows(study.heads, sets), constant_kl(sets["eval"])),
+        *kl_tables(kl_rows(study.heads, sets), constant_kl(sets["eval"][1])),
         *regression_tables(fits, theory),
         drawn_data("specdecpp-time-fit", points),
     ]

@@ -4,7 +4,7 @@ trained by the command, launch/specdecpp.py."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from draftsmith.eval.studies.specdecpp.sweep import (
     PUBLISHED_H,
     LengthRule,
     Setting,
-    best,
     published_head,
     rejection_bound,
     replayed,
@@ -223,23 +222,23 @@ def dev_methods(config: SpecDecPPConfig) -> list[str]:
 
 
 def choose_fastest(study: LoadedStudy, settings: Sequence[Setting], times: ForwardTimes) -> dict[str, LengthRule]:
-    """The fastest settings by the cost model, by what they are called in tables."""
-    fixed = [setting for setting in settings if setting.rule.k]
-    stopped = [setting for setting in settings if setting.rule.head is not None]
+    """The fastest settings by the cost model, the first of equals, by what they are called in tables."""
+
+    def fastest(kind: Callable[[LengthRule], object]) -> LengthRule:
+        return max((one for one in settings if kind(one.rule)), key=lambda one: times.tokens_per_s(one.totals)).rule
+
     found = {
-        BEST_K: best(fixed, times.tokens_per_s).rule,
-        BEST_T: best([s for s in settings if s.rule.t], times.tokens_per_s).rule,
-        BEST_HEAD: best(stopped, times.tokens_per_s).rule,
+        BEST_K: fastest(lambda rule: rule.k),
+        BEST_T: fastest(lambda rule: rule.t),
+        BEST_HEAD: fastest(lambda rule: rule.head is not None),
     }
     published = published_head(study.heads)
     if published is not None:
         found[PUBLISHED] = LengthRule(head=published, h=PUBLISHED_H)
-        own = [s for s in stopped if s.rule.head == published and s.rule.calibrated]
-        found[PUBLISHED_CALIBRATED] = best(own, times.tokens_per_s).rule
+        found[PUBLISHED_CALIBRATED] = fastest(lambda rule: rule.head == published and rule.calibrated)
     h = theorem_h(times)
     if h is not None:
-        head = best([s for s in stopped if s.rule.calibrated], times.tokens_per_s).rule.head
-        found[BOUND] = LengthRule(head=head, h=h, calibrated=True)
+        found[BOUND] = LengthRule(head=fastest(lambda rule: rule.calibrated).head, h=h, calibrated=True)
     return found
 
 

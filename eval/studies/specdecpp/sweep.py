@@ -3,7 +3,7 @@ bound that theorem 3.1 sets to thresholds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,11 +116,6 @@ def published_head(heads: Mapping[str, AcceptanceHead]) -> str | None:
         if (head.config.w_rej / head.config.w_acc, head.config.num_blocks) == (PUBLISHED_W_REJ, PUBLISHED_DEPTH):
             return name
     return None
-
-
-def best(settings: Iterable[Setting], throughput: Callable[[Totals], float]) -> Setting:
-    """The fastest by `throughput` [tokens/s]; the first of equals."""
-    return max(settings, key=lambda setting: throughput(setting.totals))
 
 
 def front(settings: Sequence[Setting]) -> list[Setting]:
