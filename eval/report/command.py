@@ -6,12 +6,11 @@ import datetime
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.store.manifest import resolved
-from draftsmith.data.tracking import switched_off
+from draftsmith.data.tracking import Choice, switched_off
 from draftsmith.modules.types import InputError
 
 PACKAGES = ("altair", "vl_convert", "jinja2")  # of the extra `report`
@@ -42,7 +41,7 @@ class ReportConfig:
     figures: Path | None = None
     formats: tuple[str, ...] = FORMATS
     track: tuple[str, ...] = ()
-    wandb: Literal["auto", "online", "offline", "off"] = "auto"
+    wandb: Choice = "auto"
     project: str = "draftsmith"
     run_name: str = ""
 

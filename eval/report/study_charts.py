@@ -247,9 +247,6 @@ POLICIES = {
 }  # fmt: skip
 
 
-MILLISECONDS = {"key": "milliseconds", "title": "milliseconds", "form": ".2f", "zero": True}
-
-
 def predicted_speed(title: str) -> Draw:
     shown = tips("family", "setting", "length", tau=".2f", tokens_per_s=",.1f")
     return lines(x_number("length", title), y_number("tokens_per_s", "tokens/s", ",.0f"), colour("family"), shown)
@@ -257,7 +254,7 @@ def predicted_speed(title: str) -> Draw:
 
 def draft_cost(rows: Rows) -> Any:
     bars = alt.Chart().mark_bar(cornerRadiusEnd=2).encode(
-        x_number(**MILLISECONDS),
+        x_number("milliseconds", "milliseconds", ".2f", zero=True),
         names("drafter", scale=alt.Scale(paddingInner=0.3)),
         alt.YOffset("step:N", sort=None), colour("step"),
         tooltip=tips("drafter", "step", milliseconds=".2f"),
@@ -276,8 +273,8 @@ TUNING = {
     "target-cost": Drawing(
         "What one target call costs by the rows it reads",
         lines(
-            x_number("rows", "rows read"), y_number(**MILLISECONDS), colour("kind", "rows form a"),
-            tips("kind", "rows", milliseconds=".2f"),
+            x_number("rows", "rows read"), y_number("milliseconds", "milliseconds", ".2f", zero=True),
+            colour("kind", "rows form a"), tips("kind", "rows", milliseconds=".2f"),
         ),
         "The flatter the line, the more drafted tokens pay. Medians of calls behind kept tokens.",
     ),

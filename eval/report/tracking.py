@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.progress import say
-from draftsmith.data.tracking import finish_wandb, start_wandb
+from draftsmith.data.tracking import Choice, finish_wandb, start_wandb
 from draftsmith.eval.report.files import contents
 from draftsmith.eval.report.page import Section
 from draftsmith.eval.report.tables import Table
 
 
-def log_report(page: Path, sections: Sequence[Section], mode: str, **options: Any) -> None:
+def log_report(page: Path, sections: Sequence[Section], mode: Choice, **options: Any) -> None:
     """One run of job type `report`, its files under the page's directory; offline where there is no key.
 
     options: of `wandb.init`. Its summary has SECTION/TABLE/METHOD/speedup and tau of headline tables.
