@@ -22,7 +22,7 @@ from draftsmith.eval.studies.hsddw.found import (
     summary_of,
     window_tables,
 )
-from draftsmith.eval.studies.hsddw.watch import Watcher
+from draftsmith.eval.studies.hsddw.watch import VERIFIED, WINDOWS, Watcher
 from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
 from draftsmith.modules.drafters.methods import parse_methods
 from draftsmith.modules.types import InputError, SamplingParams, at_least
@@ -37,6 +37,8 @@ METHODS = {
 }
 # M2 alone, beside the target: what the hierarchy has to beat.
 M2_METHODS = {"SD, M2 drafts": METHODS["SD"], "self-verify, M2 drafts": METHODS["self-verify"]}
+
+NAMED = ["mode", "method"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ def run(config: HsddwConfig) -> Path:
     watched, verified, windows_seen = [], [], []
     for params in config.sampling:
         for method in METHODS:
-            named = {"mode": common.mode(params.temperature), "method": method}
+            named = dict(zip(NAMED, (common.mode(params.temperature), method), strict=True))
             row, seen = watch(config, context, method, params)
             watched.append({**named, **row})
             verified += [{**named, **one} for one in seen.verified]
@@ -82,9 +84,9 @@ def run(config: HsddwConfig) -> Path:
     speeds = pd.DataFrame([row for params in config.sampling for row in measure_windows(config, windows, params)])
     tables = [
         *speed_tables(config.k, speeds),
-        *entropy_tables(pd.DataFrame(verified)),
+        *entropy_tables(pd.DataFrame(verified, columns=[*NAMED, *VERIFIED])),
         redundancy_table(config.k, watched),
-        *window_tables(pd.DataFrame(windows_seen), config.examples, config.seed),
+        *window_tables(pd.DataFrame(windows_seen, columns=[*NAMED, *WINDOWS]), config.examples, config.seed),
     ]
     return common.write_results("hsddw", config, context, tables, summary_of(tables))
 

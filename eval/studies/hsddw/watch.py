@@ -16,6 +16,9 @@ from draftsmith.modules.decoding.stop import Around, RunningEntropy, entropy
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.hierarchical import HierarchicalDrafter
 
+VERIFIED = ["prompt", "by", "entropy", "accepted"]
+WINDOWS = ["prompt", "round", "start", "drafted", "accepted", "threshold", "length"]
+
 
 class WatchedStop(Around):
     """A stop policy that keeps what it was shown: entropies of this round's draft, and of every draft since the caller
@@ -42,11 +45,11 @@ class WatchedStop(Around):
 class Watcher:
     """Watches one drafter, a chain's or a hierarchy's; `on_round` is called with every round of `generate`.
 
-    verified: rows of every token down to and with the first that was rejected: prompt; by, drafter and verifier ("M1 by
-    target", ...); entropy of the distribution that it was drawn from [nats]; accepted.
-    windows: rows of every round: prompt, round; start, tokens of the answer before it; drafted, tokens handed to the
-    target; accepted; threshold, the running mean [nats] that the entropies of whoever hands over are compared with,
-    None where there is none.
+    verified: a row of VERIFIED for every token down to and with the first that was rejected. by: drafter and verifier,
+    "M1 by target", ... entropy: of the distribution that it was drawn from [nats].
+    windows: a row of WINDOWS for every round. start: tokens of the answer before it. drafted: tokens handed to the
+    target. threshold: the running mean [nats] that the entropies of whoever hands over are compared with; None where
+    there is none. length: left to the caller, who knows the whole answer.
     inner: M1's drafts as rounds whose target is M2. origin: tokens of the rounds by who made them, M1, M2 or the target
     (the first token of an answer, which the prefill gives, left out).
     """
