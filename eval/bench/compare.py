@@ -13,13 +13,12 @@ from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.store.manifest import differences, flatten, without_unrecorded
 from draftsmith.data.store.reading import check_shape, read_object
-from draftsmith.eval.bench.results import BASELINE, RESULTS, MeasuredPrompt, Row, of_methods, read_rows
+from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, of_methods, read_rows, totals_of
 from draftsmith.eval.bench.summary import MeasuredResamples, speedup, tokens_per_s
 from draftsmith.eval.bench.tables import mode
 from draftsmith.eval.bootstrap import Floats
 from draftsmith.eval.cost.clock import ClockName
 from draftsmith.eval.report.tables import Column, Table, interval, markdown, on_screen
-from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.types import InputError
 
 # Settings without which two runs did not do the same work.
@@ -34,7 +33,7 @@ META = {
     **{name: dict for name in ("target", "hardware", "versions", "models", "heads")},
 }
 SHA256_DIGITS = 64
-BOTH = tuple[list[MeasuredPrompt], list[MeasuredPrompt]]
+BOTH = tuple[list[Row], list[Row]]
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ class Bench:
     rows: Sequence[Row]
 
     @property
-    def methods(self) -> dict[float, dict[str, list[MeasuredPrompt]]]:
-        """Temperature -> method -> what was measured, in the order of the run."""
+    def methods(self) -> dict[float, dict[str, list[Row]]]:
+        """Temperature -> method -> its rows, in the order of the run."""
         temperatures = dict.fromkeys(row["temperature"] for row in self.rows)
         return {temperature: of_methods(self.rows, temperature) for temperature in temperatures}
 
@@ -206,7 +205,7 @@ def compare_runs(first: Bench, second: Bench, seed: int) -> list[Table]:
             continue
         base = paired(mine[BASELINE], theirs[BASELINE])
         rows = [
-            {"method": label, **row_of(paired(mine[label], theirs[label]), base, clock, seed, comparable)}
+            {"method": label, **compared(paired(mine[label], theirs[label]), base, clock, seed, comparable)}
             for label in mine
             if label in theirs
         ]
@@ -214,13 +213,9 @@ def compare_runs(first: Bench, second: Bench, seed: int) -> list[Table]:
     return tables
 
 
-def paired(mine: Sequence[MeasuredPrompt], theirs: Sequence[MeasuredPrompt]) -> BOTH:
+def paired(mine: Sequence[Row], theirs: Sequence[Row]) -> BOTH:
     """What both measured: the same prompts in the same order."""
-
-    def by_prompt(items: Sequence[MeasuredPrompt]) -> dict[tuple[int, int], MeasuredPrompt]:
-        return {(item.prompt.number, item.prompt.turn): item for item in items}
-
-    ours, others = by_prompt(mine), by_prompt(theirs)
+    ours, others = ({(row["prompt"], row["turn"]): row for row in rows} for rows in (mine, theirs))
     common = [key for key in ours if key in others]
     if not common:
         remedy = "Measure both again, or look at their failures."
@@ -228,7 +223,7 @@ def paired(mine: Sequence[MeasuredPrompt], theirs: Sequence[MeasuredPrompt]) -> 
     return [ours[key] for key in common], [others[key] for key in common]
 
 
-def row_of(items: BOTH, base: BOTH, clock: ClockName, seed: int, comparable: bool) -> Row:
+def compared(items: BOTH, base: BOTH, clock: ClockName, seed: int, comparable: bool) -> Row:
     """One method: B over A. The bootstrap draws the same prompts for both runs and for their baselines."""
     first, second = items
     drawn = MeasuredResamples(first, seed)
@@ -243,10 +238,10 @@ def row_of(items: BOTH, base: BOTH, clock: ClockName, seed: int, comparable: boo
     found["gain_a"], found["gain_b"] = (speedup(items[run], base[run], clock) for run in (0, 1))
     found["gain"] = found["gain_b"] / found["gain_a"]
     found |= ends("gain", drawn, lambda: gain(1) / gain(0))
-    found["tau_a"], found["tau_b"] = (pool(item.trace for item in own).tau for own in items)
+    found["tau_a"], found["tau_b"] = (totals_of(own).tau for own in items)
     found["tau"] = found["tau_b"] - found["tau_a"]
     found |= ends("tau", drawn, lambda: drawn.tau(second) - drawn.tau(first))
-    equal = sum(a.tokens == b.tokens for a, b in zip(first, second, strict=True))
+    equal = sum(a["token_ids"] == b["token_ids"] for a, b in zip(first, second, strict=True))
     return {**found, "equal": f"{equal} of {len(first)}"}
 
 

@@ -8,16 +8,15 @@ with the same tokens), so this is a conversation that it could have had itself, 
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from draftsmith.data.models.naming import naming
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.journal import Journal
 from draftsmith.eval.bench.prompts import BenchPrompt, Chat
-from draftsmith.eval.bench.results import BASELINE, MeasuredPrompt, Row, failed_row, measured_row
+from draftsmith.eval.bench.results import BASELINE, Row, row_of
 from draftsmith.eval.bench.runner import Runner, learned_by, remember, teach
 from draftsmith.eval.cost.clock import rotated, wall_time
 from draftsmith.modules.decoding.loop import Generation
@@ -58,11 +57,13 @@ def measure_group(
     runners: Mapping[str, Runner],
     group: Sequence[BenchPrompt],
     number: int,
+    temperature: float,
     max_new_tokens: int,
     repeats: int,
     seeds: Sequence[int],
-) -> dict[str, list[MeasuredPrompt]]:
-    """Every method on a group of prompts, interleaved: a machine that slows down slows all methods down alike.
+) -> list[Row]:
+    """Rows of every method on a group of prompts, interleaved: a machine that slows down slows all methods down alike.
+    Tokens and counts are those of the first repeat.
 
     number: of the group. The order of methods rotates with it and with the repeat. seeds: of the prompts: repeats redo
     the same work, and methods share their random numbers.
@@ -77,17 +78,12 @@ def measure_group(
         for label in rotated(list(runners), number + repeat):
             restore[label]()
             runs[label].append(answered(label, runners[label], group, max_new_tokens, seeds))
-    return {label: medians_of(number, group, runs[label]) for label in runners}
-
-
-def medians_of(number: int, group: Sequence[BenchPrompt], runs: Sequence[Run]) -> list[MeasuredPrompt]:
-    """Tokens and counts of the first run, medians of the clocks."""
-    walls, cpus = tuple(run[1] / len(group) for run in runs), tuple(run[2] / len(group) for run in runs)
-    wall_s, cpu_s = statistics.median(walls), statistics.median(cpus)
-    return [
-        MeasuredPrompt(prompt, number, made.tokens, made.trace, made.ended, wall_s, cpu_s, walls, cpus)
-        for prompt, made in zip(group, runs[0][0], strict=True)
-    ]
+    rows = []
+    for label, own in runs.items():
+        walls, cpus = [run[1] / len(group) for run in own], [run[2] / len(group) for run in own]
+        for prompt, made in zip(group, own[0][0], strict=True):
+            rows.append(row_of(prompt, number, label, temperature, made, walls, cpus))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -141,35 +137,41 @@ class PromptRunner:
             return f"{length} tokens, with an answer more than the {self.room} that were planned for"
         return None
 
-    def run(self, group: Sequence[BenchPrompt], number: int, temperature: float) -> Iterator[Row]:
+    def run(self, group: Sequence[BenchPrompt], number: int, temperature: float) -> list[Row]:
         """Rows of all turns of a group; those of failed prompts say why, and are not asked further."""
         runners = self.runners[temperature]
-        failures: list[tuple[BenchPrompt, str]] = []
+        rows: list[Row] = []
+
+        def failed(prompt: BenchPrompt, why: str) -> None:
+            left = f"; so turns up to {prompt.turn + len(prompt.later)} were not asked" if prompt.later else ""
+            rows.extend(row_of(prompt, number, label, temperature, error=why + left) for label in runners)
+
         while group:
             reasons = [self.too_long(prompt) for prompt in group]
-            failures += [(prompt, why) for prompt, why in zip(group, reasons, strict=True) if why]
-            fitting = [prompt for prompt, why in zip(group, reasons, strict=True) if not why]
-            found: Mapping[str, Sequence[MeasuredPrompt]] = {}
+            for prompt, why in zip(group, reasons, strict=True):
+                if why:
+                    failed(prompt, why)
+            group = [prompt for prompt, why in zip(group, reasons, strict=True) if not why]
+            if not group:
+                break
+            limits = (self.max_new_tokens, self.repeats, self.seeds(group))
             try:
-                if fitting:
-                    seeds = self.seeds(fitting)
-                    found = measure_group(runners, fitting, number, self.max_new_tokens, self.repeats, seeds)
+                found = measure_group(runners, group, number, temperature, *limits)
             except Failed as failure:
-                failures += [(prompt, str(failure)) for prompt in fitting]
-            for label, items in found.items():
-                yield from (measured_row(item, label, temperature) for item in items)
-            group = []
-            for item in found.get(BASELINE, ()):
-                if not item.prompt.later:
-                    continue
-                try:
-                    group.append(self.chat.next_turn(item.prompt, item.tokens))
-                except RowError as error:
-                    later, turn = item.prompt.later[1:], item.prompt.turn + 1
-                    failures.append((replace(item.prompt, prompt_ids=[], later=later, turn=turn), str(error)))
-        for prompt, why in failures:
-            left = f"; so turns up to {prompt.turn + len(prompt.later)} were not asked" if prompt.later else ""
-            yield from (failed_row(prompt, number, label, temperature, why + left) for label in runners)
+                for prompt in group:
+                    failed(prompt, str(failure))
+                break
+            rows += found
+            answers = [row["token_ids"] for row in found if row["method"] == BASELINE]
+            asked, group = group, []
+            for prompt, answer in zip(asked, answers, strict=True):
+                if prompt.later:
+                    try:
+                        group.append(self.chat.next_turn(prompt, answer))
+                    except RowError as error:
+                        refused = replace(prompt, prompt_ids=[], later=prompt.later[1:], turn=prompt.turn + 1)
+                        failed(refused, str(error))
+        return rows
 
     def run_all(
         self, groups: Sequence[Sequence[BenchPrompt]], journal: Journal, progress: Callable[[int], None]
@@ -188,7 +190,7 @@ class PromptRunner:
             for temperature, runners in self.runners.items():
                 done = kept.get((number, temperature))
                 if done is None:
-                    done = list(self.run(group, number, temperature))
+                    done = self.run(group, number, temperature)
                     learned = {label: states for label in runners if (states := learned_by(runners[label]))}
                     journal.add({"group": number, "temperature": temperature, "rows": done, "learned": learned})
                     progress(len(group))

@@ -26,7 +26,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import load_models, trained_for
 from draftsmith.eval.bench.prompt_runner import answered, measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
-from draftsmith.eval.bench.results import RESULTS, MeasuredPrompt, describe
+from draftsmith.eval.bench.results import RESULTS, Row, describe, of_methods
 from draftsmith.eval.bench.runner import EngineRunner, remember
 from draftsmith.eval.bench.summary import tokens_per_s
 from draftsmith.eval.cost.clock import Clock, ClockName, clock_name, clock_of
@@ -233,13 +233,13 @@ def measured_speeds(
         restore = remember(runner)
         answered(label, runner, setup.prompts[:1], config.max_new_tokens, [config.seed])
         restore()
-    measured: dict[str, list[MeasuredPrompt]] = {label: [] for label in runners}
+    rows: list[Row] = []
     for number, prompt in enumerate(setup.prompts):
-        found = measure_group(runners, [prompt], number, config.max_new_tokens, repeats, [config.seed + number])
-        for label, items in found.items():
-            measured[label] += items
+        limits = (config.max_new_tokens, repeats, [config.seed + number])
+        rows += measure_group(runners, [prompt], number, config.temperature, *limits)
         progress(1)
-    return {label: tokens_per_s(items, config.clock) for label, items in measured.items()}
+    measured = of_methods(rows, config.temperature)
+    return {label: tokens_per_s(measured[label], config.clock) for label in runners}
 
 
 def decode_yaml(config: TuneConfig, choice: Choice) -> str:
