@@ -18,12 +18,13 @@ from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm, load_tokenizer
 from draftsmith.data.models.naming import naming
 from draftsmith.data.settings import Sampling
+from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
 from draftsmith.eval.bench.load import load_models, trained_for
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
-from draftsmith.eval.bench.runner import EngineRunner, Runner
-from draftsmith.eval.bench.trace import TracedRunner, TraceFile, place_of
+from draftsmith.eval.bench.runner import EngineRunner
+from draftsmith.eval.bench.trace import trace_text, traced
 from draftsmith.eval.settings import AnswerLength, Running
 from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
@@ -78,8 +79,8 @@ def run(config: DecodeConfig) -> Generation:
     bench_prompt = BenchPrompt("on the command line", prompt)
     longest = longest_sequence([bench_prompt], config.max_new_tokens, target.info.max_position)
     models = load_models([named], config.paths, longest, params, target, **config.loading)
-    eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
-    drafter = named.method.build(replace(models, ends=eos_ids))
+    models = replace(models, ends=() if config.ignore_eos else models.ends)
+    drafter = named.method.build(models)
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(legend(named.label))
@@ -94,16 +95,20 @@ def run(config: DecodeConfig) -> Generation:
     def on_round(done: Round) -> None:
         show(stream.push(done.tokens, done.num_accepted))
 
-    runner = EngineRunner(target, drafter, params, tuple(eos_ids), on_round)
-    trace = TraceFile(config.trace) if config.trace is not None else None
-    place = place_of(named.label, config.temperature, bench_prompt)
-    run_once: Runner = runner if trace is None else TracedRunner(place, runner, trace)
+    session = target.session(1, models.capacity, () if drafter is None else drafter.capture)
+    runner = EngineRunner(target, drafter, params, models.ends, on_round, session)
+    if config.trace is not None:  # to be told before the answer if it may not be written
+        make_directory(config.trace.parent)
+        write_text(config.trace, "")
     start = time.perf_counter()
     with naming([bench_prompt.id]):
-        (generation,) = run_once([prompt], config.max_new_tokens, [config.seed])
+        if config.trace is None:
+            (generation,) = runner([prompt], config.max_new_tokens, [config.seed])
+        else:
+            generation, rounds = traced(runner, prompt, config.max_new_tokens, config.seed)
     elapsed = time.perf_counter() - start
-    if trace is not None:
-        trace.flush()
+    if config.trace is not None:
+        write_text(config.trace, trace_text(named.label, bench_prompt, params, rounds))
     show(stream.finish())
     console.print("\n")
     console.print(Text(footer(generation, elapsed), "dim"))

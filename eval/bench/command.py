@@ -19,14 +19,14 @@ from draftsmith.data.heads.measured import CARD, WEIGHTS
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
-from draftsmith.data.settings import Sampling
+from draftsmith.data.settings import Sampling, comma_numbers
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import Turns
 from draftsmith.eval.bench.cards import check_cards, heads_of, write_cards
 from draftsmith.eval.bench.hf_baseline import BASELINES
-from draftsmith.eval.bench.journal import JOURNAL, Journal, unfinished_auto
+from draftsmith.eval.bench.journal import Journal, unfinished_auto
 from draftsmith.eval.bench.load import check_methods, load_models, warn_about_sampling
 from draftsmith.eval.bench.prompt_runner import PromptRunner, every_prompt_failed
 from draftsmith.eval.bench.prompts import Chat, Questions, longest_conversation, read_questions, task_sources
@@ -41,10 +41,10 @@ from draftsmith.eval.bench.results import (
     of_methods,
     write_rows,
 )
-from draftsmith.eval.bench.runner import RunnerSettings, make_runners
+from draftsmith.eval.bench.runner import make_runners
 from draftsmith.eval.bench.summary import summarise
-from draftsmith.eval.bench.tables import results_table, task_tables
-from draftsmith.eval.bench.trace import first_of_each_task, trace_prompts, write_texts
+from draftsmith.eval.bench.tables import results_tables, screen
+from draftsmith.eval.bench.trace import first_of_each_task, write_texts, write_trace
 from draftsmith.eval.cost.auto import times_of_run
 from draftsmith.eval.cost.clock import ClockName, clock_name
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
@@ -118,27 +118,16 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     output: Path = dataclasses.field(kw_only=True)
 
     @property
+    def all_temperatures(self) -> list[float]:
+        """`temperatures`, or the one `temperature`."""
+        if self.temperatures is None:
+            return [self.temperature]
+        return comma_numbers("temperatures", self.temperatures, float)
+
+    @property
     def modes(self) -> list[SamplingParams]:
         """Sampling at each temperature."""
         return [SamplingParams(temperature, self.top_k, self.top_p) for temperature in self.all_temperatures]
-
-    @property
-    def all_temperatures(self) -> list[float]:
-        """`temperatures`, or the one `temperature`.
-
-        Raises:
-            InputError: not numbers, or one of them twice.
-        """
-        if self.temperatures is None:
-            return [self.temperature]
-        try:
-            found = [float(part) for part in self.temperatures.split(",")]
-        except ValueError as error:
-            expected = "numbers separated by commas"
-            raise InputError("temperatures", repr(self.temperatures), expected, "For example 0,1.") from error
-        if len(set(found)) < len(found):
-            raise InputError("temperatures", self.temperatures, "each temperature once", "Remove one of them.")
-        return found
 
     @property
     def clock(self) -> ClockName:
@@ -150,9 +139,8 @@ def run(config: BenchConfig) -> int:
     1 where prompts failed, else 0."""
     results = bench(config)
     console = Console(highlight=False)
-    console.print(results_table(results))
-    for table in task_tables(results):
-        console.print(table)
+    for table in results_tables(results):
+        console.print(screen(table))
     for failure in results["failures"]:
         where = ", ".join(str(failure[key]) for key in ("task", "id") if failure[key])
         about = f"turn {failure['turn']}, temperature {failure['temperature']:g}"
@@ -180,11 +168,9 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     if models.acceptance is not None:
         for params in config.modes[1:]:
             warn_about_sampling(str(config.acceptance), params)
-    eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
-    models = dataclasses.replace(models, ends=eos_ids)
+    models = dataclasses.replace(models, ends=() if config.ignore_eos else models.ends)
     models.times.load_state_dict(unfinished_auto(config.output) or (times_of_run(config.costs) if config.costs else {}))
-    settings = RunnerSettings(config.modes, eos_ids, config.batch_size, config.dtype, config.trust_remote_code)
-    runners = make_runners(named, models, settings)
+    runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
     prompt_runner = PromptRunner(runners, chat, context, room, config.max_new_tokens, config.repeats, config.seed)
     meta = meta_of(config, named, questions, models)  # after the runners, which may measure costs
     journal = Journal(config.output, decided_by(meta, questions), ENTRY, models.times.state_dict())
@@ -193,9 +179,12 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     if config.traces:
         own = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
         first = first_of_each_task(own, config.traces)
-        trace_prompts(config.output, first, named, models, settings, config.max_new_tokens, prompt_runner.seeds)
+        write_trace(config.output, first, named, models, config.modes, config.max_new_tokens, config.seed)
         write_texts(config.output, config.target, first)
-    publish_run(config, rows, results)
+    (config.output / RESULTS).unlink(missing_ok=True)  # one always belongs to the rows beside it
+    write_rows(config.output / PER_PROMPT, rows)
+    write_json(config.output / RESULTS, results)
+    journal.remove()
     if config.card:
         for directory in write_cards(results, named, config.paths):
             say(f"Model card: {Path(directory) / CARD}")
@@ -213,10 +202,8 @@ def measured_rows(
     total = len(questions.all) * len(prompt_runner.runners)
     done = sum(len(groups[entry["group"]]) for entry in journal.entries)
     if done:
-        print(
-            f"draftsmith: going on with an interrupted run: {done} of {total} prompts are measured ({journal.path})",
-            file=sys.stderr,
-        )
+        about = f"{done} of {total} prompts are measured ({journal.path})"
+        print(f"draftsmith: going on with an interrupted run: {about}", file=sys.stderr)
     if done < total:
         prompt_runner.warm_up([*questions.spare, *questions.all], config.batch_size)
     with between_prompts(total, done) as progress:
@@ -262,14 +249,6 @@ def decided_by(meta: Mapping[str, Any], questions: Questions) -> dict[str, Any]:
     names = [[prompt.id, prompt.task] for prompt in questions.all]
     kept = {name: meta[name] for name in ("target", "models", "heads", "prompts", "versions")}
     return {"settings": settings, **kept, "names": names, "hardware": machine}
-
-
-def publish_run(config: BenchConfig, rows: Sequence[Row], results: Mapping[str, Any]) -> None:
-    """Rows, then results.json: a results.json always belongs to the rows beside it."""
-    (config.output / RESULTS).unlink(missing_ok=True)
-    write_rows(config.output / PER_PROMPT, rows)
-    write_json(config.output / RESULTS, results)
-    (config.output / JOURNAL).unlink()
 
 
 @contextmanager

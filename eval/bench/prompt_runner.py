@@ -86,6 +86,11 @@ def measure_group(
     return rows
 
 
+def seed_of(prompt: BenchPrompt, seed: int) -> int:
+    """A prompt's seed in a run of this one depends on its number and turn only."""
+    return seed + prompt.number + TURN_SEED * (prompt.turn - 1)
+
+
 @dataclass(frozen=True)
 class PromptRunner:
     """How prompts are run.
@@ -124,10 +129,6 @@ class PromptRunner:
                 last = failure
         raise every_prompt_failed(str(last) if last else "too long for the target's context") from last
 
-    def seeds(self, group: Sequence[BenchPrompt]) -> list[int]:
-        """A prompt's seed depends on its number and turn only."""
-        return [self.seed + prompt.number + TURN_SEED * (prompt.turn - 1) for prompt in group]
-
     def too_long(self, prompt: BenchPrompt) -> str | None:
         """Why a prompt cannot be asked."""
         length = len(prompt.prompt_ids)
@@ -154,7 +155,7 @@ class PromptRunner:
             group = [prompt for prompt, why in zip(group, reasons, strict=True) if not why]
             if not group:
                 break
-            limits = (self.max_new_tokens, self.repeats, self.seeds(group))
+            limits = (self.max_new_tokens, self.repeats, [seed_of(prompt, self.seed) for prompt in group])
             try:
                 found = measure_group(runners, group, number, temperature, *limits)
             except Failed as failure:

@@ -86,3 +86,15 @@ class Stopwatch:
         """The seconds so far; counting begins anew."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
+
+
+class Timed:
+    """An object of which some calls are timed; all else is its own."""
+
+    def __init__(self, inner: Any, watch: Stopwatch, *calls: str):
+        self._inner = inner
+        for name in calls:
+            setattr(self, name, watch.timed(getattr(inner, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

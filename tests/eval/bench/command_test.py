@@ -177,7 +177,7 @@ def test_a_prompts_artefact_gives_the_same_prompts_as_its_file(models, tmp_path)
         ({"prompts": None}, "exactly one of them"),
         ({"prompts": None, "tasks": "absent.jsonl"}, "absent.jsonl"),
         ({"temperatures": "0,hot"}, "temperatures: found '0,hot'"),
-        ({"temperatures": "0,0.0"}, "each temperature once"),
+        ({"temperatures": "0,0.0"}, "temperatures: found '0,0.0'"),
         ({"temperatures": "0,-1"}, "temperature: found -1"),
     ],
 )

@@ -51,6 +51,6 @@ def test_rows_of_an_earlier_run_are_read_and_give_back_what_was_measured(tmp_pat
 def test_the_journal_of_an_earlier_run_goes_on(tmp_path):
     entry = {"group": 2, "temperature": 0.0, "rows": [{**ROW, "task": None}], "learned": {"online": [{"w": [0.5]}]}}
     decided = {"settings": {"seed": 0}}
-    Journal(tmp_path, decided, ENTRY).add(entry)
-    assert Journal(tmp_path, decided, ENTRY).entries == [json.loads(json.dumps(entry))]
+    Journal(tmp_path, decided, ENTRY, {}).add(entry)
+    assert Journal(tmp_path, decided, ENTRY, {}).entries == [json.loads(json.dumps(entry))]
     check_shape(tmp_path, {key: entry[key] for key in ("group", "temperature", "rows")}, ENTRY, "", "")  # nor `learned`

@@ -11,8 +11,8 @@ from rich.console import Console
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import Row, failures_of, of_methods, read_rows, row_of, write_rows
 from draftsmith.eval.bench.summary import distinct_4grams, summarise
-from draftsmith.eval.bench.tables import METHOD_WIDTH, by_task, caption, markdown_table, results_table
-from draftsmith.eval.report.tables import markdown, on_screen
+from draftsmith.eval.bench.tables import by_task, caption, results_tables, screen
+from draftsmith.eval.report.tables import markdown
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 
@@ -115,19 +115,22 @@ def results_of(methods: dict[str, list[Row]], *temperatures: float) -> dict:
 def shown(width: int, *tables) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
     for table in tables:
-        console.print(table)
+        console.print(screen(table))
     return console.export_text()
+
+
+def markdown_tables(results: dict) -> str:
+    return "\n".join(map(markdown, results_tables(results)))
 
 
 def test_tables_fit_in_100_columns_and_say_the_same():
     long_name = "specdec++:h=0.7:min=2:max=20:calibrated=on"
     results = results_of({"ar": AR, long_name: SPEC, "spec:k=5": SPEC})
-    text = shown(100, results_table(results), on_screen(by_task(results, 0.0), joint=" ", first_width=METHOD_WIDTH))
+    text, written = shown(100, *results_tables(results)), markdown_tables(results)
     assert "…" not in text and all(len(line) <= 100 for line in text.splitlines())
-    markdown = markdown_table(results)
-    assert f"| {long_name} | 1.8 | 2.00x | 1.67-3.00 | 1.75 | 1.50-2.00 | 43% | yes |" in markdown
+    assert f"| {long_name} | 1.8 | 2.00x | 1.67-3.00 | 1.75 | 1.50-2.00 | 43% | yes |" in written
     for part in ("2.00x", "1.67-3.00", "1.75", "43%", "2 prompts, 7 tokens", "greedy", "CPU time"):
-        assert part in text and (part in markdown)
+        assert part in text and part in written
 
 
 def test_the_mean_of_tasks_is_named_apart_from_the_pooled_ratio():
@@ -164,7 +167,9 @@ def test_each_temperature_has_its_own_rows_and_its_own_table():
     ]  # fmt: skip
     assert by_task(results, 1.0).title == "Speed-up and tau by task, temperature 1"
     assert "greedy and temperature 1" in caption(results)
-    assert "Greedy:\n\n| method" in markdown_table(results) and "Temperature 1:\n\n| method" in markdown_table(results)
+    written = markdown_tables(results)
+    assert "**Greedy**\n\n| method" in written and "**Temperature 1**\n\n| method" in written
+    assert written.count("greedy and temperature 1, float32") == 1
 
 
 def test_failed_prompts_are_named_under_the_table():
@@ -178,7 +183,7 @@ def test_results_of_earlier_versions_are_still_shown():
     results = results_of({"ar": AR, "spec": SPEC})
     for row in results["methods"]:
         del row["temperature"], row["tau_ci95"]
-    assert "| spec | 1.8 | 2.00x | 1.67-3.00 | 1.75 |  | 43% | yes |" in markdown_table(results)
+    assert "| spec | 1.8 | 2.00x | 1.67-3.00 | 1.75 |  | 43% | yes |" in markdown_tables(results)
 
 
 def test_rows_come_back_as_they_were_measured(tmp_path):
@@ -196,9 +201,7 @@ def test_rows_come_back_as_they_were_measured(tmp_path):
 
 def test_many_methods_go_into_rows_of_the_table_by_task():
     methods = {f"spec:k={k}": SPEC for k in range(1, 21)}
-    text = shown(
-        80, on_screen(by_task(results_of({"ar": AR, **methods}), 0.0), joint=" ", first_width=METHOD_WIDTH)
-    ).splitlines()
+    text = shown(80, by_task(results_of({"ar": AR, **methods}), 0.0)).splitlines()
     for method in methods:
         (place,) = (i for i, line in enumerate(text) if line.split()[:1] == [method])
         assert text[place].split()[1:] == ["3.00x", "1.50", "1.67x", "2.00", "2.00x", "1.75", "2.33x", "1.75"]
