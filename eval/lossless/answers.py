@@ -1,4 +1,4 @@
-"""Answers of a method by one of the decoder's loops, and what had been drafted where each of their tokens was decided.
+"""Answers of a method, and what had been drafted where each of their tokens was decided.
 
 What stands in a `DraftedPlace` is known before its token is: a drafter's distribution depends on what came before, and
 a policy keeps the token that it looked at. So given its place, too, a token of a lossless method follows the target.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from draftsmith.modules.decoding.loop import Round, Setup, generate
 from draftsmith.modules.decoding.protocols import Drafter
+from draftsmith.modules.drafters.methods import Method, Models
 from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, Session
 from draftsmith.modules.types import SamplingParams
@@ -40,64 +41,44 @@ class PlacedAnswer:
     places: list[DraftedPlace]
 
 
-class DecodingLoop(Protocol):
-    """A method, run by one of the loops. `name` is single or batched."""
+@dataclass(frozen=True)
+class PlacedRunner:
+    """A method that answers so many prompts together. ends: tokens that end an answer."""
 
-    name: str
+    target: CausalLM
+    drafter: Drafter | None
+    ends: tuple[int, ...]
+    rows: int = 1
+    session: Session | None = None
+
+    @classmethod
+    def of(cls, method: Method, models: Models, rows: int) -> PlacedRunner:
+        """With a drafter of its own. Prompts that are alone get a session each, others share one."""
+        drafter = method.build(models, rows)
+        capture = () if drafter is None else drafter.capture
+        session = models.target.session(rows, models.capacity, capture) if rows > 1 else None
+        return cls(models.target, drafter, models.ends, rows, session)
+
+    @property
+    def loop(self) -> str:
+        """How the decoder runs, as results name it."""
+        return "single" if self.rows == 1 else "batched"
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
     ) -> list[PlacedAnswer]:
         """An answer to each prompt; the same seed gives the same tokens."""
-
-
-@dataclass(frozen=True)
-class SingleLoop:
-    """`modules.decoding.loop.generate`, one prompt after the other."""
-
-    target: CausalLM
-    drafter: Drafter | None
-    ends: tuple[int, ...]
-    session: Session | None = None
-    name = "single"
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
-    ) -> list[PlacedAnswer]:
-        return [
-            answer
-            for prompt, seed in zip(prompts, seeds, strict=True)
-            for answer in self.answers([prompt], params, max_new_tokens, [seed])
-        ]
-
-    def answers(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
-    ) -> list[PlacedAnswer]:
-        """Answers to prompts that are decoded together."""
-        places: list[list[DraftedPlace]] = [[] for _ in prompts]
-        made = generate(
-            self.target,
-            self.drafter,
-            prompts,
-            params,
-            max_new_tokens,
-            [TorchSource(seed) for seed in seeds],
-            self.ends,
-            Setup(lambda done: places[done.row].extend(places_of(done)), self.session),
-        )
-        return [PlacedAnswer(answer.tokens, own) for answer, own in zip(made, places, strict=True)]
-
-
-@dataclass(frozen=True)
-class BatchedLoop(SingleLoop):
-    """The same with all prompts together, as `eval bench --batch-size` and CUDA decode."""
-
-    name = "batched"
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seeds: Sequence[int]
-    ) -> list[PlacedAnswer]:
-        return self.answers(prompts, params, max_new_tokens, seeds)
+        found: list[PlacedAnswer] = []
+        for start in range(0, len(prompts), self.rows):
+            group = slice(start, start + self.rows)
+            places: list[list[DraftedPlace]] = [[] for _ in prompts[group]]
+            setup = Setup(lambda done, own=places: own[done.row].extend(places_of(done)), self.session)
+            sources = [TorchSource(seed) for seed in seeds[group]]
+            answers = generate(
+                self.target, self.drafter, prompts[group], params, max_new_tokens, sources, self.ends, setup
+            )
+            found += [PlacedAnswer(answer.tokens, own) for answer, own in zip(answers, places, strict=True)]
+        return found
 
 
 def places_of(done: Round) -> list[DraftedPlace]:

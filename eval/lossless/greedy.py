@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.lossless.answers import DecodingLoop, ends_as_asked
+from draftsmith.eval.lossless.answers import PlacedRunner, ends_as_asked
 from draftsmith.modules.decoding.loop import room_for
 from draftsmith.modules.targets.base import CausalLM, ModelInfo
 from draftsmith.modules.types import SamplingParams
@@ -21,14 +21,11 @@ GREEDY = SamplingParams()
 
 
 def greedy_answers(
-    loop: DecodingLoop, prompts: Sequence[BenchPrompt], max_new_tokens: int, together: int, seed: int
+    runner: PlacedRunner, prompts: Sequence[BenchPrompt], max_new_tokens: int, seed: int
 ) -> list[list[int]]:
-    """An answer to each prompt, so many of them together."""
-    found: list[list[int]] = []
-    for start in range(0, len(prompts), together):
-        group = [prompt.prompt_ids for prompt in prompts[start : start + together]]
-        found += [answer.tokens for answer in loop(group, GREEDY, max_new_tokens, [seed] * len(group))]
-    return found
+    """An answer to each prompt."""
+    ids, seeds = [prompt.prompt_ids for prompt in prompts], [seed] * len(prompts)
+    return [answer.tokens for answer in runner(ids, GREEDY, max_new_tokens, seeds)]
 
 
 def greedy_test(
