@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch
 from draftsmith.eval.cost.clock import Clock, Stopwatch, medians
 from draftsmith.eval.replay.coupling import ReadAnswer
 from draftsmith.eval.replay.record import Recording, walk
-from draftsmith.modules.decoding.protocols import Drafter, DraftTree, Outcome
+from draftsmith.modules.decoding.protocols import Drafter, DraftTree
 from draftsmith.modules.sampling import Source
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import SamplingParams
@@ -91,22 +92,23 @@ def num_levels(parents: Sequence[int]) -> int:
 
 
 class ProbedDrafter:
-    """A drafter whose proposals are of one step and of STEPS in turn, fewer where a context ends, and timed.
+    """A drafter whose proposals are of one step and of STEPS in turn, fewer where a context ends, and timed; all else
+    is the drafter's own.
 
     prefill: seconds of each answer's first proposal. seconds: of the others, by the forwards that they took.
     """
 
     def __init__(self, drafter: Drafter, clock: Clock):
         self._drafter, self._watch, self._number = drafter, Stopwatch(clock), 0
-        self.capture = drafter.capture
         self.prefill: list[float] = []
         self.seconds: dict[int, list[float]] = {}
 
-    def start(
-        self, prompts: Sequence[Sequence[int]], features: Sequence[torch.Tensor], first_tokens: Sequence[int]
-    ) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def start(self, *answers: Any) -> None:
         self._number = 0
-        self._drafter.start(prompts, features, first_tokens)
+        self._drafter.start(*answers)
 
     def propose(self, limits: Sequence[int], params: SamplingParams, sources: Sequence[Source]) -> list[DraftTree]:
         counts = [min(STEPS if self._number % 2 else 1, limit) for limit in limits]
@@ -117,12 +119,6 @@ class ProbedDrafter:
         self._number += 1
         return trees
 
-    def advance(self, outcomes: Sequence[Outcome | None]) -> None:
-        self._drafter.advance(outcomes)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._drafter.select(rows)
-
 
 def draft_cost(
     drafter: Drafter, prompts: Sequence[Sequence[int]], answers: Sequence[ReadAnswer], how: Recording, clock: Clock
@@ -130,7 +126,7 @@ def draft_cost(
     """The cost of draft steps, from proposals along the answers. The first one reads the prompt as well. Where a
     context leaves no room for a second step, one is taken to cost what the first does; where it leaves none for drafts,
     they cost nothing."""
-    probed = ProbedDrafter(drafter, clock)
+    probed: Any = ProbedDrafter(drafter, clock)
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         for _ in walk(probed, answer, prompt, how, STEPS, number):
             pass

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -26,7 +25,6 @@ from draftsmith.modules.drafters.methods import Autoregressive, DynamicTrees, Me
 from draftsmith.modules.types import SamplingParams
 
 PROBE_PROMPTS, PROBE_TOKENS, PROBE_REPEATS = 2, 40, 2
-AR = "ar"
 START = "start"
 
 
@@ -74,16 +72,6 @@ class DecodingCosts:
             return read + (cost.first + (step.draft_calls - 1) * cost.step if step.draft_calls else 0.0)
 
         return self.start + cost.prefill + sum(map(of_round, trace.steps))
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> DecodingCosts:
-        curves = {name: {int(rows): s for rows, s in raw[name].items()} for name in ("target", "tree")}
-        drafters = {name: DraftCost(**cost) for name, cost in raw["drafters"].items()}
-        families = {name: Overhead(**cost) for name, cost in raw["families"].items()}
-        return cls(raw["context"], raw["start"], **curves, drafters=drafters, families=families)
 
 
 def family_of(named: Named) -> str:

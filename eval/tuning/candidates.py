@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of
+from draftsmith.eval.bench.results import BASELINE
+from draftsmith.eval.cost.machine import DecodingCosts, family_of
 from draftsmith.eval.replay import replay
-from draftsmith.eval.replay.rollouts import ChainRollouts, Ints, TargetAnswer, TreeRollouts
+from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, TreeRollouts
 from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import CostRule, PredictionRule, ThresholdRule
@@ -51,7 +52,7 @@ class Grid:
         step = 2 if self.coarse else 1
         lengths = [k for k in range(1, self.depth + 1) if not self.coarse or k <= 4 or k % 2 == 0]
         longest = sorted({self.depth, max(self.depth // 2, 1)}, reverse=True)[::step]
-        yield AR
+        yield BASELINE
         yield from (f"pld:k={k}:ngram={ngram}" for k in lengths[1::2] for ngram in NGRAMS)
         for drafter, fixed in chain_methods().items():
             if drafter not in given:
@@ -98,7 +99,7 @@ class Recorded:
     def traces(self, named: Named) -> list[DecodeTrace]:
         """What decoding with these settings does, one trace an answer."""
         method = named.method
-        if named.label == AR:
+        if named.label == BASELINE:
             return [alone(answer) for answer in self.answers]
         if isinstance(method, DynamicTrees):
             assert method.by_values and method.nodes != "auto" and method.depth != "auto"
@@ -112,14 +113,11 @@ class Recorded:
             return replay_by_prediction(rollouts, predictor, rule, *method.limits)
         if isinstance(method, SelfVerification):
             return replay.self_verify(rollouts, method.k)
-        return replay.replay(rollouts, self._lengths(named, rollouts))
-
-    def _lengths(self, named: Named, rollouts: ChainRollouts) -> Ints:
-        method = named.method
         if isinstance(method, ConfidenceStop):
-            return replay.confidence_lengths(rollouts, method.t, method.min, method.max)
+            lengths = replay.confidence_lengths(rollouts, method.t, method.min, method.max)
+            return replay.replay(rollouts, lengths)
         assert isinstance(method, FixedK)
-        return replay.fixed_k(rollouts, method.k)
+        return replay.replay(rollouts, replay.fixed_k(rollouts, method.k))
 
     def _predictor(self, method: ByPrediction, rollouts: ChainRollouts) -> RecordedPredictor:
         if isinstance(method, Online):
@@ -179,10 +177,8 @@ def probes(labels: Sequence[str]) -> dict[str, list[Named]]:
     by_family: dict[str, list[Named]] = {}
     for named in parse_methods(",".join(labels)):
         by_family.setdefault(family_of(named), []).append(named)
-    return {family: _ends(named) for family, named in by_family.items()}
-
-
-def _ends(settings: Sequence[Named]) -> list[Named]:
-    """One from each side of the middle of a list that goes from short drafts to long ones."""
-    places = sorted({len(settings) // 4, (3 * len(settings)) // 4})
-    return [settings[place] for place in places]
+    # Settings go from short drafts to long ones: one from each side of the middle.
+    return {
+        family: [named[place] for place in sorted({len(named) // 4, 3 * len(named) // 4})]
+        for family, named in by_family.items()
+    }

@@ -26,11 +26,11 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import load_models, trained_for
 from draftsmith.eval.bench.prompt_runner import answered, measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
-from draftsmith.eval.bench.results import RESULTS, Row, describe, of_methods
+from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, describe, of_methods
 from draftsmith.eval.bench.runner import EngineRunner, remember
 from draftsmith.eval.bench.summary import tokens_per_s
-from draftsmith.eval.cost.clock import Clock, ClockName, clock_name, clock_of
-from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of, measure_costs
+from draftsmith.eval.cost.clock import ClockName, clock_name, clock_of
+from draftsmith.eval.cost.machine import DecodingCosts, family_of, measure_costs
 from draftsmith.eval.replay.lookup import LookupRecorder
 from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.trees import TreeRecorder
@@ -106,7 +106,6 @@ class Setup:
 
     models: Models
     prompts: list[BenchPrompt]
-    eos_ids: tuple[int, ...]
     labels: list[str]
 
 
@@ -123,7 +122,7 @@ def run(config: TuneConfig) -> Path:
     more = {"clock": config.clock, **setup.models.times.state_dict()}
     meta = describe("tune", config, setup.models.target, setup.prompts, config.prompts, models, **more)
     results = {"meta": meta, "tables": to_json(found), "summary": summary(choice)}
-    write_json(config.output / RESULTS, {**results, "costs": choice.costs.to_json()})
+    write_json(config.output / RESULTS, {**results, "costs": dataclasses.asdict(choice.costs)})
     say(f"{choice.label}: written to {config.output / DECODE}. Use it: draftsmith decode --config FILE '...'")
     return config.output
 
@@ -143,8 +142,7 @@ def prepare(config: TuneConfig) -> Setup:
     models = load_models(
         parse_methods(",".join(labels)), config.paths, longest, config.sampling, target, **config.loading
     )
-    eos_ids = () if config.ignore_eos else tuple(target.info.eos_ids)
-    return Setup(replace(models, ends=eos_ids), prompts, eos_ids, labels)
+    return Setup(replace(models, ends=() if config.ignore_eos else models.ends), prompts, labels)
 
 
 def check(config: TuneConfig) -> None:
@@ -174,18 +172,26 @@ def tune(config: TuneConfig, setup: Setup) -> Choice:
         spent[what] = clock() - started
         return result
 
+    def take_costs() -> DecodingCosts:
+        settings = {family: [item.method for item in named] for family, named in probes(setup.labels).items()}
+        return measure_costs(setup.models, setup.prompts, settings, config.sampling, config.seed, clock)
+
+    def decode(finalists: Sequence[Predicted]) -> dict[str, float]:
+        named = [Named(BASELINE, parse_method(BASELINE)), *(item.named for item in finalists)]
+        return measured_speeds(config, setup, named, config.repeats) if finalists else {}
+
     say(f"{len(setup.labels)} settings on {len(setup.prompts)} prompts")
     recorded = timed("recording", lambda: record(config, setup))
-    costs = timed("costs", lambda: take_costs(config, setup, clock))
+    costs = timed("costs", take_costs)
     predicted = timed("prediction", lambda: predict(setup.labels, recorded, costs))
-    finalists = [item for item in best_of_families(predicted) if item.family != AR][: config.verify]
-    measured = timed("verification", lambda: decode_finalists(config, setup, finalists))
+    finalists = [item for item in best_of_families(predicted) if item.family != BASELINE][: config.verify]
+    measured = timed("verification", lambda: decode(finalists))
     return Choice(predicted, measured, costs, spent)
 
 
 def record(config: TuneConfig, setup: Setup) -> Recorded:
     """One recording a drafter, from which all settings are replayed."""
-    how = Recording(config.sampling, config.depth, config.max_new_tokens, config.seed, setup.eos_ids)
+    how = Recording(config.sampling, config.depth, config.max_new_tokens, config.seed, setup.models.ends)
     models = setup.models
     answers = TargetAnswers(models.target, how)
     head = models.acceptance
@@ -203,19 +209,6 @@ def record(config: TuneConfig, setup: Setup) -> Recorded:
     return Recorded(chains, trees, head, lookups, step_costs)
 
 
-def take_costs(config: TuneConfig, setup: Setup, clock: Clock) -> DecodingCosts:
-    settings = {family: [item.method for item in named] for family, named in probes(setup.labels).items()}
-    return measure_costs(setup.models, setup.prompts, settings, config.sampling, config.seed, clock)
-
-
-def decode_finalists(config: TuneConfig, setup: Setup, finalists: Sequence[Predicted]) -> dict[str, float]:
-    """Label -> tokens/s of `ar` and the finalists, decoded for real; empty where there are none."""
-    if not finalists:
-        return {}
-    named = [Named(AR, parse_method(AR)), *(item.named for item in finalists)]
-    return measured_speeds(config, setup, named, config.repeats)
-
-
 def measured_speeds(
     config: TuneConfig,
     setup: Setup,
@@ -226,7 +219,7 @@ def measured_speeds(
     """Label -> tokens/s, interleaved prompt by prompt as in the bench."""
     models = setup.models
     runners = {
-        item.label: EngineRunner(models.target, item.method.build(models), config.sampling, setup.eos_ids)
+        item.label: EngineRunner(models.target, item.method.build(models), config.sampling, models.ends)
         for item in named
     }
     for label, runner in runners.items():  # uncounted: the first run of a method pays for its set-up

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 
@@ -71,7 +70,3 @@ def test_what_is_beyond_the_forwards_is_found_again():
     # Noise that makes a step's share negative is not taken for a gain.
     noisy = overhead([probe(*short), probe(*long, extra=4.0)], bare)
     assert noisy.round >= 0 and noisy.step >= 0
-
-
-def test_costs_come_back_from_json():
-    assert DecodingCosts.from_json(json.loads(json.dumps(COSTS.to_json()))) == COSTS
