@@ -73,11 +73,9 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
         methods: name:setting=value, separated by commas; ar is always measured. One model: ar, pld:k=10:ngram=3,
             lookahead:w=15:n=5:g=15, hf. With a draft: spec:k=5, specdec++:h=0.7:min=2:max=20:calibrated=off,
             cost:c=auto:min=1:max=16, online:c=auto:by=q:max=16, confidence:t=0.4:min=1:max=20, self-verify:k=10,
-            pearl:k=5, hf-assisted:k=5:t=0. With an EAGLE head: eagle:k=5, eagle-tree:tree=eagle-1,
-            eagle2:nodes=60:depth=6:topk=10:value=on:rerank=on (nodes=auto, nodes=auto:depth=auto: as is worth the time;
-            value=head: by a head of trees), and specdec++, cost, online, confidence or self-verify with
-            drafter=eagle. Three models: pre-verify:k=10, pre+self-verify:k=10, hsddw:k=10:max=20, each with
-            drafter=eagle where the head was trained for --mid.
+            pearl:k=5, hf-assisted:k=5:t=0; these five policies also with drafter=KIND, by a trained head of that kind.
+            Three models: pre-verify:k=10, pre+self-verify:k=10, hsddw:k=10:max=20. A head's own methods begin with its
+            kind; README.md lists them all.
         method: one more method, as the decode.yaml of `draftsmith eval tune` names it.
         turns: which user turns of a conversation are asked. all: one after the other; every method is asked a later
             turn after the answers that ar gave to the earlier ones. first: the first. last: the last, after recorded

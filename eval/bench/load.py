@@ -13,6 +13,7 @@ from draftsmith.eval.bench.trees import read_tree
 from draftsmith.eval.cost.auto import MeasuredTimes
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.decoding.tree import StaticTree
+from draftsmith.modules.drafters import learned
 from draftsmith.modules.drafters.methods import Models, Named, check_needs
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams
@@ -117,7 +118,9 @@ def check_predicts(directory: str, head: AcceptanceHead, wanted: set[str]) -> No
 def trained_for(directory: str) -> str:
     """The drafter that an acceptance head was trained for: `draft`, or a head's kind."""
     config = head_config(directory)
-    return config.get("drafter") or ("eagle" if "eagle" in (config.get("target") or {}) else MODEL)
+    # Heads of earlier versions say it only by the drafter's hash, which stands beside those of its target.
+    of_target = config.get("target") or {}
+    return config.get("drafter") or next((kind for kind in learned() if kind in of_target), MODEL)
 
 
 def load_draft(role: str, paths: Mapping[str, str], target: CausalLM, longest: int, **how: Any) -> CausalLM:
