@@ -5,24 +5,22 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
 from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.models.device import check_device
-from draftsmith.data.models.loading import load_lm, load_tokenizer
+from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.models.naming import naming
 from draftsmith.data.settings import Sampling
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
-from draftsmith.eval.bench.load import load_models, trained_for
-from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence
+from draftsmith.eval.bench.load import load_run, trained_for
+from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.runner import EngineRunner
 from draftsmith.eval.bench.trace import trace_text, traced
 from draftsmith.eval.settings import AnswerLength, Running
@@ -72,14 +70,9 @@ def run(config: DecodeConfig) -> Generation:
     params = config.sampling
     for name in ("max_new_tokens", "num_threads"):
         at_least(name, getattr(config, name), 1)
-    check_device(config.device)
-    torch.set_num_threads(config.num_threads)
     tokenizer, prompt = encode_prompt(config)
-    target = load_lm(config.target, **config.loading)
     bench_prompt = BenchPrompt("on the command line", prompt)
-    longest = longest_sequence([bench_prompt], config.max_new_tokens, target.info.max_position)
-    models = load_models([named], config.paths, longest, params, target, **config.loading)
-    models = replace(models, ends=() if config.ignore_eos else models.ends)
+    models = load_run(config, [named], [bench_prompt], config.max_new_tokens, params)
     drafter = named.method.build(models)
 
     console = Console(highlight=False, soft_wrap=True)
@@ -95,8 +88,8 @@ def run(config: DecodeConfig) -> Generation:
     def on_round(done: Round) -> None:
         show(stream.push(done.tokens, done.num_accepted))
 
-    session = target.session(1, models.capacity, () if drafter is None else drafter.capture)
-    runner = EngineRunner(target, drafter, params, models.ends, on_round, session)
+    session = models.target.session(1, models.capacity, () if drafter is None else drafter.capture)
+    runner = EngineRunner(models.target, drafter, params, models.ends, on_round, session)
     if config.trace is not None:  # to be told before the answer if it may not be written
         make_directory(config.trace.parent)
         write_text(config.trace, "")
@@ -149,23 +142,19 @@ def chain_method(config: DecodeConfig) -> str:
 def encode_prompt(config: DecodeConfig) -> tuple[Any, list[int]]:
     """Tokenizer, and the prompt's token ids."""
     try:
-        return _encoded(config)
+        text = well_formed(sys.stdin.read() if config.prompt == "-" else config.prompt, "prompt")
+        if not text.strip():
+            raise InputError("prompt", "no text", "a prompt", 'Write it after the command: draftsmith decode "..."')
+        if config.raw:
+            tokenizer = load_tokenizer(config.target)
+            return tokenizer, list(tokenizer(text)["input_ids"])
+        tokenizer = load_chat_tokenizer(config.target)
+        messages = [{"role": "user", "content": text}]
+        if config.system:
+            messages.insert(0, {"role": "system", "content": well_formed(config.system, "system")})
+        return tokenizer, list(prompt_ids(tokenizer, messages))
     except (RowError, UnicodeDecodeError) as error:
         raise InputError("prompt", error, "text that the chat template takes, in UTF-8", "Correct it.") from error
-
-
-def _encoded(config: DecodeConfig) -> tuple[Any, list[int]]:
-    text = well_formed(sys.stdin.read() if config.prompt == "-" else config.prompt, "prompt")
-    if not text.strip():
-        raise InputError("prompt", "no text", "a prompt", 'Write it after the command: draftsmith decode "..."')
-    if config.raw:
-        tokenizer = load_tokenizer(config.target)
-        return tokenizer, list(tokenizer(text)["input_ids"])
-    tokenizer = load_chat_tokenizer(config.target)
-    messages = [{"role": "user", "content": text}]
-    if config.system:
-        messages.insert(0, {"role": "system", "content": well_formed(config.system, "system")})
-    return tokenizer, list(prompt_ids(tokenizer, messages))
 
 
 def legend(method: str) -> Text:

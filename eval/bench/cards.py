@@ -13,14 +13,9 @@ from draftsmith.modules.drafters.methods import Named
 from draftsmith.modules.types import InputError
 
 SCHEMA_VERSION = 1
-# Of what a row of results.json holds.
+# Of the meta and the rows of a results.json.
+HOW = ("date", "git_commit", "clock", "hardware", "versions", "prompts", "target", "settings")
 ROW = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
-# The settings of a benchmark that a reader needs to make sense of the numbers.
-SETTINGS = (
-    *("target", "draft", "mid", "methods", "split", "tasks", "keep_tasks", "turns", "limit", "max_new_tokens"),
-    *("ignore_eos", "temperature", "temperatures", "top_k", "top_p", "dtype", "device", "engine", "num_threads"),
-    *("batch_size", "seed", "repeats"),
-)
 
 
 def heads_of(named: Sequence[Named], paths: Mapping[str, str]) -> dict[str, str]:
@@ -65,6 +60,5 @@ def of_head(results: Mapping[str, Any], named: Sequence[Named], kind: str) -> di
             by_task = {task: {key: part[key] for key in ROW} for task, part in row.get("by_task", {}).items()}
             own = {key: row[key] for key in ("method", "temperature", *ROW)}
             rows.append({**own, "by_task": by_task})
-    settings = {name: meta["settings"][name] for name in SETTINGS}
-    how = {name: meta[name] for name in ("date", "git_commit", "clock", "hardware", "versions", "prompts", "target")}
-    return {"schema_version": SCHEMA_VERSION, **how, "settings": settings, "methods": rows}
+    how = {name: meta[name] for name in HOW}
+    return {"schema_version": SCHEMA_VERSION, **how, "methods": rows}

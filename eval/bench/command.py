@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.heads.measured import CARD, WEIGHTS
@@ -28,14 +26,13 @@ from draftsmith.eval.bench.cards import check_cards, heads_of, write_cards
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.journal import Journal, unfinished_auto
 from draftsmith.eval.bench.load import check_methods, load_models, warn_about_sampling
-from draftsmith.eval.bench.prompt_runner import PromptRunner, every_prompt_failed
+from draftsmith.eval.bench.prompt_runner import PromptRunner
 from draftsmith.eval.bench.prompts import Chat, Questions, longest_conversation, read_questions, task_sources
 from draftsmith.eval.bench.results import (
     BASELINE,
     COLUMNS,
     PER_PROMPT,
     RESULTS,
-    Row,
     describe,
     failures_of,
     of_methods,
@@ -49,7 +46,6 @@ from draftsmith.eval.cost.auto import times_of_run
 from draftsmith.eval.cost.clock import ClockName, clock_name
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
-from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.types import InputError, SamplingParams, at_least
 
 # Settings that change nothing of what is measured: an interrupted run may go on with others.
@@ -155,7 +151,8 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         InputError: bad settings, models or prompts; an unfinished run of other settings in `output`; no prompt that
             could be measured.
     """
-    named = with_baseline(parse_methods(asked_for(config), BASELINES))
+    asked = parse_methods(asked_for(config), BASELINES)
+    named = [*parse_methods(BASELINE), *(item for item in asked if item.label != BASELINE)]  # every speed-up is over it
     sources = check(config, named)
     torch.set_num_threads(config.num_threads)
     questions = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
@@ -172,8 +169,13 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     prompt_runner = PromptRunner(runners, chat, context, room, config.max_new_tokens, config.repeats, config.seed)
     meta = meta_of(config, named, questions, models)  # after the runners, which may measure costs
     journal = Journal(config.output, decided_by(meta, questions), ENTRY, models.times.state_dict())
-    rows = measured_rows(config, prompt_runner, questions, journal)
-    results = {"meta": meta, "methods": result_rows(config, rows, target), "failures": failures_of(rows)}
+    rows = prompt_runner.run_all(questions, config.batch_size, journal)
+    methods: list[dict[str, Any]] = []
+    for params in config.modes:
+        compare = params.greedy and target.dtype == torch.float32
+        measured = of_methods(rows, params.temperature)
+        methods += summarise(measured, config.clock, config.seed, compare, params.temperature)
+    results = {"meta": meta, "methods": methods, "failures": failures_of(rows)}
     if config.traces:
         own = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
         first = first_of_each_task(own, config.traces)
@@ -187,39 +189,6 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         for directory in write_cards(results, named, config.paths):
             say(f"Model card: {Path(directory) / CARD}")
     return results
-
-
-def measured_rows(
-    config: BenchConfig, prompt_runner: PromptRunner, questions: Questions, journal: Journal
-) -> list[Row]:
-    """Rows of all prompts; those of an interrupted run of the same settings are not measured again."""
-    groups = questions.groups(config.batch_size)
-    if any(entry["group"] not in range(len(groups)) for entry in journal.entries):
-        found, remedy = "a group of prompts that there is not", "Delete it and measure again."
-        raise InputError(str(journal.path), found, f"numbers below {len(groups)}", remedy)
-    total = len(questions.all) * len(prompt_runner.runners)
-    done = sum(len(groups[entry["group"]]) for entry in journal.entries)
-    if done:
-        about = f"{done} of {total} prompts are measured ({journal.path})"
-        print(f"draftsmith: going on with an interrupted run: {about}", file=sys.stderr)
-    if done < total:
-        prompt_runner.warm_up([*questions.spare, *questions.all], config.batch_size)
-    with between_prompts(total, done) as progress:
-        rows = prompt_runner.run_all(groups, journal, progress)
-    if all(row["error"] is not None for row in rows):
-        journal.remove()
-        raise every_prompt_failed(rows[-1]["error"])
-    return rows
-
-
-def result_rows(config: BenchConfig, rows: Sequence[Row], target: CausalLM) -> list[dict[str, Any]]:
-    """One row a method and temperature."""
-    found = []
-    for params in config.modes:
-        compare = params.greedy and target.dtype == torch.float32
-        measured = of_methods(rows, params.temperature)
-        found += summarise(measured, config.clock, config.seed, compare, params.temperature)
-    return found
 
 
 def meta_of(config: BenchConfig, named: Sequence[Named], questions: Questions, models: Models) -> dict[str, Any]:
@@ -249,26 +218,10 @@ def decided_by(meta: Mapping[str, Any], questions: Questions) -> dict[str, Any]:
     return {"settings": settings, **kept, "names": names, "hardware": machine}
 
 
-@contextmanager
-def between_prompts(total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar that is drawn only when it is advanced: one that redraws itself takes CPU time from the clocks."""
-    left = (TextColumn("prompts, left"), TimeRemainingColumn())
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), *left)
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
-        task = progress.add_task("measuring", total=total, completed=done)
-        yield lambda count: progress.update(task, advance=count, refresh=True)
-
-
 def asked_for(config: BenchConfig) -> str:
     """All methods, each once: `decode` takes one `method` and this command `methods`; a decode.yaml serves both."""
     listed = [label.strip() for label in config.methods.split(",")]
     return config.methods if config.method is None or config.method in listed else f"{config.methods},{config.method}"
-
-
-def with_baseline(named: Sequence[Named]) -> list[Named]:
-    """`ar` first: every speed-up is against it, listed or not."""
-    rest = [method for method in named if method.label != BASELINE]
-    return [*parse_methods(BASELINE), *rest]
 
 
 def check(config: BenchConfig, named: Sequence[Named]) -> list[tuple[str, str]]:

@@ -8,14 +8,19 @@ with the same tokens), so this is a conversation that it could have had itself, 
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftsmith.data.models.naming import naming
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.journal import Journal
-from draftsmith.eval.bench.prompts import BenchPrompt, Chat
+from draftsmith.eval.bench.prompts import BenchPrompt, Chat, Questions
 from draftsmith.eval.bench.results import BASELINE, Row, row_of
 from draftsmith.eval.bench.runner import Runner, learned_by, remember, teach
 from draftsmith.eval.cost.clock import rotated, wall_time
@@ -174,35 +179,53 @@ class PromptRunner:
                         failed(refused, str(error))
         return rows
 
-    def run_all(
-        self, groups: Sequence[Sequence[BenchPrompt]], journal: Journal, progress: Callable[[int], None]
-    ) -> list[Row]:
-        """Rows of all groups at all temperatures: those that the journal holds, and those it still lacks, which are run
-        by methods that know what they knew when it ended.
+    def run_all(self, questions: Questions, batch_size: int, journal: Journal) -> list[Row]:
+        """Rows of all questions at all temperatures: those that the journal holds, and those it still lacks, which are
+        run by methods that know what they knew when it ended.
 
-        progress: is told how many more prompts are done.
+        Raises:
+            InputError: no prompt could be measured; a journal of other groups.
         """
-        kept = {(entry["group"], entry["temperature"]): entry["rows"] for entry in journal.entries}
+        groups = questions.groups(batch_size)
         for entry in journal.entries:
+            if entry["group"] not in range(len(groups)) or entry["temperature"] not in self.runners:
+                found = f"group {entry['group']} at temperature {entry['temperature']:g}, which there is not"
+                raise InputError(str(journal.path), found, "groups of this run", "Delete it and measure again.")
             for label, states in entry.get("learned", {}).items():
                 teach(self.runners[entry["temperature"]][label], states)
+        kept = {(entry["group"], entry["temperature"]): entry["rows"] for entry in journal.entries}
+        total, done = len(questions.all) * len(self.runners), sum(len(groups[number]) for number, _ in kept)
+        if done:
+            about = f"{done} of {total} prompts are measured ({journal.path})"
+            print(f"draftsmith: going on with an interrupted run: {about}", file=sys.stderr)
+        if done < total:
+            self.warm_up([*questions.spare, *questions.all], batch_size)
         rows: list[Row] = []
-        for number, group in enumerate(groups):
-            for temperature, runners in self.runners.items():
-                done = kept.get((number, temperature))
-                if done is None:
-                    done = self.run(group, number, temperature)
-                    learned = {label: states for label in runners if (states := learned_by(runners[label]))}
-                    journal.add({"group": number, "temperature": temperature, "rows": done, "learned": learned})
-                    progress(len(group))
-                rows += done
-        temperatures, labels = list(self.runners), list(next(iter(self.runners.values())))
-        return sorted(
-            rows,
-            key=lambda row: (
-                temperatures.index(row["temperature"]), labels.index(row["method"]), row["prompt"], row["turn"]
-            ),
-        )  # fmt: skip
+        with between_prompts(total, done) as progress:
+            for number, group in enumerate(groups):
+                for temperature, runners in self.runners.items():
+                    if (number, temperature) not in kept:
+                        own = kept[number, temperature] = self.run(group, number, temperature)
+                        learned = {label: states for label in runners if (states := learned_by(runners[label]))}
+                        journal.add({"group": number, "temperature": temperature, "rows": own, "learned": learned})
+                        progress(len(group))
+                    rows += kept[number, temperature]
+        if all(row["error"] is not None for row in rows):
+            journal.remove()
+            raise every_prompt_failed(rows[-1]["error"])
+        places = [(temperature, label) for temperature, own in self.runners.items() for label in own]
+        by_method = {place: number for number, place in enumerate(places)}
+        return sorted(rows, key=lambda row: (by_method[row["temperature"], row["method"]], row["prompt"], row["turn"]))
+
+
+@contextmanager
+def between_prompts(total: int, done: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar that is drawn only when it is advanced: one that redraws itself takes CPU time from the clocks."""
+    left = (TextColumn("prompts, left"), TimeRemainingColumn())
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), *left)
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        task = progress.add_task("measuring", total=total, completed=done)
+        yield lambda count: progress.update(task, advance=count, refresh=True)
 
 
 def every_prompt_failed(why: str) -> InputError:

@@ -12,18 +12,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.manifest import package_versions, resolved
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import check_methods, load_models
-from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
+from draftsmith.eval.bench.load import check_methods, load_run
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import hardware
 from draftsmith.eval.lossless.answers import PlacedRunner
 from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test
@@ -41,16 +39,12 @@ def run(config: LosslessConfig) -> int:
     """Test every method, print and write the verdicts; 0 when all passed, else 1."""
     named = parse_methods(config.methods)
     check_methods(named, config.paths)
-    check_device(config.device)
-    torch.set_num_threads(config.num_threads)
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
-    target = load_lm(config.target, **config.loading)
-    longest = longest_sequence(prompts, max(config.max_new_tokens, config.sampled_tokens), target.info.max_position)
-    models = load_models(named, config.paths, longest, config.sampling, target, **config.loading)
-    models = dataclasses.replace(models, ends=() if config.ignore_eos else models.ends)
+    longest_answer = max(config.max_new_tokens, config.sampled_tokens)
+    models = load_run(config, named, prompts, longest_answer, config.sampling)
     reference = None if config.dtype == "float32" else load_lm(config.target, **{**config.loading, "dtype": "float32"})
     found = certify(config, named, models, prompts, reference)
-    write(config, named, found, target)
+    write(config, named, found, models.target)
     return 0 if all(row["passed"] for row in found) else 1
 
 

@@ -12,20 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import yaml
 from rich.console import Console
 
 from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.models.device import check_device
-from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
 from draftsmith.data.settings import Sampling
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.eval.bench.load import load_models, trained_for
+from draftsmith.eval.bench.load import load_run, trained_for
 from draftsmith.eval.bench.prompt_runner import answered, measure_group
-from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
+from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, describe, of_methods
 from draftsmith.eval.bench.runner import EngineRunner, remember
 from draftsmith.eval.bench.summary import tokens_per_s
@@ -57,8 +54,6 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
         prompts: JSONL, JSON or Parquet file of chats, a prompts artefact, a data set, or embedded:prompts; take some
             that are like those to come, and not those that speed is reported on.
         acceptance: acceptance head directory.
-        acceptance_reads: drafter that the acceptance head was trained for, where it does not say: draft, or a head's
-            kind.
         limit: use the first so many prompts; 0 takes all.
         depth: longest chain of drafted tokens.
         tree_depth: most levels that a tree is expanded.
@@ -72,7 +67,6 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     target: str = "embedded:target"
     prompts: str = "embedded:prompts"
     acceptance: str | None = None
-    acceptance_reads: str | None = None
     limit: int = 16
     depth: int = 16
     tree_depth: int = 6
@@ -85,7 +79,7 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     @property
     def reader(self) -> str | None:
         """The drafter whose states the acceptance head reads; None without one."""
-        return self.acceptance and (self.acceptance_reads or trained_for(self.acceptance))
+        return self.acceptance and trained_for(self.acceptance)
 
     @property
     def clock(self) -> ClockName:
@@ -130,19 +124,15 @@ def run(config: TuneConfig) -> Path:
 def prepare(config: TuneConfig) -> Setup:
     """Check the settings and load what they name."""
     check(config)
-    torch.set_num_threads(config.num_threads)
     grid = config.weighed()
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
-    target = load_lm(config.target, **config.loading)
-    for topk in grid.topks:
-        if topk > target.info.vocab_size:
-            raise InputError("topk", topk, f"{target.info.vocab_size}, the vocabulary, or less", "Lower it.")
     labels = list(grid.labels(config.paths, config.reader))
-    longest = longest_sequence(prompts, config.max_new_tokens, target.info.max_position)
-    models = load_models(
-        parse_methods(",".join(labels)), config.paths, longest, config.sampling, target, **config.loading
-    )
-    return Setup(replace(models, ends=() if config.ignore_eos else models.ends), prompts, labels)
+    models = load_run(config, parse_methods(",".join(labels)), prompts, config.max_new_tokens, config.sampling)
+    vocab_size = models.target.info.vocab_size
+    for topk in grid.topks:
+        if topk > vocab_size:
+            raise InputError("topk", topk, f"{vocab_size}, the vocabulary, or less", "Lower it.")
+    return Setup(models, prompts, labels)
 
 
 def check(config: TuneConfig) -> None:
@@ -158,7 +148,6 @@ def check(config: TuneConfig) -> None:
     if config.reader is not None and config.reader not in config.drafters:
         found = f"a head for what {config.reader} drafts, which is not given"
         raise InputError("acceptance", found, "--draft with it", "Pass --draft DIR too.")
-    check_device(config.device)
 
 
 def tune(config: TuneConfig, setup: Setup) -> Choice:
