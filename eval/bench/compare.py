@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -217,28 +217,27 @@ def compared(items: BOTH, base: BOTH, clock: ClockName, seed: int, comparable: b
     first, second = items
     drawn = MeasuredResamples(first, seed)
 
-    def gain(run: int) -> Floats:
-        return drawn.tokens_per_s(items[run], clock) / drawn.tokens_per_s(base[run], clock)
+    def speeds(rows: Sequence[Row]) -> Floats:
+        return drawn.tokens_per_s(rows, clock)
 
     found: Row = {}
+
+    def add(name: str, value: float, ends: list[float] | None) -> None:
+        low, high = ends or (None, None)
+        found.update(
+            {name: value, f"{name}_low": low, f"{name}_high": high, f"{name}_ci": interval(ends, between=" to ")}
+        )
+
     if comparable:
-        found["speed"] = tokens_per_s(second, clock) / tokens_per_s(first, clock)
-        found |= ends("speed", drawn, lambda: drawn.tokens_per_s(second, clock) / drawn.tokens_per_s(first, clock))
+        faster = tokens_per_s(second, clock) / tokens_per_s(first, clock)
+        add("speed", faster, drawn.interval(lambda: speeds(second) / speeds(first)))
     found["gain_a"], found["gain_b"] = (speedup(items[run], base[run], clock) for run in (0, 1))
-    found["gain"] = found["gain_b"] / found["gain_a"]
-    found |= ends("gain", drawn, lambda: gain(1) / gain(0))
+    gains = drawn.interval(lambda: speeds(second) / speeds(base[1]) / (speeds(first) / speeds(base[0])))
+    add("gain", found["gain_b"] / found["gain_a"], gains)
     found["tau_a"], found["tau_b"] = (totals_of(own).tau for own in items)
-    found["tau"] = found["tau_b"] - found["tau_a"]
-    found |= ends("tau", drawn, lambda: drawn.tau(second) - drawn.tau(first))
+    add("tau", found["tau_b"] - found["tau_a"], drawn.interval(lambda: drawn.tau(second) - drawn.tau(first)))
     equal = sum(a["token_ids"] == b["token_ids"] for a, b in zip(first, second, strict=True))
     return {**found, "equal": f"{equal} of {len(first)}"}
-
-
-def ends(name: str, drawn: MeasuredResamples, ratio: Callable[[], Floats]) -> Row:
-    """The 95 % interval, as numbers and as the text of a cell."""
-    found = drawn.interval(ratio)
-    low, high = found or (None, None)
-    return {f"{name}_low": low, f"{name}_high": high, f"{name}_ci": interval(found, between=" to ")}
 
 
 def table_of(rows: Sequence[Row], temperature: float, prompts: int, comparable: bool, clock: ClockName) -> Table:

@@ -147,7 +147,7 @@ def arrow_type(shape: Any) -> Any:
     return {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}[shape]
 
 
-def schema() -> Any:
+def schema() -> pa.Schema:
     """Arrow schema of the file."""
     return pa.schema([(name, arrow_type(shape)) for name, shape in COLUMNS.items()])
 

@@ -111,43 +111,25 @@ def by_task(results: Mapping[str, Any], temperature: float) -> Table | None:
     """Speed-up and tau of every method on every task, and over tasks, as in table 1 of EAGLE-2; None where prompts
     carry no tasks."""
     baseline, *rows = rows_at(results, temperature)
-    if not rows or not baseline.get("by_task"):
+    tasks = baseline.get("by_task")
+    if not rows or not tasks:
         return None
+    titles = {**{task: task.replace("_", " ") for task in tasks}, "pooled": POOLED, "macro": MACRO}
     columns = [Column("method", "method")]
-    for task in baseline["by_task"]:
-        columns += pair(task, task.replace("_", " "))
-    columns += [*pair("pooled", POOLED), *pair("macro", MACRO)]
-    return Table(
-        name=f"by-task-t{temperature:g}",
-        title=f"Speed-up and tau by task, {mode(temperature)}",
-        columns=columns,
-        rows=[{"method": row["method"], **task_cells(row)} for row in rows],
-        note=f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
-        "Prompts of the tasks: "
-        + ", ".join(f"{task} {part['prompts']}" for task, part in baseline["by_task"].items())
-        + ". Distinct 4-grams of ar's answers: "
-        + ", ".join(grams_of(baseline))
-        + ".",
+    for key, title in titles.items():
+        below = Column(f"{key}.tau", f"{title}: tau", ".2f", below=True)
+        columns += [Column(f"{key}.speedup", title, ".2fx"), below]
+    shown = []
+    for row in rows:
+        macro = {name: row.get(f"macro_{name}") for name in ("speedup", "tau")}
+        parts = {**row["by_task"], "pooled": row, "macro": macro}
+        numbers = {f"{key}.{name}": part[name] for key, part in parts.items() for name in ("speedup", "tau")}
+        shown.append({"method": row["method"], **numbers})
+    counts = ", ".join(f"{task} {part['prompts']}" for task, part in tasks.items())
+    grams = ((task, part["distinct_4grams"]) for task, part in tasks.items())
+    loops = ", ".join(f"{task} {share:.2f}" for task, share in grams if share is not None)
+    note = (
+        f"{POOLED}: ratio of sums over the prompts of all tasks. {MACRO}: mean over tasks, each counting alike. "
+        f"Prompts of the tasks: {counts}. Distinct 4-grams of ar's answers: {loops}."
     )
-
-
-def pair(key: str, title: str) -> list[Column]:
-    return [
-        Column(f"{key}.speedup", title, ".2fx"),
-        Column(f"{key}.tau", f"{title}: tau", ".2f", below=True),
-    ]
-
-
-def task_cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of one method by the keys of `by_task`'s columns; intervals beside them for whoever draws it."""
-    found: dict[str, Any] = {}
-    for task, part in {**row["by_task"], "pooled": row}.items():
-        for name in ("speedup", "tau"):
-            low, high = part.get(f"{name}_ci95") or (None, None)
-            found |= {f"{task}.{name}": part[name], f"{task}.{name}_low": low, f"{task}.{name}_high": high}
-    return found | {"macro.speedup": row.get("macro_speedup"), "macro.tau": row.get("macro_tau")}
-
-
-def grams_of(row: Mapping[str, Any]) -> list[str]:
-    parts = ((task, part["distinct_4grams"]) for task, part in row["by_task"].items())
-    return [f"{task} {grams:.2f}" for task, grams in parts if grams is not None]
+    return Table(f"by-task-t{temperature:g}", f"Speed-up and tau by task, {mode(temperature)}", columns, shown, note)

@@ -22,7 +22,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import RESULTS
 from draftsmith.eval.bench.runner import EngineRunner, Runner
 from draftsmith.eval.cost.clock import Clock, clock_of, interleaved
-from draftsmith.eval.cost.forwards import PROPOSALS, STEPS, DraftCost, draft_cost, straight, target_curves
+from draftsmith.eval.cost.machine import PROPOSALS, STEPS, DraftCost, draft_cost, straight, target_curves
 from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.modules.acceptance.tree_rule import TreeTimes
 from draftsmith.modules.decoding.loop import Generation
@@ -131,7 +131,7 @@ def measure_step_cost(models: Models, drafter: str, rows: int, clock: Clock) -> 
         "short": lambda: short(prompts, count, seeds),
         "long": lambda: long(prompts, count, seeds),
     }
-    taken = interleaved(calls, 1 if slow else C_REPEATS, clock)
+    taken = interleaved(calls, 1 if slow else C_REPEATS, clock, warm=True)
     # A ratio of runs of the same moment each time: what else the machine does comes and goes.
     return statistics.median(
         ratio((few[0], (few_s - prompt_s) / few[1]), (many[0], (many_s - prompt_s) / many[1]))

@@ -6,8 +6,15 @@ import dataclasses
 
 import pytest
 
-from draftsmith.eval.cost.forwards import DraftCost
-from draftsmith.eval.cost.machine import DecodingCosts, Overhead, TimedAnswer, drafter_of, family_of, overhead
+from draftsmith.eval.cost.machine import (
+    DecodingCosts,
+    DraftCost,
+    Overhead,
+    TimedAnswer,
+    drafter_of,
+    family_of,
+    overhead,
+)
 from draftsmith.modules.decoding.loop import Generation
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace
 from draftsmith.modules.drafters.methods import Named, parse_methods

@@ -11,8 +11,7 @@ import yaml
 
 from draftsmith.eval.bench.command import asked_for
 from draftsmith.eval.cost import machine
-from draftsmith.eval.cost.forwards import DraftCost
-from draftsmith.eval.cost.machine import DecodingCosts, Overhead
+from draftsmith.eval.cost.machine import DecodingCosts, DraftCost, Overhead
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer
 from draftsmith.eval.report.tables import from_json
 from draftsmith.eval.tuning.candidates import Grid, Recorded, best_of_families, predict, probes
