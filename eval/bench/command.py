@@ -27,7 +27,7 @@ from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.journal import Journal, unfinished_auto
 from draftsmith.eval.bench.load import check_methods, load_models, warn_about_sampling
 from draftsmith.eval.bench.prompt_runner import PromptRunner
-from draftsmith.eval.bench.prompts import Chat, Questions, longest_conversation, read_questions, task_sources
+from draftsmith.eval.bench.prompts import BenchPrompt, Chat, longest_conversation, read_questions, task_sources
 from draftsmith.eval.bench.results import (
     BASELINE,
     COLUMNS,
@@ -155,10 +155,11 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     named = [*parse_methods(BASELINE), *(item for item in asked if item.label != BASELINE)]  # every speed-up is over it
     sources = check(config, named)
     torch.set_num_threads(config.num_threads)
-    questions = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
+    files = read_questions(sources, config.target, config.split, config.keep_tasks, config.limit, config.turns)
+    prompts = [prompt for file in files for prompt in file]
     target = load_lm(config.target, **config.loading)
     chat, context = Chat(config.target), target.info.max_position
-    room = longest_conversation(questions, chat, config.max_new_tokens, context)
+    room = longest_conversation(prompts, chat, config.max_new_tokens, context)
     models = load_models(named, config.paths, room, config.modes[0], target, **config.loading)
     if models.acceptance is not None:
         for params in config.modes[1:]:
@@ -167,9 +168,9 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     models.times.load_state_dict(unfinished_auto(config.output) or (times_of_run(config.costs) if config.costs else {}))
     runners = make_runners(named, models, config.modes, config.batch_size, **config.loading)
     prompt_runner = PromptRunner(runners, chat, context, room, config.max_new_tokens, config.repeats, config.seed)
-    meta = meta_of(config, named, questions, models)  # after the runners, which may measure costs
-    journal = Journal(config.output, decided_by(meta, questions), ENTRY, models.times.state_dict())
-    rows = prompt_runner.run_all(questions, config.batch_size, journal)
+    meta = meta_of(config, named, prompts, models)  # after the runners, which may measure costs
+    journal = Journal(config.output, decided_by(meta, prompts), ENTRY, models.times.state_dict())
+    rows = prompt_runner.run_all(files, config.batch_size, journal)
     methods: list[dict[str, Any]] = []
     for params in config.modes:
         compare = params.greedy and target.dtype == torch.float32
@@ -191,13 +192,15 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     return results
 
 
-def meta_of(config: BenchConfig, named: Sequence[Named], questions: Questions, models: Models) -> dict[str, Any]:
+def meta_of(
+    config: BenchConfig, named: Sequence[Named], prompts: Sequence[BenchPrompt], models: Models
+) -> dict[str, Any]:
     heads = heads_of(named, config.paths)
     return describe(
         "bench",
         config,
         models.target,
-        questions.all,
+        prompts,
         str(config.prompts or config.tasks),
         {"draft": models.draft, "mid": models.mid},
         clock=config.clock,
@@ -209,11 +212,11 @@ def meta_of(config: BenchConfig, named: Sequence[Named], questions: Questions, m
     )
 
 
-def decided_by(meta: Mapping[str, Any], questions: Questions) -> dict[str, Any]:
+def decided_by(meta: Mapping[str, Any], prompts: Sequence[BenchPrompt]) -> dict[str, Any]:
     """What a measurement depends on: all but paths of output, dates and the like."""
     settings = {name: value for name, value in meta["settings"].items() if name not in INCIDENTAL}
     machine = {name: meta["hardware"].get(name) for name in ("cpu", "gpu", "torch_threads")}
-    names = [[prompt.id, prompt.task] for prompt in questions.all]
+    names = [[prompt.id, prompt.task] for prompt in prompts]
     kept = {name: meta[name] for name in ("target", "models", "heads", "prompts", "versions")}
     return {"settings": settings, **kept, "names": names, "hardware": machine}
 

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from draftsmith.data.models.naming import naming
 from draftsmith.data.text.template import RowError
 from draftsmith.eval.bench.journal import Journal
-from draftsmith.eval.bench.prompts import BenchPrompt, Chat, Questions
+from draftsmith.eval.bench.prompts import BenchPrompt, Chat
 from draftsmith.eval.bench.results import BASELINE, Row, row_of
 from draftsmith.eval.bench.runner import Runner, learned_by, remember, teach
 from draftsmith.eval.cost.clock import rotated, wall_time
@@ -179,14 +179,14 @@ class PromptRunner:
                         failed(refused, str(error))
         return rows
 
-    def run_all(self, questions: Questions, batch_size: int, journal: Journal) -> list[Row]:
-        """Rows of all questions at all temperatures: those that the journal holds, and those it still lacks, which are
-        run by methods that know what they knew when it ended.
+    def run_all(self, files: Sequence[Sequence[BenchPrompt]], batch_size: int, journal: Journal) -> list[Row]:
+        """Rows of all prompts at all temperatures: those that the journal holds, and those it still lacks, which are
+        run by methods that know what they knew when it ended. Consecutive prompts of one file are a group.
 
         Raises:
             InputError: no prompt could be measured; a journal of other groups.
         """
-        groups = questions.groups(batch_size)
+        groups = [file[start : start + batch_size] for file in files for start in range(0, len(file), batch_size)]
         for entry in journal.entries:
             if entry["group"] not in range(len(groups)) or entry["temperature"] not in self.runners:
                 found = f"group {entry['group']} at temperature {entry['temperature']:g}, which there is not"
@@ -194,12 +194,12 @@ class PromptRunner:
             for label, states in entry.get("learned", {}).items():
                 teach(self.runners[entry["temperature"]][label], states)
         kept = {(entry["group"], entry["temperature"]): entry["rows"] for entry in journal.entries}
-        total, done = len(questions.all) * len(self.runners), sum(len(groups[number]) for number, _ in kept)
+        total, done = sum(map(len, files)) * len(self.runners), sum(len(groups[number]) for number, _ in kept)
         if done:
             about = f"{done} of {total} prompts are measured ({journal.path})"
             print(f"draftsmith: going on with an interrupted run: {about}", file=sys.stderr)
         if done < total:
-            self.warm_up([*questions.spare, *questions.all], batch_size)
+            self.warm_up([prompt for file in files for prompt in file], batch_size)
         rows: list[Row] = []
         with between_prompts(total, done) as progress:
             for number, group in enumerate(groups):

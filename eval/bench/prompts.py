@@ -192,51 +192,23 @@ def usable(where: str) -> Iterator[None]:
         raise InputError(where, error, "a conversation with a user turn", remedy) from error
 
 
-@dataclass(frozen=True)
-class Questions:
-    """files: for each file its prompts, numbered through all files. spare: prompts that are not measured, to warm up
-    with."""
-
-    files: list[list[BenchPrompt]]
-    spare: list[BenchPrompt]
-
-    @property
-    def all(self) -> list[BenchPrompt]:
-        return [prompt for file in self.files for prompt in file]
-
-    def groups(self, size: int) -> list[list[BenchPrompt]]:
-        """Consecutive questions of one file, `size` together; the last group of a file may be smaller."""
-        return [file[start : start + size] for file in self.files for start in range(0, len(file), size)]
-
-
 def read_questions(
-    sources: Sequence[tuple[str, str]],
-    target: str,
-    split: str | None,
-    keep_tasks: str | None,
-    limit: int,
-    turns: Turns,
-) -> Questions:
-    """The prompts of (name, source) pairs, the first `limit` of each (0: all). A name becomes the task of its prompts;
-    an empty one leaves them their own.
+    sources: Sequence[tuple[str, str]], target: str, split: str | None, keep_tasks: str | None, limit: int, turns: Turns
+) -> list[list[BenchPrompt]]:
+    """The prompts of (name, source) pairs, the first `limit` of each (0: all), numbered through all of them. A name
+    becomes the task of its prompts; an empty one leaves them their own.
 
     Raises:
         InputError: as `read_prompts`.
     """
-    files: list[list[BenchPrompt]] = []
-    spare: list[BenchPrompt] = []
-    number = 0
-    for name, source in sources:
-        # One prompt more than is measured, where there is one, is the warm-up.
-        found = read_prompts(source, target, split, keep_tasks, limit + 1 if limit else 0, turns)
-        if limit:
-            found, left = found[:limit], found[limit:]
-            spare += left
-        if name:
-            found = [dataclasses.replace(prompt, task=name) for prompt in found]
-        files.append([dataclasses.replace(prompt, number=number + i) for i, prompt in enumerate(found)])
-        number += len(found)
-    return Questions(files, spare)
+    number = itertools.count()
+    return [
+        [
+            dataclasses.replace(prompt, task=name or prompt.task, number=next(number))
+            for prompt in read_prompts(source, target, split, keep_tasks, limit, turns)
+        ]
+        for name, source in sources
+    ]
 
 
 def task_sources(prompts: str | None, tasks: str | None) -> list[tuple[str, str]]:
@@ -325,14 +297,14 @@ def longest_sequence(prompts: Sequence[BenchPrompt], max_new_tokens: int, contex
     return min(length + max_new_tokens, context)
 
 
-def longest_conversation(questions: Questions, chat: Chat, max_new_tokens: int, context: int) -> int:
+def longest_conversation(prompts: Sequence[BenchPrompt], chat: Chat, max_new_tokens: int, context: int) -> int:
     """Tokens of the longest question, its later turns and all their answers; questions that do not fit left out.
 
     Raises:
         InputError: none fits.
     """
-    fitting = [prompt for prompt in [*questions.all, *questions.spare] if len(prompt.prompt_ids) < context]
+    fitting = [prompt for prompt in prompts if len(prompt.prompt_ids) < context]
     if not fitting:
-        found = f"{context} or more tokens in each prompt, prompt {questions.all[0].id} the first"
+        found = f"{context} or more tokens in each prompt, prompt {prompts[0].id} the first"
         raise InputError("prompts", found, f"at most {context - 1}, the target's context", "Shorten them.")
     return min(max(chat.longest(prompt, max_new_tokens) for prompt in fitting), context)

@@ -12,23 +12,19 @@ from draftsmith.eval.cost.machine import DecodingCosts, family_of
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, TreeRollouts
 from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
-from draftsmith.modules.acceptance.head import AcceptanceHead
-from draftsmith.modules.acceptance.policies import CostRule, PredictionRule, ThresholdRule
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
 from draftsmith.modules.drafters.chains import (
     ByHead,
     ByPrediction,
     ConfidenceStop,
-    CostAware,
     FixedK,
     Online,
     SelfVerification,
-    SpecDecPlusPlus,
     by_drafter,
     chain_methods,
 )
-from draftsmith.modules.drafters.methods import DynamicTrees, Named, parse_methods, tree_methods
+from draftsmith.modules.drafters.methods import DynamicTrees, Models, Named, parse_methods, tree_methods
 from draftsmith.modules.drafters.prompt_lookup import PromptLookup
 
 HEAD = "acceptance"  # label of its logits in the rollouts
@@ -82,13 +78,12 @@ class Grid:
 @dataclass(frozen=True)
 class Recorded:
     """Rollouts by what drafted them: chains by `draft` or a head's kind, trees by their family (`family_of`), lookups
-    by their longest n-gram; the acceptance head; and c of each drafter of chains on this machine (`MachineTimes`)."""
+    by their longest n-gram. models: the acceptance head, and c of each drafter of chains on this machine."""
 
     chains: Mapping[str, ChainRollouts]
     trees: Mapping[str, TreeRollouts]
-    head: AcceptanceHead | None
+    models: Models | None
     lookups: Mapping[int, ChainRollouts] = field(default_factory=dict)
-    step_costs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def answers(self) -> list[TargetAnswer]:
@@ -109,7 +104,8 @@ class Recorded:
             return replay.replay(lookups, replay.fixed_k(lookups, method.k), calls_per_token=0)
         rollouts = self.chains[method.needs[0]]
         if isinstance(method, ByPrediction):
-            predictor, rule = self._predictor(method, rollouts), self._rule(method)
+            assert self.models is not None
+            predictor, rule = recorded_predictor(method, rollouts, self.models), method.rule(self.models, 1)
             return replay_by_prediction(rollouts, predictor, rule, *method.limits)
         if isinstance(method, SelfVerification):
             return replay.self_verify(rollouts, method.k)
@@ -119,18 +115,13 @@ class Recorded:
         assert isinstance(method, FixedK)
         return replay.replay(rollouts, replay.fixed_k(rollouts, method.k))
 
-    def _predictor(self, method: ByPrediction, rollouts: ChainRollouts) -> RecordedPredictor:
-        if isinstance(method, Online):
-            return RecordedOnline(rollouts, method.by, method.repeats)
-        assert self.head is not None and isinstance(method, ByHead)
-        probs = replay.head_probs(rollouts.heads[HEAD], self.head, method.uses_calibrated)
-        return KnownPredictor(probs, late=self.head.config.late)
 
-    def _rule(self, method: ByPrediction) -> PredictionRule:
-        if isinstance(method, SpecDecPlusPlus):
-            return ThresholdRule(method.h)
-        assert isinstance(method, CostAware)
-        return CostRule(self.step_costs[method.drafter] if isinstance(method.c, str) else method.c)
+def recorded_predictor(method: ByPrediction, rollouts: ChainRollouts, models: Models) -> RecordedPredictor:
+    if isinstance(method, Online):
+        return RecordedOnline(rollouts, method.by, method.repeats)
+    assert models.acceptance is not None and isinstance(method, ByHead)
+    probs = replay.head_probs(rollouts.heads[HEAD], models.acceptance, method.uses_calibrated)
+    return KnownPredictor(probs, late=models.acceptance.config.late)
 
 
 def alone(answer: TargetAnswer) -> DecodeTrace:

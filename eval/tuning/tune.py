@@ -162,6 +162,8 @@ def tune(config: TuneConfig, setup: Setup) -> Choice:
         return result
 
     def take_costs() -> DecodingCosts:
+        for name in recorded.chains:
+            setup.models.times.step_cost(setup.models, name)  # which the rules of cost and online ask for
         settings = {family: [item.method for item in named] for family, named in probes(setup.labels).items()}
         return measure_costs(setup.models, setup.prompts, settings, config.sampling, config.seed, clock)
 
@@ -194,8 +196,7 @@ def record(config: TuneConfig, setup: Setup) -> Recorded:
             tree_recorder = TreeRecorder(models, named.method, replace(how, depth=config.tree_depth), answers)
             trees[family_of(named)] = record_all(tree_recorder, setup.prompts)
     lookups = {ngram: record_all(LookupRecorder(answers, how, ngram), setup.prompts) for ngram in NGRAMS}
-    step_costs = {name: models.times.step_cost(models, name) for name in chains}
-    return Recorded(chains, trees, head, lookups, step_costs)
+    return Recorded(chains, trees, models, lookups)
 
 
 def measured_speeds(
