@@ -28,7 +28,7 @@ from draftsmith.modules.drafters.methods import DynamicTrees, Models, Named, par
 from draftsmith.modules.drafters.prompt_lookup import PromptLookup
 
 HEAD = "acceptance"  # label of its logits in the rollouts
-# Settings are weighed at these values; the coarse grid has every second of them.
+# Settings are weighed at these values.
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 NGRAMS = (2, 3)
 NODES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60)
@@ -36,18 +36,20 @@ NODES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60)
 
 @dataclass(frozen=True)
 class Grid:
-    """depth: longest chain. tree_depth: most expansions of a tree. topks: its widths. coarse: every second value."""
+    """depth: longest chain. tree_depth: most expansions of a tree. topks: its widths."""
 
     depth: int
     tree_depth: int
     topks: tuple[int, ...]
-    coarse: bool
 
-    def labels(self, given: Collection[str], reader: str | None) -> Iterator[str]:
+    def settings(self, given: Collection[str], reader: str | None) -> list[Named]:
         """Every setting that the given drafters allow. reader: the one that an acceptance head was trained for."""
-        step = 2 if self.coarse else 1
-        lengths = [k for k in range(1, self.depth + 1) if not self.coarse or k <= 4 or k % 2 == 0]
-        longest = sorted({self.depth, max(self.depth // 2, 1)}, reverse=True)[::step]
+        return parse_methods(",".join(self._labels(given, reader)))
+
+    def _labels(self, given: Collection[str], reader: str | None) -> Iterator[str]:
+        lengths = range(1, self.depth + 1)
+        longest = sorted({self.depth, max(self.depth // 2, 1)}, reverse=True)
+        limits = [f"min={least}:max={m}" for m in longest for least in (1, 2) if least <= m]
         yield BASELINE
         yield from (f"pld:k={k}:ngram={ngram}" for k in lengths[1::2] for ngram in NGRAMS)
         for drafter, fixed in chain_methods().items():
@@ -55,24 +57,22 @@ class Grid:
                 continue
             own = by_drafter(drafter)
             yield from (f"{fixed}:k={k}" for k in lengths)
-            yield from (f"confidence:t={t}:max={m}{own}" for t in THRESHOLDS[:9:step] for m in longest)
+            yield from (f"confidence:t={t}:max={m}{own}" for t in THRESHOLDS[:9] for m in longest)
             yield from (f"self-verify:k={m}{own}" for m in longest)
             yield from (f"online:max={m}:by={by}{own}" for m in longest for by in ("q", "max_q"))
             if drafter == reader:
-                yield from self._specdecpp(step, longest, own)
-                yield from (f"cost:max={m}:min={least}{own}" for m in longest for least in (1, 2) if least <= m)
+                yield from (
+                    f"specdec++:h={h}:{within}:calibrated={calibrated}{own}"
+                    for calibrated in ("off", "on")
+                    for h in THRESHOLDS
+                    for within in limits
+                )
+                yield from (f"cost:{within}{own}" for within in limits)
         for name in (name for kind, name in tree_methods().items() if kind in given):
             for topk in self.topks:
-                for depth in range(1, self.tree_depth + 1, step):
+                for depth in range(1, self.tree_depth + 1):
                     most = min(num_candidates(topk, depth + 1), MAX_NODES)
-                    yield from (f"{name}:nodes={n}:depth={depth}:topk={topk}" for n in NODES[::step] if n <= most)
-
-    def _specdecpp(self, step: int, longest: Sequence[int], own: str) -> Iterator[str]:
-        for calibrated in ("off", "on"):
-            for h in THRESHOLDS[::step]:
-                for minimum in (1, 2)[-1 if self.coarse else 0 :]:
-                    limits = f"min={minimum}:max="
-                    yield from (f"specdec++:h={h}:{limits}{max(m, 2)}:calibrated={calibrated}{own}" for m in longest)
+                    yield from (f"{name}:nodes={n}:depth={depth}:topk={topk}" for n in NODES if n <= most)
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ class Predicted:
         return self.named.label
 
 
-def predict(labels: Sequence[str], recorded: Recorded, costs: DecodingCosts) -> list[Predicted]:
+def predict(settings: Sequence[Named], recorded: Recorded, costs: DecodingCosts) -> list[Predicted]:
     """Every setting's speed: tokens by seconds, both summed over the answers."""
     found = []
-    for named in parse_methods(",".join(labels)):
+    for named in settings:
         traces, family = recorded.traces(named), family_of(named)
         totals = pool(traces)
         took = float(np.sum([costs.seconds(trace, named) for trace in traces]))
@@ -163,10 +163,10 @@ def best_of_families(predicted: Sequence[Predicted]) -> list[Predicted]:
     return sorted(best.values(), key=lambda item: -item.tokens_per_s)
 
 
-def probes(labels: Sequence[str]) -> dict[str, list[Named]]:
+def probes(settings: Sequence[Named]) -> dict[str, list[Named]]:
     """Family -> two of its settings that draft little and much, by which its costs are told apart."""
     by_family: dict[str, list[Named]] = {}
-    for named in parse_methods(",".join(labels)):
+    for named in settings:
         by_family.setdefault(family_of(named), []).append(named)
     # Settings go from short drafts to long ones: one from each side of the middle.
     return {

@@ -10,14 +10,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from rich.console import Console
 
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.progress import say
-from draftsmith.data.settings import Sampling
+from draftsmith.data.settings import Sampling, comma_numbers
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import load_run, trained_for
@@ -36,7 +36,7 @@ from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.eval.tuning.candidates import HEAD, NGRAMS, Grid, Predicted, Recorded, best_of_families, predict, probes
 from draftsmith.eval.tuning.reasoning import Choice, summary, tables
 from draftsmith.modules.drafters.chains import chain_methods
-from draftsmith.modules.drafters.methods import DynamicTrees, Models, Named, parse_method, parse_methods
+from draftsmith.modules.drafters.methods import DynamicTrees, Models, Named, parse_method
 from draftsmith.modules.types import InputError, at_least
 
 DECODE = "decode.yaml"
@@ -58,7 +58,6 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
         depth: longest chain of drafted tokens.
         tree_depth: most levels that a tree is expanded.
         topk: widths of trees, separated by commas; each is recorded by itself.
-        grid: full, or coarse for every second setting.
         verify: best settings that are decoded for real, one a family; 0 trusts the prediction.
         repeats: runs of each of them on every prompt; the median counts.
         output: directory that receives decode.yaml and results.json.
@@ -71,7 +70,6 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     depth: int = 16
     tree_depth: int = 6
     topk: str = "4,8"
-    grid: Literal["full", "coarse"] = "full"
     verify: int = 4
     repeats: int = 2
     output: Path = dataclasses.field(kw_only=True)
@@ -87,11 +85,8 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
 
     def weighed(self) -> Grid:
         """The settings in question."""
-        try:
-            topks = tuple(sorted({int(text) for text in self.topk.split(",")}))
-        except ValueError as error:
-            raise InputError("topk", repr(self.topk), "integers, separated by commas", "Correct it.") from error
-        return Grid(self.depth, self.tree_depth, topks, self.grid == "coarse")
+        topks = tuple(sorted(comma_numbers("topk", self.topk, int)))
+        return Grid(self.depth, self.tree_depth, topks)
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ class Setup:
 
     models: Models
     prompts: list[BenchPrompt]
-    labels: list[str]
+    settings: list[Named]
 
 
 @sole_writer()
@@ -126,13 +121,13 @@ def prepare(config: TuneConfig) -> Setup:
     check(config)
     grid = config.weighed()
     prompts = read_prompts(config.prompts, config.target, config.split, config.keep_tasks, config.limit)
-    labels = list(grid.labels(config.paths, config.reader))
-    models = load_run(config, parse_methods(",".join(labels)), prompts, config.max_new_tokens, config.sampling)
+    settings = grid.settings(config.paths, config.reader)
+    models = load_run(config, settings, prompts, config.max_new_tokens, config.sampling)
     vocab_size = models.target.info.vocab_size
     for topk in grid.topks:
         if topk > vocab_size:
             raise InputError("topk", topk, f"{vocab_size}, the vocabulary, or less", "Lower it.")
-    return Setup(models, prompts, labels)
+    return Setup(models, prompts, settings)
 
 
 def check(config: TuneConfig) -> None:
@@ -164,17 +159,17 @@ def tune(config: TuneConfig, setup: Setup) -> Choice:
     def take_costs() -> DecodingCosts:
         for name in recorded.chains:
             setup.models.times.step_cost(setup.models, name)  # which the rules of cost and online ask for
-        settings = {family: [item.method for item in named] for family, named in probes(setup.labels).items()}
-        return measure_costs(setup.models, setup.prompts, settings, config.sampling, config.seed, clock)
+        probed = {family: [item.method for item in named] for family, named in probes(setup.settings).items()}
+        return measure_costs(setup.models, setup.prompts, probed, config.sampling, config.seed, clock)
 
     def decode(finalists: Sequence[Predicted]) -> dict[str, float]:
         named = [Named(BASELINE, parse_method(BASELINE)), *(item.named for item in finalists)]
         return measured_speeds(config, setup, named, config.repeats) if finalists else {}
 
-    say(f"{len(setup.labels)} settings on {len(setup.prompts)} prompts")
+    say(f"{len(setup.settings)} settings on {len(setup.prompts)} prompts")
     recorded = timed("recording", lambda: record(config, setup))
     costs = timed("costs", take_costs)
-    predicted = timed("prediction", lambda: predict(setup.labels, recorded, costs))
+    predicted = timed("prediction", lambda: predict(setup.settings, recorded, costs))
     finalists = [item for item in best_of_families(predicted) if item.family != BASELINE][: config.verify]
     measured = timed("verification", lambda: decode(finalists))
     return Choice(predicted, measured, costs, spent)
@@ -191,7 +186,7 @@ def record(config: TuneConfig, setup: Setup) -> Recorded:
         heads = {HEAD: head} if head is not None and config.reader == drafter else {}
         recorder = ChainRecorder(models, drafter, how, heads, answers)
         chains[drafter] = record_all(recorder, setup.prompts)
-    for named in parse_methods(",".join(setup.labels)):
+    for named in setup.settings:
         if isinstance(named.method, DynamicTrees) and family_of(named) not in trees:
             tree_recorder = TreeRecorder(models, named.method, replace(how, depth=config.tree_depth), answers)
             trees[family_of(named)] = record_all(tree_recorder, setup.prompts)
