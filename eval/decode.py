@@ -15,7 +15,7 @@ from rich.text import Text
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.models.naming import naming
-from draftsmith.data.settings import Sampling
+from draftsmith.data.settings import Sampling, check_positive
 from draftsmith.data.store.files import make_directory, write_text
 from draftsmith.data.text.conversations import well_formed
 from draftsmith.data.text.template import RowError, load_chat_tokenizer, prompt_ids
@@ -28,7 +28,7 @@ from draftsmith.modules.decoding.loop import Generation, Round
 from draftsmith.modules.decoding.trace import pool
 from draftsmith.modules.drafters.chains import by_drafter, chain_methods
 from draftsmith.modules.drafters.methods import Named, parse_methods
-from draftsmith.modules.types import InputError, at_least
+from draftsmith.modules.types import InputError
 
 DRAFTED, OWN = "green", "yellow"
 Policy = Literal["auto", "fixed", "threshold", "cost", "online"]
@@ -68,8 +68,7 @@ def run(config: DecodeConfig) -> Generation:
     """Stream the answer to standard output."""
     named = choose_method(config)
     params = config.sampling
-    for name in ("max_new_tokens", "num_threads"):
-        at_least(name, getattr(config, name), 1)
+    check_positive(config, "max_new_tokens", "num_threads")
     tokenizer, prompt = encode_prompt(config)
     bench_prompt = BenchPrompt("on the command line", prompt)
     models = load_run(config, [named], [bench_prompt], config.max_new_tokens, params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,17 +13,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.heads.measured import CARD, WEIGHTS
+from draftsmith.data.heads.draft_settings import MODEL, DraftSettings
+from draftsmith.data.heads.measured import CARD, WEIGHTS, write_measured
 from draftsmith.data.models.device import check_device
 from draftsmith.data.models.loading import load_lm
 from draftsmith.data.progress import say
-from draftsmith.data.settings import Sampling, comma_numbers
+from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import write_json
 from draftsmith.data.store.manifest import file_sha256
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.data.text.conversations import Turns
-from draftsmith.eval.bench.cards import check_cards, heads_of, write_cards
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.journal import Journal, unfinished_auto
 from draftsmith.eval.bench.load import check_methods, load_models, warn_about_sampling
@@ -46,10 +46,14 @@ from draftsmith.eval.cost.auto import times_of_run
 from draftsmith.eval.cost.clock import ClockName, clock_name
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
-from draftsmith.modules.types import InputError, SamplingParams, at_least
+from draftsmith.modules.types import InputError, SamplingParams
 
 # Settings that change nothing of what is measured: an interrupted run may go on with others.
 INCIDENTAL = ("output", "card", "traces")
+
+# What a head's card needs of the meta and the rows of results.json.
+CARD_META = ("date", "git_commit", "clock", "hardware", "versions", "prompts", "target", "settings")
+CARD_ROW = ("tau", "tau_ci95", "prompts", "tokens", "speedup", "speedup_ci95", "matches_ar")
 
 ENTRY = {"group": int, "temperature": float, "rows": [COLUMNS]}  # of the journal
 
@@ -187,7 +191,8 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     write_json(config.output / RESULTS, results)
     journal.remove()
     if config.card:
-        for directory in write_cards(results, named, config.paths):
+        for kind, directory in heads_of(named, config.paths).items():
+            write_measured(directory, measured_of_head(results, named, kind))
             say(f"Model card: {Path(directory) / CARD}")
     return results
 
@@ -229,15 +234,13 @@ def asked_for(config: BenchConfig) -> str:
 
 def check(config: BenchConfig, named: Sequence[Named]) -> list[tuple[str, str]]:
     """What can be found wrong before anything is loaded. Returns (task, source) of the prompts' files."""
-    for field in ("repeats", "num_threads", "max_new_tokens", "batch_size"):
-        at_least(field, getattr(config, field), 1)
-    for field in ("limit", "traces"):
-        at_least(field, getattr(config, field), 0)
+    check_positive(config, "repeats", "num_threads", "max_new_tokens", "batch_size")
+    check_not_negative(config, "limit", "traces")
     if config.batch_size > 1:
         check_batch(config, named)
     check_methods(named, config.paths)
     if config.card:
-        check_cards(named, config.paths)
+        check_cards(heads_of(named, config.paths))
     check_device(config.device)
     assert config.modes  # which checks them
     return task_sources(config.prompts, config.tasks)
@@ -252,3 +255,34 @@ def check_batch(config: BenchConfig, named: Sequence[Named]) -> None:
         if not item.method.batchable:
             able = ", ".join(name for name, method in known_methods().items() if method.batchable)
             raise InputError("methods", f"{item.label} {size}", f"some of {able}", "Measure it with --batch-size 1.")
+
+
+def heads_of(named: Sequence[Named], paths: Mapping[str, str]) -> dict[str, str]:
+    """Kind -> directory of the heads that some method uses. paths: role or kind -> what the user passed."""
+    used = {need for item in named for need in item.method.needs} - {MODEL, "mid"}
+    return {kind: path for kind, path in paths.items() if kind in used}
+
+
+def check_cards(heads: Mapping[str, str]) -> None:
+    """Check that cards can be written, before anything is measured. heads: of `heads_of`.
+
+    Raises:
+        InputError: no method uses a head, or the directory of one cannot be written to.
+    """
+    if not heads:
+        remedy = "Pass --draft HEAD or --acceptance HEAD with a method that uses it, or leave --card out."
+        raise InputError("card", "no method that uses a head", "a head to write the card of", remedy)
+    for kind, directory in heads.items():
+        if Path(directory).is_dir() and not os.access(directory, os.W_OK):
+            remedy = "Copy it to a place of your own, or leave --card out."
+            raise InputError(kind, f"{directory}, which cannot be written to", "a head directory of yours", remedy)
+
+
+def measured_of_head(results: Mapping[str, Any], named: Sequence[Named], kind: str) -> dict[str, Any]:
+    """What `measured.json` holds of one head: the rows of the methods that used it, and how they were taken."""
+    labels = {item.label for item in named if kind in item.method.needs}
+    rows = []
+    for row in (row for row in results["methods"] if row["method"] in labels):
+        by_task = {task: {key: part[key] for key in CARD_ROW} for task, part in row.get("by_task", {}).items()}
+        rows.append({**{key: row[key] for key in ("method", "temperature", *CARD_ROW)}, "by_task": by_task})
+    return {"schema_version": 1, **{name: results["meta"][name] for name in CARD_META}, "methods": rows}

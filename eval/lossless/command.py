@@ -1,7 +1,7 @@
 """`draftsmith eval lossless`: a certificate that methods leave a model's output as it is, for your models and machine.
 
 Each method answers prompts one by one and, where it can, in rows side by side, with other caches and shapes. Greedy:
-`greedy.py`. Sampling: every emitted token is held against the target's own distribution after what came before it
+`answers.py`. Sampling: every emitted token is held against the target's own distribution after what came before it
 (`evidence.py`), as many as the power asked for takes (`power.py`).
 """
 
@@ -23,8 +23,7 @@ from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import check_methods, load_run
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import hardware
-from draftsmith.eval.lossless.answers import PlacedRunner
-from draftsmith.eval.lossless.greedy import greedy_answers, greedy_test
+from draftsmith.eval.lossless.answers import PlacedRunner, greedy_answers, greedy_test
 from draftsmith.eval.lossless.sampling import SamplingTest
 from draftsmith.eval.lossless.settings import LosslessConfig
 from draftsmith.modules.drafters.methods import Method, Models, Named, parse_methods

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from draftsmith.data.heads.draft_settings import DraftSettings
-from draftsmith.data.settings import Sampling
+from draftsmith.data.settings import Sampling, check_not_negative, check_positive
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.types import InputError, at_least, between
 
@@ -58,9 +58,8 @@ class LosslessConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Runnin
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("limit", "max_new_tokens", "batch_size", "num_threads"):
-            at_least(name, getattr(self, name), 1)
-        at_least("sampled_prompts", self.sampled_prompts, 0)
+        check_positive(self, "limit", "max_new_tokens", "batch_size", "num_threads")
+        check_not_negative(self, "sampled_prompts")
         at_least("sampled_tokens", self.sampled_tokens, 2)  # the first one is the prefill's
         for name in ("alpha", "bias", "power"):
             between(name, getattr(self, name), 0, 1)

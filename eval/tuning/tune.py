@@ -17,7 +17,7 @@ from rich.console import Console
 
 from draftsmith.data.heads.draft_settings import DraftSettings
 from draftsmith.data.progress import say
-from draftsmith.data.settings import Sampling, comma_numbers
+from draftsmith.data.settings import Sampling, check_not_negative, check_positive, comma_numbers
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.load import load_run, trained_for
@@ -132,10 +132,8 @@ def prepare(config: TuneConfig) -> Setup:
 
 def check(config: TuneConfig) -> None:
     """What can be found wrong before anything is loaded."""
-    for field in ("max_new_tokens", "depth", "tree_depth", "repeats", "num_threads"):
-        at_least(field, getattr(config, field), 1)
-    for field in ("limit", "verify"):
-        at_least(field, getattr(config, field), 0)
+    check_positive(config, "max_new_tokens", "depth", "tree_depth", "repeats", "num_threads")
+    check_not_negative(config, "limit", "verify")
     for topk in config.weighed().topks:
         at_least("topk", topk, 1)
     if not config.drafters:
