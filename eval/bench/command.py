@@ -41,7 +41,7 @@ from draftsmith.eval.bench.results import (
 from draftsmith.eval.bench.runner import make_runners
 from draftsmith.eval.bench.summary import summarise
 from draftsmith.eval.bench.tables import results_tables, screen
-from draftsmith.eval.bench.trace import first_of_each_task, write_texts, write_trace
+from draftsmith.eval.bench.trace import first_of_each_task, write_trace
 from draftsmith.eval.cost.auto import times_of_run
 from draftsmith.eval.cost.clock import ClockName, clock_name
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
@@ -185,7 +185,6 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         own = [row for row in rows if row["method"] == BASELINE and row["error"] is None]
         first = first_of_each_task(own, config.traces)
         write_trace(config.output, first, named, models, config.modes, config.max_new_tokens, config.seed)
-        write_texts(config.output, config.target, first)
     (config.output / RESULTS).unlink(missing_ok=True)  # one always belongs to the rows beside it
     write_rows(config.output / PER_PROMPT, rows)
     write_json(config.output / RESULTS, results)

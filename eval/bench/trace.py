@@ -16,7 +16,6 @@ from torch import Tensor
 
 from draftsmith.data.models.loading import load_tokenizer
 from draftsmith.data.store.files import append, write_json, write_text
-from draftsmith.data.store.reading import read_lines
 from draftsmith.eval.bench.hf_baseline import BASELINES
 from draftsmith.eval.bench.prompt_runner import seed_of
 from draftsmith.eval.bench.prompts import BenchPrompt
@@ -168,16 +167,6 @@ class _WatchedStop(Around):
         return views, policy.probs[int(policy.predictor.late) :]
 
 
-def first_of_each_task(rows: Sequence[Row], count: int) -> list[Row]:
-    """The baseline's rows that hold the first `count` questions of each task, in all their turns."""
-    numbers: dict[str, list[int]] = {}
-    for row in rows:
-        seen = numbers.setdefault(row["task"], [])
-        if row["prompt"] not in seen and len(seen) < count:
-            seen.append(row["prompt"])
-    return [row for row in rows if row["prompt"] in numbers[row["task"]]]
-
-
 def write_trace(
     directory: Path,
     rows: Sequence[Row],
@@ -187,26 +176,33 @@ def write_trace(
     max_new_tokens: int,
     seed: int,
 ) -> None:
-    """trace.jsonl: one more run of every method of this engine on the prompts of these rows, off the clock.
+    """trace.jsonl: one more run of every method of this engine on the prompts of these rows, off the clock. texts.json,
+    what it reads like: `tokens`, the text of every token in it by its id, and `prompts`, one for each of the rows by
+    its number and turn, "0/1".
 
     rows: of the baseline, with prompt_ids. seed: of the run.
     """
     runners: Any = make_runners([item for item in named if type(item.method) not in BASELINES.values()], models, modes)
+    ids: set[int] = set()
     write_text(directory / TRACE, "")
     for row in rows:
         prompt = BenchPrompt(row["id"], list(row["prompt_ids"]), row["task"], turn=row["turn"], number=row["prompt"])
         for label, runner in runners[row["temperature"]].items():
             _, rounds = traced(runner, prompt.prompt_ids, max_new_tokens, seed_of(prompt, seed))
             append(directory / TRACE, trace_text(label, prompt, runner.params, rounds))
-
-
-def write_texts(directory: Path, target: str, rows: Sequence[Row]) -> None:
-    """texts.json, what trace.jsonl reads like: `tokens`, the text of every token in it by its id, and `prompts`, one
-    for each of the traced rows by its number and turn, "0/1"."""
-    tokenizer = load_tokenizer(target)
-    ids: set[int] = set()
-    for found in read_lines(directory / TRACE, {"emitted": [int], "drafted?": [int]}):
-        ids |= {*found["emitted"], *found.get("drafted", ())}
+            for done in (traced_round.done for traced_round in rounds):
+                ids.update(done.tokens, done.tree.tokens if done.tree else ())
+    tokenizer = load_tokenizer(models.paths["target"])
     tokens = {str(i): tokenizer.decode([i]) for i in sorted(ids)}
     prompts = {f"{row['prompt']}/{row['turn']}": tokenizer.decode(row["prompt_ids"]) for row in rows}
     write_json(directory / TEXTS, {"tokens": tokens, "prompts": prompts})
+
+
+def first_of_each_task(rows: Sequence[Row], count: int) -> list[Row]:
+    """The baseline's rows that hold the first `count` questions of each task, in all their turns."""
+    numbers: dict[str, list[int]] = {}
+    for row in rows:
+        seen = numbers.setdefault(row["task"], [])
+        if row["prompt"] not in seen and len(seen) < count:
+            seen.append(row["prompt"])
+    return [row for row in rows if row["prompt"] in numbers[row["task"]]]
