@@ -43,7 +43,6 @@ from draftsmith.eval.bench.summary import summarise
 from draftsmith.eval.bench.tables import results_tables, screen
 from draftsmith.eval.bench.trace import first_of_each_task, write_trace
 from draftsmith.eval.cost.auto import times_of_run
-from draftsmith.eval.cost.clock import ClockName, clock_name
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.drafters.methods import Models, Named, known_methods, parse_methods
 from draftsmith.modules.types import InputError, SamplingParams
@@ -126,10 +125,6 @@ class BenchConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     def modes(self) -> list[SamplingParams]:
         """Sampling at each temperature."""
         return [SamplingParams(temperature, self.top_k, self.top_p) for temperature in self.all_temperatures]
-
-    @property
-    def clock(self) -> ClockName:
-        return clock_name(self.device, self.num_threads)
 
 
 def run(config: BenchConfig) -> int:

@@ -26,7 +26,7 @@ from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, describe, of_methods
 from draftsmith.eval.bench.runner import EngineRunner, remember
 from draftsmith.eval.bench.summary import tokens_per_s
-from draftsmith.eval.cost.clock import ClockName, clock_name, clock_of
+from draftsmith.eval.cost.clock import clock_of
 from draftsmith.eval.cost.machine import DecodingCosts, family_of, measure_costs
 from draftsmith.eval.replay.lookup import LookupRecorder
 from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
@@ -78,10 +78,6 @@ class TuneConfig(DraftSettings, PromptChoice, AnswerLength, Sampling, Running):
     def reader(self) -> str | None:
         """The drafter whose states the acceptance head reads; None without one."""
         return self.acceptance and trained_for(self.acceptance)
-
-    @property
-    def clock(self) -> ClockName:
-        return clock_name(self.device, self.num_threads)
 
     def weighed(self) -> Grid:
         """The settings in question."""

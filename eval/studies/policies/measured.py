@@ -58,7 +58,7 @@ def cross_check(
     for method, (role, policy) in roles.items():
         replayed = compared.totals(at, Chosen(at.fixed.family, policy, 0.0), limit)
         row = rows[method]
-        ends = None if method == base else gain_interval(single, method, base, clock, config.seed)
+        ends = None if method == base else gain_interval(single, method, base, config.clock, config.seed)
         low, high = ends or (None, None)
         found.append(
             {
