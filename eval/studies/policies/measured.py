@@ -9,7 +9,6 @@ from typing import Any
 
 from draftsmith.data.store.files import make_directory, write_json
 from draftsmith.data.store.reading import read_object
-from draftsmith.eval.bench.command import BenchConfig
 from draftsmith.eval.bench.results import cpu_name
 from draftsmith.eval.report.tables import plain
 from draftsmith.eval.studies.common import StudyConfig, bench_directory, measured
@@ -52,7 +51,6 @@ def cross_check(
     name = f"bench-{scene.drafter}"
     rows = measured(config, list(roles), scene.params, name, **instead)
     single = bench_rows(bench_directory(config, scene.params, name))
-    clock = BenchConfig(config.target, output=config.output, device=config.device, num_threads=config.num_threads).clock
     base = max((method for method, (role, _) in roles.items() if role == FIXED), key=lambda m: rows[m]["tokens_per_s"])
     found = []
     for method, (role, policy) in roles.items():
