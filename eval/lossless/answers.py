@@ -80,8 +80,11 @@ class PlacedRunner:
         for start in range(0, len(prompts), self.rows):
             group = slice(start, start + self.rows)
             places: list[list[DraftedPlace]] = [[] for _ in prompts[group]]
-            setup = Setup(lambda done, own=places: own[done.row].extend(places_of(done)), self.session)
-            sources = [TorchSource(seed) for seed in seeds[group]]
+
+            def on_round(done: Round, own: list[list[DraftedPlace]] = places) -> None:
+                own[done.row] += places_of(done)
+
+            setup, sources = Setup(on_round, self.session), [TorchSource(seed) for seed in seeds[group]]
             answers = generate(
                 self.target, self.drafter, prompts[group], params, max_new_tokens, sources, self.ends, setup
             )
