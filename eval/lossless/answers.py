@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.modules.decoding.loop import Round, Setup, generate, room_for
+from draftsmith.eval.bench.runner import EngineRunner
+from draftsmith.modules.decoding.loop import Round, room_for
 from draftsmith.modules.decoding.protocols import Drafter
 from draftsmith.modules.drafters.methods import Method, Models
-from draftsmith.modules.sampling import TorchSource
 from draftsmith.modules.targets.base import CausalLM, ModelInfo, Session
 from draftsmith.modules.types import SamplingParams
 
@@ -84,10 +84,8 @@ class PlacedRunner:
             def on_round(done: Round, own: list[list[DraftedPlace]] = places) -> None:
                 own[done.row] += places_of(done)
 
-            setup, sources = Setup(on_round, self.session), [TorchSource(seed) for seed in seeds[group]]
-            answers = generate(
-                self.target, self.drafter, prompts[group], params, max_new_tokens, sources, self.ends, setup
-            )
+            runner = EngineRunner(self.target, self.drafter, params, self.ends, on_round, self.session, rows=self.rows)
+            answers = runner(prompts[group], max_new_tokens, seeds[group])
             found += [PlacedAnswer(answer.tokens, own) for answer, own in zip(answers, places, strict=True)]
         return found
 

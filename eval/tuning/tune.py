@@ -24,7 +24,7 @@ from draftsmith.eval.bench.load import load_run, trained_for
 from draftsmith.eval.bench.prompt_runner import answered, measure_group
 from draftsmith.eval.bench.prompts import BenchPrompt, read_prompts
 from draftsmith.eval.bench.results import BASELINE, RESULTS, Row, describe, of_methods
-from draftsmith.eval.bench.runner import EngineRunner, remember
+from draftsmith.eval.bench.runner import make_runners, remember
 from draftsmith.eval.bench.summary import tokens_per_s
 from draftsmith.eval.cost.clock import clock_of
 from draftsmith.eval.cost.machine import DecodingCosts, family_of, measure_costs
@@ -196,11 +196,7 @@ def measured_speeds(
     progress: Callable[[int], None] = lambda count: None,
 ) -> dict[str, float]:
     """Label -> tokens/s, interleaved prompt by prompt as in the bench."""
-    models = setup.models
-    runners = {
-        item.label: EngineRunner(models.target, item.method.build(models), config.sampling, models.ends)
-        for item in named
-    }
+    runners = make_runners(named, setup.models, [config.sampling])[config.temperature]
     for label, runner in runners.items():  # uncounted: the first run of a method pays for its set-up
         restore = remember(runner)
         answered(label, runner, setup.prompts[:1], config.max_new_tokens, [config.seed])
