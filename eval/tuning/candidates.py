@@ -10,8 +10,8 @@ import numpy as np
 from draftsmith.eval.bench.results import BASELINE
 from draftsmith.eval.cost.machine import DecodingCosts, family_of
 from draftsmith.eval.replay import replay
+from draftsmith.eval.replay.replay import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, TreeRollouts
-from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool
 from draftsmith.modules.decoding.tree import MAX_NODES, num_candidates
 from draftsmith.modules.drafters.chains import (

@@ -28,8 +28,8 @@ from draftsmith.eval.bench.runner import make_runners, remember
 from draftsmith.eval.bench.summary import tokens_per_s
 from draftsmith.eval.cost.clock import clock_of
 from draftsmith.eval.cost.machine import DecodingCosts, family_of, measure_costs
-from draftsmith.eval.replay.lookup import LookupRecorder
-from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
+from draftsmith.eval.replay.chains import ChainRecorder, LookupRecorder
+from draftsmith.eval.replay.record import Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.report.tables import on_screen, to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
