@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.data.embedded.tasks import HEADLINE_TASKS
+from draftsmith.benchmarks.embedded.tasks import HEADLINE_TASKS
 from draftsmith.launch import demo
 from draftsmith.launch.commands import configure
 from draftsmith.launch.steps import PipelineStep, execute
