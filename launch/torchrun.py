@@ -36,10 +36,7 @@ class TorchrunConfig(Launched):
 
     def __post_init__(self) -> None:
         self.check_at_least(nproc_per_node=1, nnodes=1, max_restarts=0)
-        if self.nproc_per_node > MAX_PROCESSES:
-            raise InputError(
-                "nproc_per_node", self.nproc_per_node, f"at most {MAX_PROCESSES}", "One a device is enough."
-            )
+        at_most("nproc_per_node", self.nproc_per_node, MAX_PROCESSES)
         if self.nnodes > 1 and self.rdzv_endpoint is None:
             raise InputError("rdzv_endpoint", "nothing", "HOST:PORT, with several machines", "Name one of them.")
         if self.rdzv_endpoint is not None:
