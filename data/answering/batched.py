@@ -33,6 +33,9 @@ class OwnUniforms(TorchSource):
     def __init__(self, uniforms: Sequence[float]):
         self._uniforms = list(reversed(uniforms))
 
+    def _fill(self) -> None:
+        raise AssertionError("more draws than tokens")
+
 
 def answer(
     lm: CausalLM,
