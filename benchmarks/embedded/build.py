@@ -201,8 +201,8 @@ def shipped_prompts(turns: list[Turn], tokenizer: Any, seed: int) -> list[dict[s
             unique = list({turn.key: turn for turn in short}.values())
             chosen += unique[:wanted]
     rng.shuffle(chosen)  # so that the first so many rows of a split are a mix of tasks
-    rows = map(dataclasses.asdict, chosen)
-    return [{"id": f"{row['task']}-{row.pop('key')}", **row} for row in rows]
+    shipped = map(dataclasses.asdict, chosen)
+    return [{"id": f"{row['task']}-{row.pop('key')}", **row} for row in shipped]
 
 
 def card_questions(path: Path, tokenizer: Any) -> list[card.HeldOutPrompt]:
