@@ -44,11 +44,11 @@ def user_message(error: BaseException) -> str | None:
     return None
 
 
-def yaml_message(error: yaml.YAMLError, path: str | None = None) -> str:
+def yaml_message(error: yaml.YAMLError) -> str:
     """What is wrong with a YAML text, and where."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or one_line(str(error))
-    name = path or getattr(mark, "name", None) or "YAML"
+    name = getattr(mark, "name", None) or "YAML"
     place = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else name
     return one_line(f"{place}: found invalid YAML ({problem}), expected `key: value` lines. Correct the file.")
 
