@@ -25,7 +25,6 @@ from draftsmith.data.text.conversations import (
     label_of,
     layout_of,
     parse_columns,
-    recognise,
     shortened_names,
     up_to_last,
 )
@@ -193,7 +192,6 @@ def check_columns(source: RowSource, mapping: Mapping[str, str]) -> None:
         except RowError as error:
             raise InputError(source.where(0), error, "a usable row", "Correct the file.") from error
     check_mapping(source.columns, mapping)
-    recognise(source.columns, {}, mapping)
 
 
 def select(source: RowSource, mapping: Mapping[str, str], config: PromptsConfig) -> Selection:
@@ -258,10 +256,10 @@ def prompt_row(
     conversation = layout.conversation(row)
     asked = asked_of(conversation, config.turns)
     encoded: dict[str, Any] = {
-        "id": layout.text(row, "id", default_id(index)),
+        "id": label_of(row, layout.columns, "id", default_id(index)),
         "prompt_ids": prompt_ids(tokenizer, asked.opening),
         "messages": json.dumps(asked.opening, ensure_ascii=False),
-        "task": layout.text(row, "task"),
+        "task": label_of(row, layout.columns, "task"),
         "later": json.dumps(asked.later, ensure_ascii=False),
     }
     length = len(encoded["prompt_ids"]) + 1  # room for one token of an answer
