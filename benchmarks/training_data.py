@@ -90,14 +90,13 @@ class SyntheticFeatures:
                     "input_ids": torch.randint(vocab, (length,), generator=generator),
                     "features": torch.randn(length, hidden, generator=generator).to(torch.bfloat16),
                     "loss_mask": mask,
-                    "position_ids": torch.arange(length),
                 }
             )
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def __getitem__(self, row: int) -> Item:
+    def item(self, row: int, epoch: int) -> Item:
         return dict(self._items[row])
 
 

@@ -22,7 +22,7 @@ from draftsmith.data.store.datasets import Lists
 from draftsmith.data.store.manifest import Field, Manifest, open_artefact, volatile
 from draftsmith.data.store.shards import Rows, Shard, ShardContent, StagePlan, run_stage
 from draftsmith.data.store.writer import sole_writer
-from draftsmith.data.text.answers import Supervision
+from draftsmith.data.text.answers import Supervision, answer_lengths
 from draftsmith.data.text.template import check_context
 from draftsmith.data.text.turns import (
     AnswerSettings,
@@ -197,8 +197,8 @@ def tell_supervision(directory: Path, manifest: Manifest) -> None:
     """Say what can be learned from the responses, and warn where that is little."""
     if place().rank or "loss_mask" not in {spec.name for spec in manifest.fields}:
         return
-    masks = Rows(directory, manifest, ["loss_mask"]).table()["loss_mask"]
-    learned = Supervision.of(Lists(masks).answer_lengths()[0])
+    masks = Lists.of(Rows(directory, manifest, ["loss_mask"]).table()["loss_mask"])
+    learned = Supervision.of(answer_lengths(masks.values, masks.offsets)[0])
     say(f"responses: {learned.text()}")
     if warning := learned.warning():
         say(warning)

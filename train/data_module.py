@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from draftsmith.data.progress import say
-from draftsmith.data.store.datasets import in_pieces, item_of, name_of
+from draftsmith.data.store.datasets import in_pieces
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import is_first_process
@@ -174,11 +174,11 @@ class Samples:
         return len(self.indices)
 
     def item(self, index: int, epoch: int) -> dict[str, Tensor]:
-        return item_of(self.dataset, self.indices[index], epoch)
+        return self.dataset.item(self.indices[index], epoch)
 
     def name(self, index: int) -> str:
         """What a user knows a sample by."""
-        return name_of(self.dataset, self.indices[index])
+        return self.dataset.name(self.indices[index])
 
 
 class Keyed(Dataset):

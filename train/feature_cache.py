@@ -9,7 +9,6 @@ stored ones are.
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,15 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from draftsmith.data.features import check_disk
 from draftsmith.data.progress import say
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.datasets import Item, broken_features
-from draftsmith.data.store.feature_codec import FeatureDtype
+from draftsmith.data.store.datasets import Item, View
+from draftsmith.data.store.feature_codec import FeatureDtype, FeatureFiles
 from draftsmith.data.store.files import CannotWrite, make_directory, write_json, write_tensors
 from draftsmith.data.store.manifest import differences, flatten, warn_not_compared, without_unrecorded
 from draftsmith.data.store.reading import read_object
@@ -62,7 +59,7 @@ class FeatureCache:
         self._begin({"kind": "feature-cache", "target": dict(identity), "dtype": dtype, "model_dtype": model_dtype})
         self._shards: set[str] = set()
         self._where: dict[str, str] = {}
-        self._files: dict[tuple[int, str], Any] = {}
+        self._files = FeatureFiles(self._directory, "Delete it: its rows are computed again.")
         self._pending: dict[str, dict[str, Tensor]] = {}  # encoded, not yet handed to the writer
         self._pending_bytes = 0
         self._writing: dict[str, dict[str, Tensor]] = {}
@@ -86,13 +83,7 @@ class FeatureCache:
         if name not in self._where:
             self._look()
         shard = self._where.get(name)
-        if shard is None:
-            return None
-        features = feature_codec.stored_features(self._open(shard), name)
-        place = first_broken(features)
-        if place is not None:
-            raise broken_features(self._directory / shard, f"row {name}", place)
-        return features
+        return None if shard is None else self._files.read(shard, name, f"row {name}")
 
     def put(self, input_ids: Tensor, features: Tensor) -> Tensor:
         """Keep the features [T, H] of a row with token ids [T] (on the CPU); they are returned as `get` gives them."""
@@ -173,44 +164,24 @@ class FeatureCache:
         self._looked = time.monotonic()
         for path in self._directory.glob("*.safetensors"):
             if path.name not in self._shards:
-                names = [name for name in self._open(path.name).keys() if "." not in name]  # noqa: SIM118
-                self._where |= dict.fromkeys(names, path.name)
+                self._where |= dict.fromkeys(self._files.keys(path.name), path.name)
                 self._shards.add(path.name)
-
-    def _open(self, name: str) -> Any:
-        """The shard, opened once in each process."""
-        place = (os.getpid(), name)
-        if place not in self._files:
-            path = self._directory / name
-            try:
-                self._files[place] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                remedy = "Delete it: its rows are computed again."
-                raise InputError(str(path), f"unreadable ({error})", "a safetensors shard", remedy) from error
-        return self._files[place]
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a reader process: it reads what is on the disk."""
-        return {**self.__dict__, "_files": {}, "_pending": {}, "_writing": {}, "_writer": None, "_written": None}
+        return {**self.__dict__, "_pending": {}, "_writing": {}, "_writer": None, "_written": None}
 
 
-class CachedFeatures(Dataset):
+class CachedFeatures(View):
     """Texts (a `ResponsesDataset`, or pieces of it) whose items have features where the cache holds them."""
 
     def __init__(self, texts: Any, cache: FeatureCache):
-        self.texts, self.cache, self.manifest = texts, cache, texts.manifest
+        super().__init__(texts, range(len(texts)))
+        self.cache = cache
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each item."""
-        return self.texts.lengths
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> Item:
+    def item(self, index: int, epoch: int) -> Item:
         """Fields of FeatureBatch for one sequence; features [T, H] bf16 only if they are there."""
-        item = self.texts[index]
+        item = super().item(index, epoch)
         features = self.cache.get(item["input_ids"])
         return item if features is None else {**item, "features": features}
 

@@ -23,7 +23,6 @@ from torch import nn
 
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import head_fields, save_head
-from draftsmith.data.store.datasets import answers_in, conversations_of
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import (
     decisive,
@@ -110,7 +109,7 @@ def train_and_val(
         return Samples(train, range(len(train))), Samples(val, range(len(val)))
     if config.val_share == 0:
         raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
-    rows = conversations_of(train)  # those, and pieces of one sequence, stay on one side
+    rows = train.conversations  # those, and pieces of one sequence, stay on one side
     train_rows, _ = held_out(len(set(rows)), config.val_share)
     kept = set(train_rows)
     return (
@@ -254,11 +253,8 @@ def _made_from(provenance: Provenance) -> dict[str, Any]:
 
 
 def tell_supervision(train: Samples) -> dict[str, float]:
-    """Say what will be learned, and warn where that is little; the numbers, none for data without answers."""
-    lengths = answers_in(train.dataset, train.indices)
-    if lengths is None:
-        return {}
-    learned = Supervision.of(lengths)
+    """Say what will be learned, and warn where that is little; its numbers."""
+    learned = Supervision.of(train.dataset.answer_lengths(train.indices))
     say_on_rank_zero(f"data: {learned.text()}")
     if warning := learned.warning():
         say_on_rank_zero(warning)

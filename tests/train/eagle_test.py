@@ -281,7 +281,7 @@ class Conversations:
     def __len__(self) -> int:
         return len(self.answers)
 
-    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+    def item(self, row: int, epoch: int) -> dict[str, torch.Tensor]:
         mask = torch.zeros(20, dtype=torch.bool)
         for start, end in self.answers[row]:
             mask[start:end] = True

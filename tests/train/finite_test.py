@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import shutil
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from online_cases import config, texts
@@ -16,10 +19,10 @@ from draftsmith.data.models.loading import load_lm
 from draftsmith.data.store.datasets import (
     AcceptanceDataset,
     Lists,
-    check_finite_labels,
     collate_acceptance,
     collate_features,
 )
+from draftsmith.data.store.manifest import MANIFEST, file_sha256
 from draftsmith.modules.drafters.eagle.head import EagleHead
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import InputError
@@ -147,16 +150,22 @@ def test_a_cache_keeps_no_nan_and_gives_none(tmp_path, dtype, monkeypatch):
         cache.get(ids)
 
 
-def test_labels_that_are_none_are_named_by_their_row(tmp_path):
-    class Ids:
-        def read(self, start, stop):
-            return [{"id": f"row-{start}"}]
-
+def test_labels_that_are_none_are_named_by_their_row(artefacts, tmp_path):
     labels = [[0.5, 1.0], [], [0.25], [1.0, math.nan], [math.inf]]
-    column = Lists(pa.chunked_array([pa.array(labels, pa.list_(pa.float32()))]))
-    with pytest.raises(InputError, match=r"labels of row row-3"):
-        check_finite_labels(tmp_path, Ids(), column)
-    check_finite_labels(tmp_path, Ids(), Lists(pa.chunked_array([pa.array(labels[:3], pa.list_(pa.float32()))])))
+    lists = [Lists.of(pa.chunked_array([pa.array(part, pa.list_(pa.float32()))])) for part in (labels, labels[:3])]
+    assert [own.first_broken() for own in lists] == [3, None]
+    directory = shutil.copytree(artefacts.acceptance, tmp_path / "labels")
+    about = json.loads((directory / MANIFEST).read_text())
+    entry = about["files"][0]
+    table = pq.read_table(directory / entry["name"])
+    broken = [[math.nan] * len(row) if i == 1 else row for i, row in enumerate(table["accept_prob"].to_pylist())]
+    place = table.column_names.index("accept_prob")
+    table = table.set_column(place, table.schema.field(place), pa.array(broken, table.schema.field(place).type))
+    pq.write_table(table, directory / entry["name"])
+    entry |= {"bytes": (directory / entry["name"]).stat().st_size, "sha256": file_sha256(directory / entry["name"])}
+    (directory / MANIFEST).write_text(json.dumps(about))
+    with pytest.raises(InputError, match=f"labels of row {table['id'][1]}"):
+        AcceptanceDataset(directory)
 
 
 def test_stored_features_are_not_looked_at_twice(artefacts, tmp_path):
