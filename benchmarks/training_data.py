@@ -108,10 +108,8 @@ def write_features(
     plan = StagePlan(
         kind="features",
         stage="data features",
-        directory=directory,
-        config=FeaturesConfig(responses=Path("synthetic"), target="synthetic", output=directory),
+        config=FeaturesConfig(Path("synthetic"), "synthetic", directory, rows_per_shard=max(1, len(lengths) // 4)),
         num_rows=len(lengths),
-        rows_per_shard=max(1, len(lengths) // 4),
         fields=FIELDS + feature_codec.fields("bf16"),
         inputs={},
         identity={"target": identity},
@@ -121,7 +119,7 @@ def write_features(
     def make(shard: Shard, advance: Any) -> ShardContent:
         rows, tensors = [], {}
         for number in range(shard.start, shard.stop):
-            item = documents[number]
+            item = documents.item(number, 0)
             ids, start = item["input_ids"].tolist(), int(len(item["input_ids"]) * PROMPT_SHARE)
             row = {"id": str(number), "input_ids": ids, "prompt_length": start, "task": "synthetic"}
             rows.append(index_row(number, shard, row))

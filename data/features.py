@@ -94,16 +94,14 @@ def run(config: FeaturesConfig) -> Path:
     set_threads(config.num_threads)
     lm = load_lm(config.target, **config.loading, parallel=config.target_parallel)
     manifest = open_texts(config.responses, config.target, lm.info.identity)
-    rows = Rows(config.responses, manifest)
+    rows = Rows(config.responses, manifest, limit=config.limit)
     capture = () if config.drafter is None else drafters.head_class(config.drafter).capture(lm.info.num_layers)
     shared = config.target_parallel == "tensor"  # all processes are one target, and the first one writes
     plan = StagePlan(
         kind="features",
         stage="data features",
-        directory=config.output,
         config=config,
-        num_rows=min(len(rows), config.limit) if config.limit else len(rows),
-        rows_per_shard=config.rows_per_shard,
+        num_rows=len(rows),
         fields=FIELDS + feature_codec.fields(config.feature_dtype),
         inputs={manifest.kind: manifest.digest},
         identity={**manifest.identity, "target": captured(lm.info.identity, capture)},

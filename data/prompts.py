@@ -109,10 +109,8 @@ def run(config: PromptsConfig) -> Path:
     plan = StagePlan(
         kind="prompts",
         stage="data prompts",
-        directory=config.output,
         config=config,
         num_rows=len(selection.rows),
-        rows_per_shard=config.rows_per_shard,
         fields=SUPERVISED_FIELDS if config.supervised else FIELDS,
         inputs={"source": source.digest},
         identity=identity,

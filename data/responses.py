@@ -35,12 +35,16 @@ from draftsmith.data.text.turns import (
 )
 from draftsmith.modules.targets.base import CausalLM
 
-FIELDS = (
+# Of a text with answers, and of what is made of it.
+TEXT_FIELDS = (
     Field("id", "string"),
     Field("input_ids", "list<int32>", ("T",)),
     Field("prompt_length", "int32"),
     Field("loss_mask", "list<bool>", ("T",)),
     Field("turn", "int32"),
+)
+FIELDS = (
+    *TEXT_FIELDS,
     Field("ended", "bool"),
     Field("retokenised", "bool"),
     Field("task", "string"),
@@ -108,8 +112,7 @@ def run(config: ResponsesConfig) -> Path:
     """Write the artefact `responses`; returns its directory."""
     set_threads(config.num_threads)
     manifest = open_artefact(config.prompts, "prompts", text_identity(config.target))
-    prompts = Rows(config.prompts, manifest)
-    num_rows = min(len(prompts), config.limit) if config.limit else len(prompts)
+    prompts = Rows(config.prompts, manifest, limit=config.limit)
     if config.engine == "openai":
         engine = ServerEngine(config.server, config.answering, manifest.identity["chat_template"])
         talks = talks_of(config, manifest, engine.context)
@@ -122,10 +125,8 @@ def run(config: ResponsesConfig) -> Path:
     plan = StagePlan(
         kind="responses",
         stage="data responses",
-        directory=config.output,
         config=config,
-        num_rows=num_rows,
-        rows_per_shard=config.rows_per_shard,
+        num_rows=len(prompts),
         fields=FIELDS,
         inputs={"prompts": manifest.digest},
         identity={**manifest.identity, "target": target},

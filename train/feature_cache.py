@@ -25,7 +25,7 @@ from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import Item, View
 from draftsmith.data.store.feature_codec import FeatureDtype, FeatureFiles
 from draftsmith.data.store.files import CannotWrite, make_directory, write_json, write_tensors
-from draftsmith.data.store.manifest import differences, flatten, warn_not_compared, without_unrecorded
+from draftsmith.data.store.manifest import changes
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.finite import first_broken
 from draftsmith.modules.types import InputError
@@ -139,12 +139,8 @@ class FeatureCache:
         directory, path = self._directory, self._directory / ABOUT
         make_directory(directory)
         if path.exists():
-            kept = read_object(path, {}, "Delete the cache's directory.")
-            differing, unrecorded = without_unrecorded(differences(flatten(about), flatten(kept)))
-            warn_not_compared(str(path), unrecorded)
-            if differing:
-                found = f"{directory} with another " + "; ".join(f"{k}: {was}, now {now}" for k, now, was in differing)
-                remedy = "Delete it, or pass another --feature-cache."
+            if changed := changes(path, about, read_object(path, {}, "Delete the cache's directory.")):
+                found, remedy = f"{directory} with another {changed}", "Delete it, or pass another --feature-cache."
                 raise InputError("feature_cache", found, "features of this target and dtype", remedy)
         elif any(".tmp" not in entry.name for entry in directory.iterdir()):
             # Another rank may have written it since.

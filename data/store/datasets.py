@@ -266,7 +266,7 @@ def collate_features(items: Sequence[Item]) -> FeatureBatch:
     some for this batch computes all."""
     attended = _attention_mask(items, "input_ids")
     positions = torch.arange(attended.shape[1]) * attended
-    fields: dict[str, Any] = {"features": None, **_padded(items), "position_ids": positions}
+    fields: dict[str, Any] = {"features": None, "position_ids": positions, **_padded(items)}
     return FeatureBatch(**fields, attention_mask=attended)
 
 
@@ -275,7 +275,7 @@ def pack_features(items: Sequence[Item]) -> FeatureBatch:
     lengths = tuple(len(item["input_ids"]) for item in items)
     flat = {name: torch.cat([item[name] for item in items])[None] for name in _common(items)}
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    fields: dict[str, Any] = {"features": None, **flat, "position_ids": positions}
+    fields: dict[str, Any] = {"features": None, "position_ids": positions, **flat}
     return FeatureBatch(**fields, attention_mask=torch.ones_like(flat["loss_mask"]), lengths=lengths)
 
 

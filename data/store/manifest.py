@@ -207,6 +207,14 @@ def without_unrecorded(differing: Iterable[tuple[str, Any, Any]]) -> tuple[list[
     return [entry for entry in listed if entry[0] not in lacking], lacking
 
 
+def changes(where: Path, now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """What differs in nested settings, `seed: 0, now 1; ...`; empty where nothing does. Hashes that an earlier version
+    did not take are told and do not count. where: the file that has the settings of before."""
+    differing, unrecorded = without_unrecorded(differences(flatten(now), flatten(before)))
+    warn_not_compared(str(where), unrecorded)
+    return "; ".join(f"{key}: {was}, now {is_now}" for key, is_now, was in differing)
+
+
 def warn_not_compared(where: str, keys: Sequence[str]) -> None:
     """Say once what of an identity could not be compared."""
     if keys and where not in _warned and place().rank == 0:

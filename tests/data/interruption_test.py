@@ -114,10 +114,11 @@ def test_rank_0_says_what_is_missing_when_another_rank_never_delivers(tmp_path, 
     @dataclasses.dataclass(frozen=True)
     class Config:
         output: Path = tmp_path / "out"
+        rows_per_shard: int = 1
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    plan = StagePlan("prompts", "data prompts", tmp_path / "out", Config(), 4, 1, (), {}, {}, wait_s=0.2)
+    plan = StagePlan("prompts", "data prompts", Config(), 4, (), {}, {}, wait_s=0.2)
     with pytest.raises(InputError, match=r"ranks: found 2 shards of other ranks missing"):
         run_stage(plan, lambda shard, advance: ShardContent([], {"invalid_dropped": 1}))
     assert Shard(1, 1, 2).name + ".done.json" not in {p.name for p in plan.directory.iterdir()}

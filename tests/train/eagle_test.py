@@ -452,7 +452,7 @@ def test_a_draft_ends_with_its_document(artefacts, tmp_path, monkeypatch):
     first, second = greedy_items(target, 2)
     items = [{k: v[-8:] for k, v in item.items()} for item in (first, second)]  # responses from their first token on
     joined = {k: torch.cat([item[k] for item in items]) for k in items[0]}
-    batch = collate_features([joined])
+    batch = collate_features([{**joined, "position_ids": torch.arange(8).repeat(2)}])
     sums, counts = module.head.agreement(batch, target, 2)
     assert sums == counts
     # 14 rows of the pairing; the second document's first one continues no draft.

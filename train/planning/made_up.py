@@ -36,10 +36,8 @@ def write_responses(directory: Path, target: str, lengths: Sequence[int], vocab:
     plan = StagePlan(
         kind="responses",
         stage="data responses",
-        directory=directory,
         config=ResponsesConfig(prompts=Path("synthetic"), target=target, output=directory),
         num_rows=len(lengths),
-        rows_per_shard=256,
         fields=FIELDS,
         inputs={},
         identity={"tokenizer": tokenizer_identity(target)["tokenizer"], "target": {}},
