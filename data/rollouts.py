@@ -172,8 +172,8 @@ class Rollouts:
     def label_drafts(
         self, target_logits: Tensor, draft_logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]
     ) -> dict[str, Tensor]:
-        """What LABELS names of N drafted tokens [N], `reached` and `repeat` aside, float32 [N]; of C children child_ids,
-        child_log_q and child_prob [N, C] too. Logits [N, V].
+        """What LABELS names of N drafted tokens [N], `reached` and `repeat` aside, float32 [N]; of C children
+        child_ids, child_log_q and child_prob [N, C] too. Logits [N, V].
 
         Greedy distributions are those at temperature 1 in log_q, log_max_q, entropy and log_p; the overlap is
         agreement.
