@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,8 +97,14 @@ class SyntheticFeatures:
     def __len__(self) -> int:
         return len(self._items)
 
+    def __getitem__(self, row: int) -> Item:
+        return self.item(row, 0)
+
     def item(self, row: int, epoch: int) -> Item:
         return dict(self._items[row])
+
+    def answer_lengths(self, rows: Sequence[int]) -> np.ndarray:
+        return np.array([int(self._items[row]["loss_mask"].sum()) for row in rows])
 
 
 def write_features(
