@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 from torch import Tensor
 
-from draftsmith.data.features import read_features
 from draftsmith.data.heads.directory import starting_head, starting_settings, starting_weights
 from draftsmith.data.models.identity import captured
 from draftsmith.data.models.loading import load_lm, read_config
@@ -229,7 +228,7 @@ def target_shape(path: str) -> LlamaConfig:
 
 
 def feature_std(
-    samples: Samples, target: CausalLM, capture: Sequence[int] = (), stored: FeatureDtype | None = None
+    samples: Samples, target: CausalLM, capture: tuple[int, ...] = (), stored: FeatureDtype | None = None
 ) -> float:
     """Standard deviation of the features' elements over the first samples: the noise's unit.
 
@@ -240,7 +239,7 @@ def feature_std(
         item: Mapping[str, Tensor] = samples.item(i, 0)
         features = None if stored else item.get("features")
         if features is None:
-            features = read_features(target, item["input_ids"][None].to(target.device), capture)[0]
+            features = target.features(item["input_ids"][None].to(target.device), capture=capture)[0]
             place = first_broken(features)
             if place is not None:
                 raise NonFinite("hidden states", "target", place).of([samples.name(i)])

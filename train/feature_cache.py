@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.features import check_disk
 from draftsmith.data.progress import say
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.datasets import Item, View
 from draftsmith.data.store.feature_codec import FeatureDtype, FeatureFiles
-from draftsmith.data.store.files import CannotWrite, make_directory, write_json, write_tensors
+from draftsmith.data.store.files import CannotWrite, check_disk, make_directory, write_json, write_tensors
 from draftsmith.data.store.manifest import changes
 from draftsmith.data.store.reading import read_object
 from draftsmith.modules.finite import first_broken

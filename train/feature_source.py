@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from draftsmith.data.features import read_features
 from draftsmith.modules.targets.base import CausalLM
 from draftsmith.train.feature_cache import FeatureCache
 from draftsmith.train.metrics import num_ranks, rank
@@ -23,7 +22,7 @@ class FeatureSource:
     """
 
     def __init__(
-        self, target: CausalLM, capture: Sequence[int] = (), cache: FeatureCache | None = None, shared: bool = False
+        self, target: CausalLM, capture: tuple[int, ...] = (), cache: FeatureCache | None = None, shared: bool = False
     ):
         self._target, self._capture, self.cache, self.shared = target, capture, cache, shared
 
@@ -75,7 +74,7 @@ class FeatureSource:
         return features[start : start + ids.shape[0], : ids.shape[1]]
 
     def _read(self, input_ids: Tensor) -> Tensor:
-        return read_features(self._target, input_ids.to(self._target.device), self._capture).to(input_ids.device)
+        return self._target.features(input_ids.to(self._target.device), capture=self._capture).to(input_ids.device)
 
     def _stored(self, input_ids: Tensor, lengths: Sequence[int], features: Tensor) -> Tensor:
         assert self.cache is not None

@@ -176,9 +176,9 @@ class Counted:
 def counted(monkeypatch) -> Counted:
     counter, real = Counted(), LlamaLM.features
 
-    def features(self, input_ids, position_ids=None):
+    def features(self, input_ids, position_ids=None, capture=()):
         counter.tokens += input_ids.numel()
-        return real(self, input_ids, position_ids)
+        return real(self, input_ids, position_ids, capture)
 
     monkeypatch.setattr(LlamaLM, "features", features)
     monkeypatch.setattr("draftsmith.train.planning.plan.announce", lambda config: None)  # which tries a step

@@ -74,8 +74,8 @@ class Spoiled:
     def __getattr__(self, name):
         return getattr(self._lm, name)
 
-    def features(self, input_ids, position_ids=None):
-        states = self._lm.features(input_ids, position_ids).clone()
+    def features(self, input_ids, position_ids=None, capture=()):
+        states = self._lm.features(input_ids, position_ids, capture).clone()
         states[1, :, 0] = math.nan
         return states
 

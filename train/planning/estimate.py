@@ -15,10 +15,11 @@ from typing import Any, cast
 
 import torch
 
-from draftsmith.data.features import INDEX_BYTES_PER_TOKEN, check_disk
+from draftsmith.data.features import INDEX_BYTES_PER_TOKEN
 from draftsmith.data.ranks import place
 from draftsmith.data.store import feature_codec
 from draftsmith.data.store.feature_codec import FeatureDtype
+from draftsmith.data.store.files import check_disk
 from draftsmith.train.acceptance import TrainAcceptanceConfig
 from draftsmith.train.config import TrainConfig, TrainDrafterConfig
 from draftsmith.train.data_module import Order
