@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -75,14 +76,10 @@ def writing(path: Path, needed: int | None = None, remedy: str | None = None) ->
     """
     try:
         yield
-    except InputError:
-        raise
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and number_of(error) is None:
+            raise
         raise cannot_write(path, error, needed, remedy) from error
-    except Exception as error:
-        if type(error).__name__ == "SafetensorError" and number_of(error) is not None:
-            raise cannot_write(path, error, needed, remedy) from error
-        raise
 
 
 def number_of(error: BaseException) -> int | None:

@@ -56,6 +56,7 @@ DROPPED = "_dropped"  # behind the reason, in counts
 SPLIT = "rows_split"  # in counts: rows of the table that an input row has beyond its first
 DONE = {"files": [FILE], "counts": {"rows": int, "*": int}}
 BEGIN_AGAIN = "Delete the directory and run the stage again."
+WAIT_S = 3600.0  # for other ranks, without any progress
 POLL_S = 0.1  # and 5 ms a shard: looking costs one stat for each
 
 
@@ -89,9 +90,8 @@ class StagePlan:
     """Everything about a run of a stage except how one shard is made.
 
     stage: the command, `data responses`. config: its configuration dataclass, which has `output` and `rows_per_shard`.
-    fields: of the table; those whose dtype is not in ARROW describe tensors. wait_s: how long rank 0 waits for other
-    ranks without any progress, in seconds. alone: this process makes all shards, whatever its rank; the others only
-    help it.
+    fields: of the table; those whose dtype is not in ARROW describe tensors. alone: this process makes all shards,
+    whatever its rank; the others only help it.
     """
 
     kind: str
@@ -103,7 +103,6 @@ class StagePlan:
     identity: dict[str, Any]
     sampling: dict[str, Any] | None = None
     seed: int | None = None
-    wait_s: float = 3600.0
     alone: bool = False
 
     @property
@@ -214,14 +213,14 @@ def _unfinished(plan: StagePlan) -> int:
 
 def _wait(plan: StagePlan, left: Callable[[], int], what: str) -> None:
     """Wait until left() is 0; the deadline moves on while it falls."""
-    before, deadline = left(), time.monotonic() + plan.wait_s
+    before, deadline = left(), time.monotonic() + WAIT_S
     while before:
         time.sleep(POLL_S + 0.005 * len(plan.shards))
         now = left()
         if now < before:
-            before, deadline = now, time.monotonic() + plan.wait_s
+            before, deadline = now, time.monotonic() + WAIT_S
         elif time.monotonic() > deadline:
-            found = f"{now} {what} missing after {plan.wait_s:.0f} s"
+            found = f"{now} {what} missing after {WAIT_S:.0f} s"
             raise InputError("ranks", found, "all of them", f"Continue, on any number of ranks: {plan.command}")
 
 
@@ -232,7 +231,7 @@ def _finish(plan: StagePlan) -> Manifest:
         done = read_done(plan.directory, shard)
         assert done is not None
         counts.update(done["counts"])
-        files += [FileEntry(**{name: entry[name] for name in FILE}) for entry in done["files"]]
+        files += map(FileEntry.of, done["files"])
     if counts["rows"] == 0:
         remedy = "Check the filters and what was dropped."
         raise InputError(f"{plan.stage}: output", f"no rows left ({account(counts)})", "at least one", remedy)
