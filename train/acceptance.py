@@ -183,8 +183,8 @@ def prepare(config: TrainAcceptanceConfig) -> tuple[Any, ...]:
         InputError: as `run`.
     """
     from draftsmith.train.acceptance_objective import AcceptanceObjective
-    from draftsmith.train.data_module import HeadDataModule
-    from draftsmith.train.fit import Provenance, digests, train_and_val
+    from draftsmith.train.data_module import HeadDataModule, train_and_val
+    from draftsmith.train.fit import Provenance, digests
     from draftsmith.train.lit_head import LitHead
 
     config = filled(config)

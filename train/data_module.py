@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from draftsmith.data.progress import say
-from draftsmith.data.store.datasets import in_pieces, item_of, name_of
+from draftsmith.data.store.datasets import conversations_of, in_pieces, item_of, name_of
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.metrics import is_first_process
@@ -138,6 +138,11 @@ class Order:
         return [order[start:stop] for start, stop in itertools.pairwise(bounds.tolist())]
 
 
+def order_of(config: TrainConfig, lengths: Sequence[int]) -> Order:
+    """The steps of a training on samples of these lengths."""
+    return Order(lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length)
+
+
 def _slices(items: list[int], size: int) -> list[list[int]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
@@ -242,17 +247,40 @@ def held_out(num_samples: int, share: float, seed: int = 0) -> tuple[list[int], 
     return train, val
 
 
-def cut_to_context(dataset: Any, config: TrainConfig, context: int, overlap: int = 0) -> Any:
-    """The data set with samples longer than --max-length, or than the frozen model's `context`, split and not dropped.
+def train_and_val(
+    config: TrainConfig, train: Any, val: Any | None, context: int, overlap: int = 0, told: bool = True
+) -> tuple[Samples, Samples]:
+    """Training and validation samples; `val` is the dataset of --val, if it is given.
 
-    overlap: as in `data.datasets.Pieces`.
+    Sequences longer than --max-length, or than the frozen model's `context`, are split and not dropped, which is told;
+    their pieces share `overlap` tokens.
+
+    Raises:
+        InputError: there are too few of them.
     """
+    if not len(train):
+        raise InputError("data", f"{config.data} without samples", "at least one", "Check the stage that made it.")
     limit = min(config.max_length or context, context)
-    pieces = in_pieces(dataset, limit, overlap)
-    if pieces is not dataset and is_first_process():
-        longer = sum(length > limit for length in dataset.lengths)
-        say(f"{longer:,} of {len(dataset):,} sequences are longer than {limit:,} tokens: split into pieces")
-    return pieces
+
+    def cut(dataset: Any) -> Any:
+        pieces = in_pieces(dataset, limit, overlap)
+        if told and pieces is not dataset and is_first_process():
+            longer = sum(length > limit for length in dataset.lengths)
+            say(f"{longer:,} of {len(dataset):,} sequences are longer than {limit:,} tokens: split into pieces")
+        return pieces
+
+    train = cut(train)
+    if val is not None:
+        val = cut(val)
+        return Samples(train, range(len(train))), Samples(val, range(len(val)))
+    if config.val_share == 0:
+        raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
+    rows = conversations_of(train)  # those, and pieces of one sequence, stay on one side
+    kept = set(held_out(len(set(rows)), config.val_share)[0])
+    return (
+        Samples(train, [i for i, row in enumerate(rows) if row in kept]),
+        Samples(train, [i for i, row in enumerate(rows) if row not in kept]),
+    )
 
 
 class HeadDataModule(pl.LightningDataModule):
@@ -273,9 +301,7 @@ class HeadDataModule(pl.LightningDataModule):
     ):
         super().__init__()
         self.train, self.val, self.collate, self.count, self.config = train, val, collate, count, config
-        self.order = Order(
-            train.lengths, config.seed, config.batch_size, config.tokens_per_batch, config.group_by_length
-        )
+        self.order = order_of(config, train.lengths)
         self.total_steps = config.max_steps or config.epochs * self.order.steps_per_epoch
 
     def train_dataloader(self) -> StepLoader:

@@ -75,10 +75,10 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
         InputError: the data was made with another target, is damaged or empty, or the disk cannot hold the cache.
     """
     # Lightning takes seconds to import, and --help needs none of it.
-    from draftsmith.train.data_module import HeadDataModule
+    from draftsmith.train.data_module import HeadDataModule, train_and_val
     from draftsmith.train.drafter_objective import DrafterObjective
     from draftsmith.train.feature_source import FeatureSource
-    from draftsmith.train.fit import Provenance, digests, train_and_val
+    from draftsmith.train.fit import Provenance, digests
     from draftsmith.train.lit_head import LitHead
     from draftsmith.train.metrics import is_first_process
     from draftsmith.train.tau import TauProbe, probe_prompts

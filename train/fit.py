@@ -23,7 +23,7 @@ from torch import nn
 
 from draftsmith.data.heads.card import model_card
 from draftsmith.data.heads.directory import head_fields, save_head
-from draftsmith.data.store.datasets import answers_in, conversations_of
+from draftsmith.data.store.datasets import answers_in
 from draftsmith.data.store.files import make_directory, write_json, write_text
 from draftsmith.data.store.manifest import (
     decisive,
@@ -41,7 +41,7 @@ from draftsmith.modules.types import InputError
 from draftsmith.train.callbacks import BetweenSteps, HeadProbe, SaveHead, say_on_rank_zero
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data_module import HeadDataModule, Samples, cut_to_context, held_out
+from draftsmith.train.data_module import HeadDataModule, Samples
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.loggers import HeadArtifact, make_loggers
 from draftsmith.train.metrics import is_first_process
@@ -92,31 +92,6 @@ def finished(config: TrainConfig) -> Path | None:
         found = f"{config.output}, which holds {'a finished' if done.exists() else 'an interrupted'} training"
         raise InputError("output", found, "a new directory", "Pass --resume to go on, or choose another.")
     return None
-
-
-def train_and_val(
-    config: TrainConfig, train: Any, val: Any | None, context: int, overlap: int = 0
-) -> tuple[Samples, Samples]:
-    """Training and validation samples; `val` is the dataset of --val, if it is given.
-
-    Sequences longer than --max-length, or than the frozen model's `context`, are split and not dropped; their pieces
-    share `overlap` tokens.
-    """
-    if not len(train):
-        raise InputError("data", f"{config.data} without samples", "at least one", "Check the stage that made it.")
-    train = cut_to_context(train, config, context, overlap)
-    if val is not None:
-        val = cut_to_context(val, config, context, overlap)
-        return Samples(train, range(len(train))), Samples(val, range(len(val)))
-    if config.val_share == 0:
-        raise InputError("val_share", 0, "a share above 0, or --val", "Validation picks the best head.")
-    rows = conversations_of(train)  # those, and pieces of one sequence, stay on one side
-    train_rows, _ = held_out(len(set(rows)), config.val_share)
-    kept = set(train_rows)
-    return (
-        Samples(train, [i for i, row in enumerate(rows) if row in kept]),
-        Samples(train, [i for i, row in enumerate(rows) if row not in kept]),
-    )
 
 
 def digests(train: Any, val: Any | None) -> dict[str, str]:

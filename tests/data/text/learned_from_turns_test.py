@@ -20,7 +20,7 @@ from draftsmith.data.text.answers import Supervision, answer_lengths, answer_mas
 from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.fit import train_and_val
+from draftsmith.train.data_module import train_and_val
 from draftsmith.train.planning.documents import training_documents
 
 
