@@ -147,24 +147,16 @@ def _slices(items: list[int], size: int) -> list[list[int]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-class RankSteps:
-    """A batch sampler: the keys of each part of this rank, from step `start` on."""
-
-    def __init__(self, order: Order, start: int, stop: int, rank: int, num_ranks: int, accumulate: int):
-        self.order, self.start, self.stop = order, start, stop
-        self.rank, self.num_ranks, self.accumulate = rank, num_ranks, accumulate
-
-    def __len__(self) -> int:
-        return (self.stop - self.start) * self.accumulate
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        for step in range(self.start, self.stop):
-            epoch, batch = self.order.step(step)
-            for part in range(self.accumulate):
-                slot = part * self.num_ranks + self.rank
-                # Strided, so that samples of like length spread evenly over ranks and parts.
-                own = batch[slot :: self.num_ranks * self.accumulate]
-                yield [Key(epoch, i) for i in own] or [Key(epoch, batch[0], filler=True)]
+def rank_keys(
+    order: Order, start: int, stop: int, rank: int, num_ranks: int, accumulate: int
+) -> Iterator[tuple[Key, ...]]:
+    """The samples of each part of this rank, from step `start` to before `stop`."""
+    for step in range(start, stop):
+        epoch, batch = order.step(step)
+        for part in range(accumulate):
+            # Strided, so that samples of like length spread evenly over ranks and parts.
+            own = batch[part * num_ranks + rank :: num_ranks * accumulate]
+            yield tuple(Key(epoch, i) for i in own) or (Key(epoch, batch[0], filler=True),)
 
 
 class Samples:
@@ -186,18 +178,23 @@ class Samples:
         return name_of(self.dataset, self.indices[index])
 
 
-class Keyed(Dataset):
-    """Samples by `Key`. The epoch comes with the key, so that reader processes that are ahead of each other, in
-    different epochs, do not disturb one another."""
+class Batches(Dataset):
+    """Collated samples by their keys. The epoch comes with a key, so that reader processes that are ahead of each
+    other, in different epochs, do not disturb one another."""
 
-    def __init__(self, samples: Samples):
-        self.samples = samples
+    def __init__(self, samples: Samples, collate: Callable[[list[Any]], Any]):
+        self.samples, self.collate = samples, collate
 
-    def __getitem__(self, key: Key) -> tuple[Key, Any]:
+    def __getitem__(self, keys: tuple[Key, ...]) -> tuple[tuple[Key, ...], Any]:
+        return keys, self.collate([self._item(key) for key in keys])
+
+    def _item(self, key: Key) -> dict[str, Tensor]:
         item = self.samples.item(key.index, key.epoch)
-        if key.filler:
-            item = {**item, "loss_mask": torch.zeros_like(item["loss_mask"])}
-        return key, item
+        return {**item, "loss_mask": torch.zeros_like(item["loss_mask"])} if key.filler else item
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class StepLoader:
@@ -207,29 +204,29 @@ class StepLoader:
     step's tokens, whatever the accumulation, the ranks and the strategy. It holds a step's parts in memory at once.
     """
 
-    def __init__(self, loader: DataLoader, steps: RankSteps, count: Callable[[Any], float], reached: Callable[[], int]):
-        self._loader, self._steps, self._count, self._reached = loader, steps, count, reached
+    def __init__(self, data: HeadDataModule, trainer: pl.Trainer):
+        self._data, self._trainer, self._start = data, trainer, 0
 
     def __len__(self) -> int:
-        """All parts of the training, those of steps before `start` included: Lightning counts from the beginning."""
-        return self._steps.stop * self._steps.accumulate
+        """All parts of the training, those before a continued run's too: Lightning counts from the beginning."""
+        return self._data.total_steps * self._data.config.accumulate
 
     def __iter__(self) -> Iterator[Part]:
-        parts: list[tuple[tuple[Key, ...], Any, float]] = []
-        for keys, data in self._loader:
-            parts.append((keys, data, self._count(data)))
-            if len(parts) == self._steps.accumulate:
-                total = sum(tokens for *_, tokens in parts)
-                for i, (own, own_data, tokens) in enumerate(parts):
-                    yield Part(own_data, own, tokens, total, i == 0, i == len(parts) - 1)
-                parts = []
+        data, trainer, accumulate = self._data, self._trainer, self._data.config.accumulate
+        rank, num_ranks = trainer.global_rank, trainer.world_size
+        keys = rank_keys(data.order, self._start, data.total_steps, rank, num_ranks, accumulate)
+        batches = iter(data.batches(data.train, keys))
+        while step := list(itertools.islice(batches, accumulate)):
+            counts = [data.count(batch) for _, batch in step]
+            for i, ((own, batch), tokens) in enumerate(zip(step, counts, strict=True)):
+                yield Part(batch, own, tokens, sum(counts), i == 0, i == accumulate - 1)
 
     def state_dict(self) -> dict[str, int]:
         """What Lightning stores; checkpoints are taken between steps only."""
-        return {"step": self._reached()}
+        return {"step": self._trainer.global_step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._steps.start = state["step"]
+        self._start = state["step"]
 
 
 def held_out(num_samples: int, share: float, seed: int = 0) -> tuple[list[int], list[int]]:
@@ -306,10 +303,7 @@ class HeadDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> StepLoader:
         assert self.trainer is not None
-        trainer, accumulate = self.trainer, self.config.accumulate
-        steps = RankSteps(self.order, 0, self.total_steps, trainer.global_rank, trainer.world_size, accumulate)
-        loader = self._loader(self.train, steps)
-        return StepLoader(loader, steps, self.count, lambda: trainer.global_step)
+        return StepLoader(self, self.trainer)
 
     def transfer_batch_to_device(self, batch: Part, device: torch.device, dataloader_idx: int) -> Part:
         return move(batch, device)
@@ -319,31 +313,19 @@ class HeadDataModule(pl.LightningDataModule):
         memory shows at once."""
         lengths, shares = self.val.lengths, self.config.accumulate * num_ranks
         order = sorted(range(len(self.val)), key=lengths.__getitem__, reverse=True)[rank::num_ranks]
-        batches: list[list[Key]] = []
+        batches: list[tuple[Key, ...]] = []
         while order:
             by_tokens = self.config.tokens_per_batch // (shares * lengths[order[0]])
             size = max(1, by_tokens if self.config.tokens_per_batch else self.config.batch_size // shares)
-            batches.append([Key(0, i) for i in order[:size]])
+            batches.append(tuple(Key(0, i) for i in order[:size]))
             order = order[size:]
-        for keys, data in self._loader(self.val, batches):
+        for keys, data in self.batches(self.val, batches):
             tokens = self.count(data)
             yield Part(data, keys, tokens, tokens, True, True)
 
-    def _loader(self, samples: Samples, batches: Any) -> DataLoader:
+    def batches(self, samples: Samples, keys: Any) -> DataLoader:
+        """Collated samples with their keys, of each batch of keys, read by `num_workers` processes."""
+        workers = self.config.num_workers
         return DataLoader(
-            Keyed(samples),
-            batch_sampler=batches,
-            num_workers=self.config.num_workers,
-            collate_fn=_Collate(self.collate),
-            pin_memory=torch.cuda.is_available(),
+            Batches(samples, self.collate), batch_size=None, sampler=keys, num_workers=workers, collate_fn=_as_it_is
         )
-
-
-class _Collate:
-    """Keeps the keys beside the collated data. A class, not a closure: reader processes may have to pickle it."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]):
-        self._collate = collate
-
-    def __call__(self, samples: list[tuple[Key, Any]]) -> tuple[tuple[Key, ...], Any]:
-        return tuple(key for key, _ in samples), self._collate([item for _, item in samples])

@@ -15,8 +15,8 @@ from draftsmith.train.planning.dry_run import GRADIENTS, WORKING, StepBytes
 FLOAT32 = 4
 # Elements that ZeRO reduces at once, in a buffer of their own; train/deepspeed.py sets it.
 ZERO_BUCKET = 50_000_000
-# What a CPU's malloc keeps of what a step has freed, as a share of its activations: 7 to 10 % by a simulation of glibc's
-# heap (malloc(3), mallopt(3)) beside dry steps of drafters on Llamas of 90 million parameters.
+# What a CPU's malloc keeps of what a step has freed, as a share of its activations: 7 to 10 % by a simulation of
+# glibc's heap (malloc(3), mallopt(3)) beside dry steps of drafters on Llamas of 90 million parameters.
 CPU_KEEPS = 0.08
 Strategy = Literal["one process", "ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 Layout = tuple[Strategy, bool]
