@@ -56,6 +56,11 @@ class Part:
     first: bool
     last: bool
 
+    @property
+    def indices(self) -> list[int]:
+        """Numbers of its samples, fillers aside."""
+        return [key.index for key in self.keys if not key.filler]
+
 
 def move(part: Part, device: torch.device) -> Part:
     """The part with its tensors on the device."""

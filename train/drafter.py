@@ -76,8 +76,7 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
     """
     # Lightning takes seconds to import, and --help needs none of it.
     from draftsmith.train.data_module import HeadDataModule, train_and_val
-    from draftsmith.train.drafter_objective import DrafterObjective
-    from draftsmith.train.feature_source import FeatureSource
+    from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
     from draftsmith.train.fit import Provenance, digests
     from draftsmith.train.lit_head import LitHead
     from draftsmith.train.metrics import is_first_process
