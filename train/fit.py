@@ -79,10 +79,10 @@ def finished(config: TrainConfig) -> Path | None:
     if config.resume and done.exists():
         begun = read_object(config.output / STARTED, {}, "Choose another output.")
         now = flatten({"config": decisive(config)})
-        differing = differences({key: now[key] for key in now if key in begun}, {key: begun.get(key) for key in now})
-        changed = [entry for entry in differing if entry[0] in begun]  # earlier versions had fewer settings
-        if changed:
-            found = "another " + "; ".join(f"{key}: {new}, trained with {was}" for key, new, was in changed)
+        recorded = now.keys() & begun.keys()  # earlier versions had fewer settings
+        differing = differences({key: now[key] for key in recorded}, {key: begun[key] for key in recorded})
+        if differing:
+            found = "another " + "; ".join(f"{key}: {new}, trained with {was}" for key, new, was in differing)
             remedy = f"Leave them out, or train anew in another output: {config.output} is finished."
             raise InputError("resume", found, "the settings of the finished training", remedy)
         say_on_rank_zero(f"{config.output} holds a finished training: nothing is left to do, and nothing is changed")

@@ -88,7 +88,7 @@ class LitHead(pl.LightningModule):
         super().__init__()
         self.head, self.objective, self.config, self.total_steps = head, objective, config, total_steps
         self.means = Means()
-        self.bad_steps = BadSteps(config.max_bad_steps)
+        self.bad_steps = BadSteps(config.max_bad_steps, objective.model)
         # The running step is left out on all ranks: something in it was not finite.
         self.skips_step = False
         # Set by this rank's signal handler; then agreed on by all ranks, so that all stop after the same step.
@@ -114,7 +114,7 @@ class LitHead(pl.LightningModule):
         """Mean loss over the part's tokens, in training."""
         given = self.objective.read(part)
         if given.states is not None:
-            self.bad_steps.given(self.objective.model, given.states)
+            self.bad_steps.given(given.states)
         return self.objective.loss(self.head, given, self._step(part.keys))
 
     def _step(self, keys: Sequence[Key]) -> TrainStep:
