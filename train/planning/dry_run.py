@@ -166,23 +166,26 @@ def _places(indices: Any) -> list[Tensor | None]:
 
 
 @dataclass(frozen=True)
-class StepBytes:
-    """Bytes that one optimizer step takes in one process.
+class HeldBytes:
+    """Bytes that a training takes in one process.
 
-    weights: of what is trained. optimizer: its averages. batch: of the samples of one part. peaks: of forward, backward
-    and update, each the moment of most, by part.
+    libraries: and the interpreter, where the device is the CPU. frozen: frozen models as they stay; loading: most while
+    they are read, themselves included. weights: of what is trained. optimizer: its averages. batch: of the samples of
+    one part. peaks: of forward, backward and update, each the moment of most, by part.
     """
 
+    libraries: int
+    frozen: int
+    loading: int
     weights: int
     optimizer: int
     batch: int
     peaks: dict[str, dict[str, int]]
 
 
-def dry_step(
-    run: DryRun, module: LitHead, part: Part, lengths: Sequence[int], accumulates: bool, on_gpu: bool
-) -> StepBytes:
-    """The second step of a training: in the first one there are no averages yet. part: with `lengths` tokens."""
+def dry_step(run: DryRun, module: LitHead, part: Part, lengths: Sequence[int], accumulates: bool, on_gpu: bool) -> int:
+    """Take two steps, so that the peaks are the second one's: in the first one there are no averages yet. Returns the
+    bytes of these. part: with `lengths` tokens."""
     trained = [parameter for parameter in module.head.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(lambda p: run.count_as(GRADIENTS, p.grad))
@@ -208,7 +211,7 @@ def dry_step(
         torch.nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
         with run.making(OPTIMIZER if number == 0 else run.part):
             optimizer.step()
-    return StepBytes(sum(p.nbytes for p in trained), averages(optimizer), run.now[BATCH], run.peaks)
+    return averages(optimizer)
 
 
 def averages(optimizer: torch.optim.Optimizer) -> int:

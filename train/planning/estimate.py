@@ -7,6 +7,7 @@ that have a shape and no numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import Order, order_of
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.planning.documents import TrainingDocuments, training_documents
-from draftsmith.train.planning.dry_run import BATCH, FROZEN, WEIGHTS, DryRun, NotRehearsed, StepBytes, dry_step
-from draftsmith.train.planning.memory import LAYOUTS, Layout, Memory, Resident, Strategy, memory
+from draftsmith.train.planning.dry_run import BATCH, FROZEN, WEIGHTS, DryRun, HeldBytes, NotRehearsed, dry_step
+from draftsmith.train.planning.memory import LAYOUTS, Layout, Memory, Strategy, memory
 from draftsmith.train.planning.subjects import PlannedTraining, planned_training
 from draftsmith.train.strategies import device_kind, world_size
 
@@ -85,53 +86,40 @@ def plan_of(config: TrainConfig, world: int = 0, samples: int = 60_000, length: 
     order = order_of(config, documents.lengths)
     largest, part_tokens = largest_part(order, documents.lengths, world * config.accumulate, training.packed)
     steps = config.max_steps or config.epochs * order.steps_per_epoch
-    dry = rehearsed(config, training, documents, largest, steps, steps / order.steps_per_epoch)
-    resident = dry.resident
+    module, held, flops = rehearsed(config, training, documents, largest, steps)
     if getattr(config, "target_parallel", "none") == "tensor":
-        resident = Resident(resident.base, resident.frozen // world, resident.loading // world)
+        held = dataclasses.replace(held, frozen=held.frozen // world, loading=held.loading // world)
     strategy = planned_strategy(config, world)
     shown = {key for key in LAYOUTS if key[0] != "one process" or world == 1} | {strategy}
-    checkpoint = dry.step.weights + dry.step.optimizer
+    checkpoint = held.weights + held.optimizer
     return TrainingPlan(
         job=training.job,
         model=training.frozen.path,
-        trained=dry.trained,
+        trained=sum(p.numel() for p in module.head.parameters() if p.requires_grad),
         frozen=training.frozen.params,
         documents=documents,
         world=world,
         steps_per_epoch=order.steps_per_epoch,
         steps=steps,
-        step_flops=dry.epoch_flops / order.steps_per_epoch,
+        step_flops=flops / order.steps_per_epoch,
         part_tokens=part_tokens,
         strategy=strategy,
-        memories={key: memory(resident, dry.step, config.accumulate, key, world) for key in shown},
+        memories={key: memory(held, config.accumulate, key, world) for key in shown},
         checkpoint_bytes=checkpoint,
         # One more than are kept while the newest is written; best/, last/ and the one that replaces either.
-        disk_bytes=(config.keep + 1) * checkpoint + 3 * dry.step.weights,
+        disk_bytes=(config.keep + 1) * checkpoint + 3 * held.weights,
         feature_bytes=feature_bytes(training.feature_size, documents.tokens) if training.feature_size else None,
         features_stored=training.stored,
     )
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """What a dry run of a training's largest step found. trained: elements of its head. epoch_flops: on average."""
-
-    trained: int
-    resident: Resident
-    step: StepBytes
-    epoch_flops: float
-
-
 def rehearsed(
-    config: TrainConfig,
-    training: PlannedTraining,
-    documents: TrainingDocuments,
-    largest: Sequence[int],
-    steps: int,
-    epochs: float,
-) -> Rehearsal:
-    """largest: tokens of the documents of the largest part."""
+    config: TrainConfig, training: PlannedTraining, documents: TrainingDocuments, largest: Sequence[int], total: int
+) -> tuple[LitHead, HeldBytes, float]:
+    """The module after a dry run of its largest step, what it held, and FLOPs of an epoch.
+
+    largest: tokens of the documents of the largest part. total: steps.
+    """
     on_cpu, run = device_kind(config) == "cpu", DryRun()
     try:
         with torch.random.fork_rng(devices=[]), run:
@@ -140,25 +128,25 @@ def rehearsed(
             with run.making(WEIGHTS):
                 head = training.head()
             with run.making(FROZEN):
-                module = LitHead(head, training.objective(model), config, steps)
+                module = LitHead(head, training.objective(model), config, total)
             with run.making(BATCH):
                 part = training.part(largest, documents.loss_share)
-            step = dry_step(run, module, part, largest, config.accumulate > 1, not on_cpu)
-            flops = epoch_flops(config, training, module, documents, epochs)
+            optimizer = dry_step(run, module, part, largest, config.accumulate > 1, not on_cpu)
+            batch, peaks = run.now[BATCH], dict(run.peaks)  # which what follows would raise
+            flops = epoch_flops(config, training, module, documents)
     except RuntimeError as error:  # torch's, of an operator that needs numbers, or has no fake form
         found = f"{training.frozen.path}, whose code goes by numbers ({str(error).partition(chr(10))[0][:200]})"
         raise NotRehearsed("model", found, "one that runs without weights", "Train it without a plan.") from error
-    trained = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
+    weights = sum(parameter.nbytes for parameter in head.parameters() if parameter.requires_grad)
     # Tables of the head, and a frozen head that drafts.
-    more = run.now[FROZEN] - read + run.now[WEIGHTS] - step.weights
+    frozen += run.now[FROZEN] - read + run.now[WEIGHTS] - weights
     # Of a GPU's libraries nothing is known, nor does torch count them.
-    return Rehearsal(trained, Resident(own_memory() if on_cpu else 0, frozen + more, loading), step, flops)
+    libraries = own_memory() if on_cpu else 0
+    return module, HeldBytes(libraries, frozen, loading, weights, optimizer, batch, peaks), flops
 
 
-def epoch_flops(
-    config: TrainConfig, training: PlannedTraining, module: LitHead, documents: TrainingDocuments, epochs: float
-) -> float:
-    """FLOPs of an epoch at the end of a training, when all of its passes run; on average over so many epochs."""
+def epoch_flops(config: TrainConfig, training: PlannedTraining, module: LitHead, documents: TrainingDocuments) -> float:
+    """FLOPs of an epoch at the end of a training, when all of its passes run; on average over its epochs."""
     lengths = sorted(documents.lengths)[:: -(-len(documents.lengths) // COUNTED_DOCUMENTS)]
     step = TrainStep(module.total_steps, module.total_steps, lengths, ())
 
@@ -168,6 +156,7 @@ def epoch_flops(
     counted = flops()
     if getattr(config, "features", "online") == "cache":  # filled in the first epoch and read in the others
         read = flops(stored=True)
+        epochs = module.total_steps / order_of(config, documents.lengths).steps_per_epoch
         counted = read + (counted - read) * min(1.0, 1 / epochs)
     return counted * documents.tokens / sum(lengths)
 

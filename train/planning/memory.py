@@ -1,4 +1,4 @@
-"""What a rank holds under each strategy, from what one process holds in a dry step.
+"""What a rank holds under each strategy, from what one process holds in a dry held.
 
 A step's peak is not the sum of its parts: activations are gone before the optimiser begins. So there is what stays
 (weights, averages, buffers) and what comes and goes in phases; the peak is what stays and the largest phase. How ZeRO
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from draftsmith.train.planning.dry_run import GRADIENTS, WORKING, StepBytes
+from draftsmith.train.planning.dry_run import GRADIENTS, WORKING, HeldBytes
 
 FLOAT32 = 4
 # Elements that ZeRO reduces at once, in a buffer of their own; train/deepspeed.py sets it.
@@ -31,16 +31,6 @@ LAYOUTS: dict[Layout, str] = {
     ("deepspeed_stage_2", True): "z2-off",
     ("deepspeed_stage_3", True): "z3-off",
 }
-
-
-@dataclass(frozen=True)
-class Resident:
-    """Bytes of a rank that do not depend on the strategy. base: interpreter and libraries, where the device is the CPU.
-    frozen: frozen models as they stay; loading: most while they are read, themselves included."""
-
-    base: int
-    frozen: int
-    loading: int
 
 
 @dataclass(frozen=True)
@@ -97,29 +87,29 @@ def trained(whole: int, averages: int, update: int, layout: Layout, world: int) 
     )
 
 
-def memory(resident: Resident, step: StepBytes, accumulate: int, layout: Layout, world: int) -> Memory:
+def memory(held: HeldBytes, accumulate: int, layout: Layout, world: int) -> Memory:
     """The peak of one rank and where it comes from. world: ranks that compute as many parts at once.
 
     accumulate: parts of a step, which are in memory together, with the samples that the last of them is made of.
     """
-    working = {phase: peak.get(WORKING, 0) for phase, peak in step.peaks.items()}
-    kept = {phase: round(CPU_KEEPS * size) if resident.base else 0 for phase, size in working.items()}
-    own = trained(step.weights, step.optimizer, working["update"], layout, world)
-    batch = (accumulate + 1) * step.batch
-    stays = resident.base + resident.frozen + own.weights + own.optimizer + own.buffers + batch
+    working = {phase: peak.get(WORKING, 0) for phase, peak in held.peaks.items()}
+    kept = {phase: round(CPU_KEEPS * size) if held.libraries else 0 for phase, size in working.items()}
+    own = trained(held.weights, held.optimizer, working["update"], layout, world)
+    batch = (accumulate + 1) * held.batch
+    stays = held.libraries + held.frozen + own.weights + own.optimizer + own.buffers + batch
     phases = {
-        "loading": resident.base + resident.loading,
+        "loading": held.libraries + held.loading,
         "update": stays + own.gradients + own.update + kept["update"],
-        "saving": stays + own.gradients + step.weights,  # the head is made into bytes beside the last gradients
+        "saving": stays + own.gradients + held.weights,  # the head is made into bytes beside the last gradients
     }
     for phase in ("forward", "backward"):
-        gradients = step.peaks[phase].get(GRADIENTS, 0) * own.gradients // step.weights
+        gradients = held.peaks[phase].get(GRADIENTS, 0) * own.gradients // held.weights
         phases[phase] = stays + own.gathered + gradients + working[phase] + kept[phase]
     phase = max(phases, key=phases.__getitem__)
-    shown = phase if phase in step.peaks else "forward"
+    shown = phase if phase in held.peaks else "forward"
     parts = {
-        "libraries": resident.base,
-        "frozen": resident.frozen,
+        "libraries": held.libraries,
+        "frozen": held.frozen,
         "weights": own.weights + own.gathered,
         "gradients": own.gradients + own.buffers,
         "optimizer": own.optimizer,

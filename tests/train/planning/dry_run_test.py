@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,8 +12,8 @@ from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
 from draftsmith.train import deepspeed
 from draftsmith.train.muon import MuonAdamW
-from draftsmith.train.planning.dry_run import GRADIENTS, MOST_REAL, WORKING, DryRun, StepBytes, averages
-from draftsmith.train.planning.memory import CPU_KEEPS, FLOAT32, LAYOUTS, ZERO_BUCKET, Resident, memory, trained
+from draftsmith.train.planning.dry_run import GRADIENTS, MOST_REAL, WORKING, DryRun, HeldBytes, averages
+from draftsmith.train.planning.memory import CPU_KEEPS, FLOAT32, LAYOUTS, ZERO_BUCKET, memory, trained
 
 
 def net(num_layers: int = 2) -> LlamaModel:
@@ -116,12 +118,13 @@ def test_the_peak_is_that_of_the_largest_phase():
         "backward": {WORKING: 650, GRADIENTS: 20},
         "update": {WORKING: 12},
     }
-    step, alone = StepBytes(40, 80, 10, peaks), ("one process", False)
+    held, alone = HeldBytes(100, 1000, 1100, 40, 80, 10, peaks), ("one process", False)
     stays = 100 + 1000 + 40 + 80 + 2 * 10
-    small = memory(Resident(100, 1000, 1100), step, 1, alone, 1)
+    small = memory(held, 1, alone, 1)
     kept = round(CPU_KEEPS * 700)
     assert (small.phase, small.peak, small.parts["freed, kept"]) == ("forward", stays + 40 + 700 + kept, kept)
     assert small.phases["backward"] == stays + 20 + 650 + round(CPU_KEEPS * 650)
     assert small.phases["update"] == stays + 40 + 12 + 1
-    assert memory(Resident(100, 1000, 3000), step, 1, alone, 1).phase == "loading"
-    assert memory(Resident(0, 1000, 1100), step, 1, alone, 1).parts["freed, kept"] == 0  # a GPU's allocator is torch's
+    assert memory(dataclasses.replace(held, loading=3000), 1, alone, 1).phase == "loading"
+    on_gpu = dataclasses.replace(held, libraries=0)
+    assert memory(on_gpu, 1, alone, 1).parts["freed, kept"] == 0  # its allocator is torch's
