@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from draftsmith.data.progress import say
 from draftsmith.data.store.datasets import conversations_of, in_pieces, item_of, name_of
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.metrics import is_first_process
+from draftsmith.train.metrics import say_on_rank_zero
 
 # Steps whose samples are sorted by length together: enough for little padding, few enough to stay random.
 STEPS_SORTED_TOGETHER = 32
@@ -165,10 +164,14 @@ def rank_keys(
 
 
 class Samples:
-    """Some samples of a dataset under new numbers 0, 1, ..., with their `lengths` in tokens."""
+    """Some samples of a dataset under new numbers 0, 1, ..., with their `lengths` in tokens.
+
+    cached: gives the features [T, L*H] of token ids [T], or None where it has none (`FeatureCache.get`).
+    """
 
     def __init__(self, dataset: Any, indices: Sequence[int]):
         self.dataset, self.indices = dataset, indices
+        self.cached: Callable[[Tensor], Tensor | None] | None = None
         lengths = dataset.lengths
         self.lengths = [lengths[i] for i in indices]
 
@@ -176,7 +179,9 @@ class Samples:
         return len(self.indices)
 
     def item(self, index: int, epoch: int) -> dict[str, Tensor]:
-        return item_of(self.dataset, self.indices[index], epoch)
+        item = item_of(self.dataset, self.indices[index], epoch)
+        features = None if self.cached is None else self.cached(item["input_ids"])
+        return item if features is None else {**item, "features": features}
 
     def name(self, index: int) -> str:
         """What a user knows a sample by."""
@@ -266,9 +271,10 @@ def train_and_val(
 
     def cut(dataset: Any) -> Any:
         pieces = in_pieces(dataset, limit, overlap)
-        if told and pieces is not dataset and is_first_process():
+        if told and pieces is not dataset:
             longer = sum(length > limit for length in dataset.lengths)
-            say(f"{longer:,} of {len(dataset):,} sequences are longer than {limit:,} tokens: split into pieces")
+            said = f"{longer:,} of {len(dataset):,} sequences are longer than {limit:,} tokens: split into pieces"
+            say_on_rank_zero(said)
         return pieces
 
     train = cut(train)

@@ -26,7 +26,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainDrafterConfig
-from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_cache_room
+from draftsmith.train.feature_cache import FeatureCache, check_cache_room
 from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def open_cache(
     if say_room:
         check_cache_room(cache, samples, target.info.hidden_size * max(1, len(layers)), directory)
     for part in samples:
-        part.dataset = CachedFeatures(part.dataset, cache)
+        part.cached = cache.get
     return cache
 
 

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from draftsmith.data.features import check_disk
 from draftsmith.data.progress import say
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.datasets import Item, broken_features
+from draftsmith.data.store.datasets import broken_features
 from draftsmith.data.store.feature_codec import FeatureDtype
 from draftsmith.data.store.files import CannotWrite, make_directory, write_json, write_tensors
 from draftsmith.data.store.manifest import differences, flatten, warn_not_compared, without_unrecorded
@@ -192,27 +191,6 @@ class FeatureCache:
     def __getstate__(self) -> dict[str, Any]:
         """State for a reader process: it reads what is on the disk."""
         return {**self.__dict__, "_files": {}, "_unwritten": {}, "_writer": None, "_writing": None}
-
-
-class CachedFeatures(Dataset):
-    """Texts (a `ResponsesDataset`, or pieces of it) whose items have features where the cache holds them."""
-
-    def __init__(self, texts: Any, cache: FeatureCache):
-        self.texts, self.cache, self.manifest = texts, cache, texts.manifest
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each item."""
-        return self.texts.lengths
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> Item:
-        """Fields of FeatureBatch for one sequence; features [T, H] bf16 only if they are there."""
-        item = self.texts[index]
-        features = self.cache.get(item["input_ids"])
-        return item if features is None else {**item, "features": features}
 
 
 def check_cache_room(cache: FeatureCache, samples: Sequence[Samples], width: int, directory: Path) -> None:

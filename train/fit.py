@@ -38,15 +38,16 @@ from draftsmith.data.store.manifest import (
 from draftsmith.data.store.reading import read_object
 from draftsmith.data.text.answers import Supervision
 from draftsmith.modules.types import InputError
-from draftsmith.train.callbacks import BetweenSteps, HeadProbe, SaveHead, say_on_rank_zero
+from draftsmith.train.callbacks import BetweenSteps, SaveHead
 from draftsmith.train.checkpoints import FOLDER, Checkpoints, all_in, newest_intact, step_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import HeadDataModule, Samples
 from draftsmith.train.lit_head import LitHead
 from draftsmith.train.loggers import HeadArtifact, make_loggers
-from draftsmith.train.metrics import is_first_process
+from draftsmith.train.metrics import is_first_process, say_on_rank_zero
 from draftsmith.train.signals import StopOnSignal, exit_code
 from draftsmith.train.strategies import trainer_arguments, world_size
+from draftsmith.train.tau import TauProbe
 
 READ_MODEL = "read_model"
 STARTED, FINISHED, RESOLVED = "started.json", "training.json", "config.yaml"
@@ -100,7 +101,7 @@ def digests(train: Any, val: Any | None) -> dict[str, str]:
 
 
 def fit(
-    module: LitHead, data: HeadDataModule, config: TrainConfig, provenance: Provenance, probe: HeadProbe | None = None
+    module: LitHead, data: HeadDataModule, config: TrainConfig, provenance: Provenance, probe: TauProbe | None = None
 ) -> Path:
     """Train, or go on training, and return best/.
 

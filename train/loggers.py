@@ -148,7 +148,7 @@ class HeadArtifact(pl.Callback):
     def __init__(self, directory: Path):
         self._directory = directory
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         complete = trainer.global_step == pl_module.total_steps
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger) and complete and self._directory.is_dir():

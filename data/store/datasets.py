@@ -238,8 +238,6 @@ def item_of(dataset: Any, index: int, epoch: int) -> Item:
 def answers_in(dataset: Any, indices: Sequence[int]) -> np.ndarray | None:
     """Tokens of every answer of the samples' rows; of a row that is in pieces, of the whole row, once. None for data
     without answers."""
-    while hasattr(dataset, "texts"):  # with features from a cache
-        dataset = dataset.texts
     if isinstance(dataset, Pieces):
         rows = dataset.rows
         return answers_in(dataset.dataset, sorted({rows[i] for i in indices}))

@@ -30,7 +30,6 @@ class MeasuredSteps:
     peak_bytes: of this process, models and libraries included."""
 
     steps: int
-    seconds: float
     flops_per_s: float
     tokens_per_s: float
     peak_bytes: int
@@ -57,9 +56,7 @@ class Timing(pl.Callback):
         self.telemetry = Telemetry(peak=1.0)  # so that its utilisation is FLOP/s
         self.numbers: dict[str, float] = {}
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch.last and trainer.global_step in (WARM_UP, trainer.max_steps):
             if pl_module.device.type == "cuda":
                 torch.cuda.synchronize(pl_module.device)
@@ -91,5 +88,4 @@ def measure_steps(config: TrainConfig) -> MeasuredSteps:
         )
         trainer.fit(module, datamodule=data)
     found = timing.numbers
-    seconds, tokens = TIMED / found["steps_per_s"], found["tokens_per_s"] / num_ranks()
-    return MeasuredSteps(TIMED, seconds, found["mfu"], tokens, int(found["memory_gb"] * 1e9))
+    return MeasuredSteps(TIMED, found["mfu"], found["tokens_per_s"] / num_ranks(), int(found["memory_gb"] * 1e9))

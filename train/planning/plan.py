@@ -15,10 +15,9 @@ from draftsmith.data.answering.batched import set_threads
 from draftsmith.data.progress import say
 from draftsmith.data.store.files import write_json
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.metrics import is_first_process
-from draftsmith.train.planning.documents import has_texts
+from draftsmith.train.metrics import say_on_rank_zero
 from draftsmith.train.planning.dry_run import NotRehearsed
-from draftsmith.train.planning.estimate import TrainingPlan, check_room, plan_of
+from draftsmith.train.planning.estimate import TrainingPlan, check_room, has_texts, plan_of
 from draftsmith.train.planning.measure import measure_steps
 from draftsmith.train.planning.memory import LAYOUTS
 from draftsmith.train.strategies import device_kind
@@ -66,11 +65,9 @@ def announce(config: TrainConfig) -> None:
     try:
         plan = plan_of(config)
     except NotRehearsed as error:  # the training may run all the same
-        if is_first_process():
-            say(f"no plan: {error}")
+        say_on_rank_zero(f"no plan: {error}")
         return
-    if is_first_process():
-        say(short_plan(plan))
+    say_on_rank_zero(short_plan(plan))
     check_room(plan, config.output)
 
 

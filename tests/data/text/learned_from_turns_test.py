@@ -21,7 +21,7 @@ from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data_module import train_and_val
-from draftsmith.train.planning.documents import training_documents
+from draftsmith.train.planning.estimate import training_documents
 
 
 def test_features_of_a_row_are_those_of_its_tokens(answered, oracle, tmp_path):
