@@ -25,7 +25,7 @@ from draftsmith.modules.targets.base import CausalLM
 from draftsmith.modules.targets.llama import SUPPORTED, LlamaLM, llama_config
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainDrafterConfig
-from draftsmith.train.feature_cache import CachedFeatures, FeatureCache, check_cache_room
+from draftsmith.train.feature_cache import FeatureCache, check_cache_room
 from draftsmith.train.strategies import local_device, model_dtype
 
 if TYPE_CHECKING:
@@ -74,10 +74,9 @@ def prepare(config: TrainDrafterConfig) -> tuple[Any, ...]:
         InputError: the data was made with another target, is damaged or empty, or the disk cannot hold the cache.
     """
     # Lightning takes seconds to import, and --help needs none of it.
-    from draftsmith.train.data_module import HeadDataModule
-    from draftsmith.train.drafter_objective import DrafterObjective
-    from draftsmith.train.feature_source import FeatureSource
-    from draftsmith.train.fit import Provenance, digests, train_and_val
+    from draftsmith.train.data_module import HeadDataModule, train_and_val
+    from draftsmith.train.drafter_objective import DrafterObjective, FeatureSource
+    from draftsmith.train.fit import Provenance, digests
     from draftsmith.train.lit_head import LitHead
     from draftsmith.train.metrics import is_first_process
     from draftsmith.train.tau import TauProbe, probe_prompts
@@ -144,7 +143,7 @@ def open_cache(
     if say_room:
         check_cache_room(cache, samples, target.info.hidden_size * max(1, len(layers)), directory)
     for part in samples:
-        part.dataset = CachedFeatures(part.dataset, cache)
+        part.cached = cache.get
     return cache
 
 

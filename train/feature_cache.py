@@ -21,7 +21,6 @@ from torch import Tensor
 
 from draftsmith.data.progress import say
 from draftsmith.data.store import feature_codec
-from draftsmith.data.store.datasets import Item, View
 from draftsmith.data.store.feature_codec import FeatureDtype, FeatureFiles
 from draftsmith.data.store.files import CannotWrite, check_disk, make_directory, write_json, write_tensors
 from draftsmith.data.store.manifest import changes
@@ -59,11 +58,10 @@ class FeatureCache:
         self._shards: set[str] = set()
         self._where: dict[str, str] = {}
         self._files = FeatureFiles(self._directory, "Delete it: its rows are computed again.")
-        self._pending: dict[str, dict[str, Tensor]] = {}  # encoded, not yet handed to the writer
-        self._pending_bytes = 0
-        self._writing: dict[str, dict[str, Tensor]] = {}
+        self._unwritten: dict[str, dict[str, Tensor]] = {}  # encoded
+        self._new_bytes = 0  # of those that no shard is being written of
         self._writer: ThreadPoolExecutor | None = None
-        self._written: Future[str] | None = None
+        self._writing: Future[tuple[str, list[str]]] | None = None
         self._full = False
         self._looked = -LOOK_EVERY_S
         self._look()
@@ -71,14 +69,13 @@ class FeatureCache:
     @property
     def num_rows(self) -> int:
         """Rows that are there, as far as this process has seen."""
-        return len(self._where) + len(self._pending) + len(self._writing)
+        return len(self._where) + len(self._unwritten)
 
     def get(self, input_ids: Tensor) -> Tensor | None:
         """The features [T, H] (bf16) of a row with token ids [T], if they are there."""
         name = row_name(input_ids)
-        for waiting in (self._pending, self._writing):
-            if name in waiting:
-                return feature_codec.decode(waiting[name])
+        if name in self._unwritten:
+            return feature_codec.decode(self._unwritten[name])
         if name not in self._where:
             self._look()
         shard = self._where.get(name)
@@ -88,23 +85,22 @@ class FeatureCache:
         """Keep the features [T, H] of a row with token ids [T] (on the CPU); they are returned as `get` gives them."""
         encoded = feature_codec.encode(features, self.dtype)
         name = row_name(input_ids)
-        known = name in self._where or name in self._pending or name in self._writing
+        known = name in self._where or name in self._unwritten
         if not (self._full or known) and first_broken(features) is None:
             # Copies: the batch that they are slices of would stay in memory.
-            self._pending[name] = {suffix: tensor.to("cpu", copy=True) for suffix, tensor in encoded.items()}
-            self._pending_bytes += sum(tensor.nbytes for tensor in encoded.values())
-            if self._pending_bytes >= SHARD_BYTES:
+            self._unwritten[name] = {suffix: tensor.to("cpu", copy=True) for suffix, tensor in encoded.items()}
+            self._new_bytes += sum(tensor.nbytes for tensor in encoded.values())
+            if self._new_bytes >= SHARD_BYTES:
                 self.flush(wait=False)
         return feature_codec.decode(encoded)
 
     def flush(self, wait: bool = True) -> None:
         """Write what has been put. wait: return when it is on the disk."""
         self._collect()
-        if self._pending and not self._full:
-            self._writing, self._pending, self._pending_bytes = self._pending, {}, 0
+        if self._unwritten:
+            self._new_bytes = 0
             self._writer = self._writer or ThreadPoolExecutor(1)
-            tensors = {name + suffix: t for name, row in self._writing.items() for suffix, t in row.items()}
-            self._written = self._writer.submit(self._write, tensors)
+            self._writing = self._writer.submit(self._write, dict(self._unwritten))
         if wait:
             self._collect()
 
@@ -115,24 +111,27 @@ class FeatureCache:
 
     def _collect(self) -> None:
         """Wait for the shard that is being written, if any. A disk that is full ends the writing, not the training."""
-        if self._written is None:
+        writing, self._writing = self._writing, None
+        if writing is None:
             return
         try:
-            shard = self._written.result()
+            shard, names = writing.result()
         except (OSError, CannotWrite) as error:
-            self._full = True
-            self._pending = {}
+            self._full, self._unwritten = True, {}
             say(f"feature cache: {self._directory}: {error}. Nothing more is cached; training goes on without.")
-        else:
-            self._shards.add(shard)
-            self._where |= dict.fromkeys(self._writing, shard)
-        self._writing, self._written = {}, None
+            return
+        self._shards.add(shard)
+        self._where |= dict.fromkeys(names, shard)
+        for name in names:
+            del self._unwritten[name]
 
-    def _write(self, tensors: dict[str, Tensor]) -> str:
-        """The shard's name, once it is on the disk. Names are drawn: runs that share the directory agree on none."""
-        name = f"{uuid.uuid4().hex}.safetensors"
-        write_tensors(self._directory / name, tensors)
-        return name
+    def _write(self, rows: dict[str, dict[str, Tensor]]) -> tuple[str, list[str]]:
+        """The shard's name and its rows', once it is on the disk. Names are drawn: runs that share the directory agree
+        on none."""
+        shard = f"{uuid.uuid4().hex}.safetensors"
+        tensors = {name + suffix: tensor for name, row in rows.items() for suffix, tensor in row.items()}
+        write_tensors(self._directory / shard, tensors)
+        return shard, list(rows)
 
     def _begin(self, about: dict[str, Any]) -> None:
         directory, path = self._directory, self._directory / ABOUT
@@ -164,21 +163,7 @@ class FeatureCache:
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a reader process: it reads what is on the disk."""
-        return {**self.__dict__, "_pending": {}, "_writing": {}, "_writer": None, "_written": None}
-
-
-class CachedFeatures(View):
-    """Texts (a `ResponsesDataset`, or pieces of it) whose items have features where the cache holds them."""
-
-    def __init__(self, texts: Any, cache: FeatureCache):
-        super().__init__(texts, range(len(texts)))
-        self.cache = cache
-
-    def item(self, index: int, epoch: int) -> Item:
-        """Fields of FeatureBatch for one sequence; features [T, H] bf16 only if they are there."""
-        item = super().item(index, epoch)
-        features = self.cache.get(item["input_ids"])
-        return item if features is None else {**item, "features": features}
+        return {**self.__dict__, "_unwritten": {}, "_writer": None, "_writing": None}
 
 
 def check_cache_room(cache: FeatureCache, samples: Sequence[Samples], width: int, directory: Path) -> None:

@@ -188,67 +188,44 @@ class ResponsesDataset(ArtefactDataset):
         super().__init__(directory, open_texts(directory, target, identity, "data"))
 
 
-class View(Dataset):
-    """Samples that are made of another data set's. rows: which of them each is made of."""
-
-    def __init__(self, dataset: Any, rows: Sequence[int]):
-        self.dataset, self.rows, self.manifest = dataset, rows, dataset.manifest
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sample."""
-        lengths = self.dataset.lengths
-        return [lengths[row] for row in self.rows]
-
-    @property
-    def conversations(self) -> list[int]:
-        """Which conversation each sample is of, as a number."""
-        own = self.dataset.conversations
-        return [own[row] for row in self.rows]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Item:
-        return self.item(index, 0)
-
-    def item(self, index: int, epoch: int) -> Item:
-        """The sample as it is in an epoch."""
-        return self.dataset.item(self.rows[index], epoch)
-
-    def name(self, index: int) -> str:
-        """What a user knows the sample by."""
-        return self.dataset.name(self.rows[index])
-
-    def answer_lengths(self, indices: Sequence[int]) -> np.ndarray:
-        """Tokens of every answer of the samples' rows; of a row that is in pieces, of the whole row, once."""
-        return self.dataset.answer_lengths(sorted({self.rows[index] for index in indices}))
-
-
-class Pieces(View):
+class Pieces(Dataset):
     """A data set whose long samples are cut into pieces of at most `max_length` tokens, each a sample of its own.
 
-    overlap: tokens that the next piece repeats, for heads that need some before the first one that counts.
+    overlap: tokens that the next piece repeats, for heads that need some before the first one that counts. rows: the
+    sample that each piece is of. lengths: tokens of each piece.
     """
 
     def __init__(self, dataset: Any, max_length: int, overlap: int):
         assert 0 <= overlap < max_length
-        self._spans: list[tuple[int, int]] = []
-        rows: list[int] = []
+        self.dataset, self.manifest = dataset, dataset.manifest
+        self._places: list[tuple[int, int, int]] = []
         for row, length in enumerate(dataset.lengths):
             starts = range(0, max(1, length - overlap), max_length - overlap)
-            self._spans += [(start, min(start + max_length, length)) for start in starts]
-            rows += [row] * len(starts)
-        super().__init__(dataset, rows)
+            self._places += [(row, start, min(start + max_length, length)) for start in starts]
+        self.rows = [row for row, *_ in self._places]
+        self.lengths = [stop - start for _, start, stop in self._places]
 
     @property
-    def lengths(self) -> list[int]:
-        return [stop - start for start, stop in self._spans]
+    def conversations(self) -> list[int]:
+        """Which conversation each piece is of, as a number."""
+        own = self.dataset.conversations
+        return [own[row] for row in self.rows]
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     def item(self, index: int, epoch: int) -> Item:
         """The fields of the sample's item, cut."""
-        start, stop = self._spans[index]
-        return {name: value[start:stop] for name, value in super().item(index, epoch).items()}
+        row, start, stop = self._places[index]
+        return {name: value[start:stop] for name, value in self.dataset.item(row, epoch).items()}
+
+    def name(self, index: int) -> str:
+        """The name of the sample it is a piece of."""
+        return self.dataset.name(self.rows[index])
+
+    def answer_lengths(self, indices: Sequence[int]) -> np.ndarray:
+        """Tokens of every answer of the rows that these pieces are of, of each row once."""
+        return self.dataset.answer_lengths(sorted({self.rows[index] for index in indices}))
 
 
 def in_pieces(dataset: Any, max_length: int, overlap: int = 0) -> Any:

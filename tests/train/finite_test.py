@@ -114,20 +114,20 @@ def test_a_draft_that_reads_nan_ends_the_training_of_its_acceptance_head(artefac
 
 
 def test_only_a_loss_that_nothing_given_explains_is_a_bad_step():
-    steps, finite, broken = BadSteps(limit=5), torch.ones(4, 3), torch.full((4, 3), math.inf)
+    steps, finite, broken = BadSteps(limit=5, model="draft"), torch.ones(4, 3), torch.full((4, 3), math.inf)
     steps.begin()
-    steps.given("target", finite)
+    steps.given(finite)
     steps.add(torch.tensor(math.nan), [0, 1])
     assert steps.agree(None, str)[0] and steps.count == 1 and steps.samples == ["0", "1"]
     # What was not finite and did not reach the loss is no error.
     steps.begin()
-    steps.given("target", broken)
+    steps.given(broken)
     steps.add(torch.tensor(1.0), [2])
     assert not steps.agree(None, str)[0]
     # Of several parts those count whose own loss is none; samples are named up to a few.
     steps.begin()
     for number, states in enumerate([finite, broken]):
-        steps.given("draft", states)
+        steps.given(states)
         steps.add(torch.tensor(math.nan), list(range(10 * number, 10 * number + 9)))
     with pytest.raises(NonFinite, match="10, 11, 12, 13, 14 and 4 more") as caught:
         steps.agree(None, str)
@@ -175,4 +175,4 @@ def test_stored_features_are_not_looked_at_twice(artefacts, tmp_path):
     features = module.objective.target.features(batch.input_ids)
     module.bad_steps.begin()
     module.training_step(part_of(dataclasses.replace(batch, features=features)), 0)
-    assert module.bad_steps._parts[0].inputs == {}
+    assert module.bad_steps._parts[0].states is None

@@ -20,8 +20,8 @@ from draftsmith.data.text.answers import Supervision, answer_lengths, answer_mas
 from draftsmith.modules.drafters.eagle.head import LOOKAHEAD
 from draftsmith.modules.types import InputError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.fit import train_and_val
-from draftsmith.train.planning.documents import training_documents
+from draftsmith.train.data_module import train_and_val
+from draftsmith.train.planning.estimate import training_documents
 
 
 def test_features_of_a_row_are_those_of_its_tokens(answered, oracle, tmp_path):
