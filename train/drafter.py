@@ -195,15 +195,9 @@ class FrozenWeights:
         self._target = target
 
     def last_layer(self) -> dict[str, Tensor]:
-        target = self._target
-        if isinstance(target, LlamaLM):
-            layer = target.model.layers[-1]
-        else:
-            from draftsmith.modules.targets.hf import HFLM
-
-            assert isinstance(target, HFLM)
-            layer = target.model.base_model.layers[-1]
-        return {name: weight.cpu() for name, weight in layer.state_dict().items()}
+        target: Any = self._target
+        layers = target.model.layers if isinstance(target, LlamaLM) else target.model.base_model.layers
+        return {name: weight.cpu() for name, weight in layers[-1].state_dict().items()}
 
     def lm_head(self) -> Tensor:
         target: Any = self._target

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from draftsmith.train.deepspeed import BUCKET
 from draftsmith.train.planning.dry_run import GRADIENTS, WORKING, HeldBytes
 
 FLOAT32 = 4
-# Elements that ZeRO reduces at once, in a buffer of their own; train/deepspeed.py sets it.
-ZERO_BUCKET = 50_000_000
 # What a CPU's malloc keeps of what a step has freed, as a share of its activations: 7 to 10 % by a simulation of
 # glibc's heap (malloc(3), mallopt(3)) beside dry steps of drafters on Llamas of 90 million parameters.
 CPU_KEEPS = 0.08
@@ -80,7 +79,7 @@ def trained(whole: int, averages: int, update: int, layout: Layout, world: int) 
         weights=part if stage == 3 else whole,
         gradients=whole if stage == 1 else part,
         optimizer=0 if offload else stepped,
-        buffers=min(whole, FLOAT32 * ZERO_BUCKET),
+        buffers=min(whole, FLOAT32 * BUCKET),
         gathered=whole if stage == 3 else 0,
         update=update + (part if stage == 1 else 0),
         host=part + stepped if offload else 0,

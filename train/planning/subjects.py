@@ -39,7 +39,9 @@ class PlannedTraining(ABC):
     job: kind of the head. kind: of the data, where there are none yet. frozen: the model that reads the data. context:
     most tokens of a document: longer ones are split. lookahead: tokens that their pieces share. packed: batches have no
     padding. counted: share of the answers' tokens that the loss counts. feature_size: elements of a token's features,
-    stored: they come with the data; else the target makes them in the step.
+    stored: they come with the data; else the target makes them in the step. head: makes one with random weights.
+    objective: what it learns of `frozen`, as that was made in the dry run. samples: makes a batch of samples without
+    content, of so many tokens each, of which the last ones count in the loss; with features, or without.
     """
 
     job: str
@@ -53,17 +55,13 @@ class PlannedTraining(ABC):
     stored = False
 
     @abstractmethod
-    def head(self) -> nn.Module:
-        """With random weights."""
+    def head(self) -> nn.Module: ...
 
     @abstractmethod
-    def objective(self, model: CausalLM) -> Objective:
-        """What it learns. model: `frozen`, as it was made in the dry run."""
+    def objective(self, model: CausalLM) -> Objective: ...
 
     @abstractmethod
-    def samples(self, lengths: Sequence[int], counts: Sequence[int], stored: bool) -> Any:
-        """A batch of samples without content, of so many tokens each, of which the last ones count in the loss. stored:
-        with features."""
+    def samples(self, lengths: Sequence[int], counts: Sequence[int], stored: bool) -> Any: ...
 
     def part(self, lengths: Sequence[int], loss_share: float, stored: bool | None = None) -> Part:
         """A part of a step: documents of these lengths, of whose tokens a share is of answers."""

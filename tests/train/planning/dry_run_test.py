@@ -10,10 +10,9 @@ import torch
 from draftsmith.modules.layers import LlamaConfig, LlamaModel
 from draftsmith.modules.targets.base import ModelInfo
 from draftsmith.modules.targets.llama import LlamaLM
-from draftsmith.train import deepspeed
 from draftsmith.train.muon import MuonAdamW
 from draftsmith.train.planning.dry_run import GRADIENTS, MOST_REAL, WORKING, DryRun, HeldBytes, averages
-from draftsmith.train.planning.memory import CPU_KEEPS, FLOAT32, LAYOUTS, ZERO_BUCKET, memory, trained
+from draftsmith.train.planning.memory import CPU_KEEPS, FLOAT32, LAYOUTS, memory, trained
 
 
 def net(num_layers: int = 2) -> LlamaModel:
@@ -106,10 +105,6 @@ def test_what_zero_shares_out_adds_up_over_the_ranks(strategy, offload):
     assert stepped == (4 if offload else 3) * whole
     assert own.gradients * (ranks if stage >= 2 else 1) == whole
     assert own.weights * (ranks if stage == 3 else 1) == whole
-
-
-def test_the_bucket_is_the_one_that_deepspeed_is_given():
-    assert ZERO_BUCKET == deepspeed.BUCKET
 
 
 def test_the_peak_is_that_of_the_largest_phase():
