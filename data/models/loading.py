@@ -172,21 +172,16 @@ def load_transformers(directory: Path, dtype: torch.dtype | str, trust_remote_co
         found = f"{directory}, which needs a package ({first_line(error)})"
         raise InputError("model", found, "packages that are installed", "Install it.") from error
     except Exception as error:  # what others wrote fails in the ways of each architecture, and of code that it brings
-        raise _unloadable("model", str(directory), error, "a whole checkpoint") from error
+        if "trust_remote_code" in str(error):
+            remedy = "Pass --trust-remote-code if you trust it."
+            raise InputError("model", f"{directory}, which runs its own code", "leave to run it", remedy) from error
+        found = f"{directory} ({type(error).__name__}: {first_line(error)})"
+        raise InputError("model", found, "a whole checkpoint", "Fetch or build it again.") from error
     # transformers fills what is missing with random numbers and a warning.
     if missing := sorted(loading["missing_keys"]):
         found = f"{len(missing)} tensors missing ({', '.join(missing[:4])})"
         raise InputError("model", found, "exactly the tensors config.json asks for", "Check the checkpoint.")
     return model
-
-
-def _unloadable(field: str, path: str, error: Exception, expected: str) -> InputError:
-    """The line for a model or tokenizer that transformers does not load."""
-    if "trust_remote_code" in str(error):
-        remedy = "Pass --trust-remote-code if you trust it."
-        return InputError(field, f"{path}, which runs its own code", "leave to run it", remedy)
-    found = f"{path} ({type(error).__name__}: {first_line(error)})"
-    return InputError(field, found, expected, "Fetch or build it again.")
 
 
 def first_line(error: BaseException) -> str:
@@ -232,7 +227,11 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=_trusted)
     except Exception as error:  # the library in Rust raises plain exceptions
-        raise _unloadable("tokenizer", path, error, "a tokenizer's files") from error
+        if "trust_remote_code" in str(error):
+            remedy = "Pass --trust-remote-code if you trust it."
+            raise InputError("tokenizer", f"{path}, which runs its own code", "leave to run it", remedy) from error
+        found = f"{path} with a damaged one ({type(error).__name__}: {first_line(error)})"
+        raise InputError("tokenizer", found, "a tokenizer's files", "Fetch or save it again.") from error
 
 
 def tokenizer_identity(path: str) -> dict[str, str]:
