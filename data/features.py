@@ -124,12 +124,10 @@ def run(config: FeaturesConfig) -> Path:
     return config.output
 
 
-def open_texts(
-    directory: Path, target: str, identity: Mapping[str, str], field: str = "responses", check: str = "sha256"
-) -> Manifest:
+def open_texts(directory: Path, target: str, identity: Mapping[str, str], field: str = "responses") -> Manifest:
     """Responses of this target, or supervised prompts of its tokenizer.
 
-    identity: the target's. field: what the user passed the directory as. check: as `open_artefact` has it.
+    identity: the target's. field: what the user passed the directory as.
 
     Raises:
         InputError: another artefact, or prompts without answers.
@@ -137,7 +135,7 @@ def open_texts(
     expected: dict[str, Any] = text_identity(target)
     if Manifest.read(directory).kind == "responses":
         expected["target"] = dict(identity)
-    manifest = open_artefact(directory, ("responses", "prompts"), expected, check)
+    manifest = open_artefact(directory, ("responses", "prompts"), expected)
     if manifest.kind == "prompts" and "loss_mask" not in {spec.name for spec in manifest.fields}:
         remedy = "Make responses first (data responses), or data prompts --supervised."
         raise InputError(field, "prompts without answers", "responses, or supervised prompts", remedy)
