@@ -31,9 +31,9 @@ from draftsmith.eval.bench.load import check_methods, load_models
 from draftsmith.eval.bench.prompts import BenchPrompt, longest_sequence, read_prompts
 from draftsmith.eval.bench.results import RESULTS, describe
 from draftsmith.eval.bench.runner import EngineRunner
-from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers
-from draftsmith.eval.replay.rollouts import ChainRollouts
-from draftsmith.eval.replay.store import recorded
+from draftsmith.eval.replay.chains import ChainRecorder
+from draftsmith.eval.replay.record import Recording, TargetAnswers
+from draftsmith.eval.replay.rollouts import ChainRollouts, recorded
 from draftsmith.eval.report.tables import Table, on_screen, plain, to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running
 from draftsmith.modules.acceptance.head import AcceptanceHead
@@ -258,25 +258,19 @@ def measured(
         temperature=params.temperature,
         output=bench_directory(config, params, name),
     )
-    results = measured_before(config, to_measure) or bench(to_measure)
-    return {row["method"]: row for row in results["methods"]}
+    path, results = to_measure.output / RESULTS, None
+    if path.exists() and not (config.output / RESULTS).exists():
+        results = read_object(path, {"meta": {"settings": dict}, "methods": [dict]})
+        if results["meta"]["settings"] == resolved(to_measure):
+            say(f"Measured before: {path}")
+        else:
+            results = None
+    return {row["method"]: row for row in (results or bench(to_measure))["methods"]}
 
 
 def bench_directory(config: StudyConfig, params: SamplingParams, name: str = "bench") -> Path:
     """Directory in which `measured` keeps a run."""
     return config.output / f"{name}-t{params.temperature:g}"
-
-
-def measured_before(study: StudyConfig, config: BenchConfig) -> dict[str, Any] | None:
-    """The bench's results, where it was finished with these settings and the study was not."""
-    path = config.output / RESULTS
-    if (study.output / RESULTS).exists() or not path.exists():
-        return None
-    results = read_object(path, {"meta": {"settings": dict}, "methods": [dict]})
-    if results["meta"]["settings"] != resolved(config):
-        return None
-    say(f"Measured before: {path}")
-    return results
 
 
 def write_results(

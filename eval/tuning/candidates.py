@@ -9,8 +9,8 @@ import numpy as np
 
 from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of
 from draftsmith.eval.replay import replay
+from draftsmith.eval.replay.replay import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
 from draftsmith.eval.replay.rollouts import ChainRollouts, Ints, TargetAnswer, TreeRollouts
-from draftsmith.eval.replay.stop_rules import KnownPredictor, RecordedOnline, RecordedPredictor, replay_by_prediction
 from draftsmith.modules.acceptance.head import AcceptanceHead
 from draftsmith.modules.acceptance.policies import CostRule, PredictionRule, ThresholdRule
 from draftsmith.modules.decoding.trace import DecodeStep, DecodeTrace, pool

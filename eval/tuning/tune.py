@@ -31,8 +31,8 @@ from draftsmith.eval.bench.runner import EngineRunner, remember
 from draftsmith.eval.bench.summary import tokens_per_s
 from draftsmith.eval.cost.clock import Clock, ClockName, clock_name, clock_of
 from draftsmith.eval.cost.machine import AR, DecodingCosts, family_of, measure_costs
-from draftsmith.eval.replay.lookup import LookupRecorder
-from draftsmith.eval.replay.record import ChainRecorder, Recording, TargetAnswers, record_all
+from draftsmith.eval.replay.chains import ChainRecorder, LookupRecorder
+from draftsmith.eval.replay.record import Recording, TargetAnswers, record_all
 from draftsmith.eval.replay.trees import TreeRecorder
 from draftsmith.eval.report.tables import on_screen, to_json
 from draftsmith.eval.settings import AnswerLength, PromptChoice, Running

@@ -14,9 +14,9 @@ from draftsmith.data.mixed_text import label
 from draftsmith.data.models.naming import naming
 from draftsmith.data.rollouts import Rollouts, label_response
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.replay.along import accept_along
+from draftsmith.eval.replay.chains import ChainRecorder, accept_along
 from draftsmith.eval.replay.coupling import CoupledDraws
-from draftsmith.eval.replay.record import ChainRecorder, Recording
+from draftsmith.eval.replay.record import Recording
 from draftsmith.modules.decoding.branches import BranchedText
 from draftsmith.modules.finite import NonFinite
 from draftsmith.modules.types import SamplingParams
@@ -97,7 +97,7 @@ def test_what_the_target_says_along_a_draft():
     wanted = next(token for token in unseen if token in recorded.token[:, :2])  # followed by a token of its draft
     target = small_lm(1, ("embed_tokens.weight", (wanted, 0)))
     with pytest.raises(NonFinite) as caught:
-        accept_along(target, TEXTS[0], reading, how.params, recorded)
+        accept_along(BranchedText(target, 3), target, TEXTS[0], how.params, recorded)
     assert caught.value.model == "target" and caught.value.position > len(TEXTS[0])
 
 

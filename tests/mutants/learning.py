@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant, replayed
 
-REPLAY, STOP_RULES, COUPLING = (f"eval/replay/{name}.py" for name in ("replay", "stop_rules", "coupling"))
+REPLAY, CHAINS, COUPLING = (f"eval/replay/{name}.py" for name in ("replay", "chains", "coupling"))
 RULES, REPLAYED, STOP_RULES_TEST, COUPLED = (
     f"tests/eval/replay/{name}_test.py" for name in ("rules", "replay", "stop_rules", "coupling")
 )
@@ -19,14 +19,11 @@ COSTS, COST_TEST = "eval/cost/machine.py", "tests/eval/cost/machine_test.py"
 
 MUTANTS = [
     # -- replays
-    Mutant("replay-threshold-asks-of-the-last-token", REPLAY, "    if late:\n        survival = ",
-           "    if False:\n        survival = ", (RULES,)),
-    Mutant("replay-threshold-stops-at-h", REPLAY, "1 - survival > h", "1 - survival >= h", (RULES,)),
-    Mutant("replay-confidence-stops-at-its-threshold", REPLAY, "np.exp(rollouts.log_q) < t",
-           "np.exp(rollouts.log_q) <= t", (RULES,)),
-    Mutant("replay-minimum-one-late", REPLAY, "stop[:, minimum - 1 : maximum].copy()",
-           "np.roll(stop, -1, 1)[:, minimum - 1 : maximum].copy()", (RULES,)),
-    Mutant("replay-maximum-is-no-end", REPLAY, "    may[:, -1] = True\n", "", (RULES,)),
+    Mutant("replay-confidence-stops-at-its-threshold", REPLAY,
+           "minimum - 1 : maximum]) < t", "minimum - 1 : maximum]) <= t", (RULES,)),
+    Mutant("replay-minimum-one-late", REPLAY, "rollouts.log_q[:, minimum - 1 : maximum]",
+           "np.roll(rollouts.log_q, -1, 1)[:, minimum - 1 : maximum]", (RULES,)),
+    Mutant("replay-maximum-is-no-end", REPLAY, "    stop[:, -1] = True\n", "", (RULES,)),
     Mutant("replay-oracle-drafts-the-last-token", REPLAY, "lengths - 1 - rollouts.start", "lengths - rollouts.start",
            (RULES,)),
     Mutant("replay-drafts-past-the-last-token", REPLAY, "answer.room - emitted - 1", "answer.room - emitted",
@@ -40,12 +37,9 @@ MUTANTS = [
            "rollouts.num_accepted if rollouts.past_end is None else rollouts.num_accepted + rollouts.past_end",
            "rollouts.num_accepted", (replayed("spec:k=4"),)),
     Mutant("replay-tree-one-node-more", REPLAY, "(rank >= taken)", "(rank > taken)", (RULES,)),
-    Mutant("replay-tree-rule-hears-of-the-last-round", REPLAY, "rollouts.start[row] + accepted + 1 < len(text)",
-           "rollouts.start[row] + accepted + 1 <= len(text)",
-           (f"{REPLAYED}::test_a_replay_of_predicted_trees_and_of_their_size_is_the_decoders_trace",)),
-    Mutant("predicted-replay-hears-of-the-last-round", STOP_RULES, "        last = (0, 0)  #",
+    Mutant("predicted-replay-hears-of-the-last-round", REPLAY, "        last = (0, 0)  #",
            "        last = last if traces else (0, 0)  #", (STOP_RULES_TEST,)),
-    Mutant("predicted-replay-late-predicts-at-once", STOP_RULES, "view.num_drafted - 1 - self.late",
+    Mutant("predicted-replay-late-predicts-at-once", REPLAY, "view.num_drafted - 1 - self.late",
            "view.num_drafted - 1", (STOP_RULES_TEST,)),
     Mutant("coupling-rejects-to-the-wrong-residual", COUPLING, "self._free.draw(residual(probs, distribution))",
            "self._free.draw(residual(distribution, probs))", (COUPLED,)),
@@ -55,8 +49,12 @@ MUTANTS = [
            "        return", (COUPLED,)),
     Mutant("coupling-odds-upside-down", COUPLING, "* distribution[token].item() < probs[token].item()",
            "* probs[token].item() < distribution[token].item()", (COUPLED,)),
-    Mutant("coupling-side-by-side-stays-on-the-text", COUPLING, "= on_text & within & (tokens == wanted).cpu()",
-           "= on_text & within", (STOP_RULES_TEST,)),
+    Mutant("coupling-side-by-side-stays-on-the-text", COUPLING, "= on_text & (tokens == wanted).cpu()",
+           "= on_text", (STOP_RULES_TEST,)),
+    Mutant("rollouts-labels-below-the-first-rejection", CHAINS, "(offset <= equal[:, None])",
+           "(offset <= equal[:, None] + 1)", (REPLAYED,)),
+    Mutant("rollouts-accepted-past-the-answer", CHAINS, "accepted = np.minimum(equal, left)", "accepted = equal",
+           (REPLAYED,)),
     # -- costs
     Mutant("costs-first-step-twice", COSTS, "cost.first + (step.draft_calls - 1) * cost.step",
            "cost.first + step.draft_calls * cost.step", (COST_TEST,)),

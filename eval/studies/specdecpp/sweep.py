@@ -11,6 +11,7 @@ import numpy as np
 from draftsmith.eval.replay import replay
 from draftsmith.eval.replay.rollouts import ChainRollouts, Floats
 from draftsmith.modules.acceptance.head import AcceptanceHead
+from draftsmith.modules.acceptance.policies import ThresholdRule
 from draftsmith.modules.decoding.trace import DecodeTrace, Totals, pool
 
 # SpecDec++ section 4: the head and the threshold that its headline numbers are of.
@@ -106,18 +107,18 @@ def replayed(
 ) -> list[DecodeTrace]:
     """One rule, one trace an answer."""
     if rule.k:
-        lengths = replay.fixed_k(rollouts, rule.k)
-    elif rule.t:
-        lengths = replay.confidence_lengths(rollouts, rule.t, 1, grid.maximum)
-    elif rule.known:
-        lengths = replay.threshold(rollouts, true_probs(rollouts), rule.h, (1, grid.maximum), late=False)
+        return replay.replay(rollouts, replay.fixed_k(rollouts, rule.k))
+    if rule.t:
+        return replay.replay(rollouts, replay.confidence_lengths(rollouts, rule.t, 1, grid.maximum))
+    if rule.known:
+        predictor, minimum = replay.KnownPredictor(true_probs(rollouts), late=False), 1
     elif rule.head is None:
-        lengths = replay.oracle(rollouts)
+        return replay.replay(rollouts, replay.oracle(rollouts))
     else:
         head = heads[rule.head]
         probs = replay.head_probs(rollouts.heads[rule.head], head, rule.calibrated)
-        lengths = replay.threshold(rollouts, probs, rule.h, (grid.minimum, grid.maximum), head.config.late)
-    return replay.replay(rollouts, lengths)
+        predictor, minimum = replay.KnownPredictor(probs, head.config.late), grid.minimum
+    return replay.replay_by_prediction(rollouts, predictor, ThresholdRule(rule.h), minimum, grid.maximum)
 
 
 def true_probs(rollouts: ChainRollouts) -> Floats:
