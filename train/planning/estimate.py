@@ -38,7 +38,7 @@ STEPS_LOOKED_AT = 2000
 # Of the tokens of documents that are not there yet.
 ASSUMED_LOSS_SHARE = 0.6
 # FLOPs of an epoch are those of so many of its documents, from the shortest to the longest.
-COUNTED_DOCUMENTS = 64
+COUNTED_DOCUMENTS = 32
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,14 @@ def rehearsed(
 
 def epoch_flops(config: TrainConfig, training: PlannedTraining, module: LitHead, documents: TrainingDocuments) -> float:
     """FLOPs of an epoch at the end of a training, when all of its passes run; on average over its epochs."""
-    lengths = sorted(documents.lengths)[:: -(-len(documents.lengths) // COUNTED_DOCUMENTS)]
+    apart = -(-len(documents.lengths) // COUNTED_DOCUMENTS)
+    lengths = sorted(documents.lengths)[apart // 2 :: apart]
     step = TrainStep(module.total_steps, module.total_steps, lengths, ())
 
     def flops(stored: bool | None = None) -> float:
-        return module.objective.flops(module.head, training.part(lengths, documents.loss_share, stored), step)
+        part = training.part(lengths, documents.loss_share, stored)
+        part = dataclasses.replace(part, tokens=training.loss_tokens(part.data))
+        return module.objective.flops(module.head, part, step)
 
     counted = flops()
     if getattr(config, "features", "online") == "cache":  # filled in the first epoch and read in the others

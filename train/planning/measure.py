@@ -73,7 +73,8 @@ def measure_steps(config: TrainConfig) -> MeasuredSteps:
         remedy = "Make it (a few rows will do), or leave --measure out."
         raise InputError("data", f"no artefact at {config.data}", "data to measure a training on", remedy)
     with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as folder, quiet():
-        changes = {"output": Path(folder) / "run", "max_steps": WARM_UP + TIMED, "resume": False, "wandb": "off"}
+        changes: dict[str, Any] = {"output": Path(folder) / "run", "max_steps": WARM_UP + TIMED}
+        changes |= {"resume": False, "wandb": "off"}
         if isinstance(config, TrainDrafterConfig):
             changes |= {"tau_prompts": 0, "feature_cache": None}
         own: Any = dataclasses.replace(config, **changes)

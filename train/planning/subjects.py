@@ -41,7 +41,8 @@ class PlannedTraining(ABC):
     padding. counted: share of the answers' tokens that the loss counts. feature_size: elements of a token's features,
     stored: they come with the data; else the target makes them in the step. head: makes one with random weights.
     objective: what it learns of `frozen`, as that was made in the dry run. samples: makes a batch of samples without
-    content, of so many tokens each, of which the last ones count in the loss; with features, or without.
+    content, of so many tokens each, of which the last ones count in the loss; with features, or without. loss_tokens:
+    of such a batch, as the training counts them.
     """
 
     job: str
@@ -62,6 +63,9 @@ class PlannedTraining(ABC):
 
     @abstractmethod
     def samples(self, lengths: Sequence[int], counts: Sequence[int], stored: bool) -> Any: ...
+
+    @abstractmethod
+    def loss_tokens(self, data: Any) -> int: ...
 
     def part(self, lengths: Sequence[int], loss_share: float, stored: bool | None = None) -> Part:
         """A part of a step: documents of these lengths, of whose tokens a share is of answers."""
@@ -110,6 +114,9 @@ class PlannedDrafter(PlannedTraining):
                 items[-1]["features"] = torch.empty(length, self.feature_size, dtype=torch.bfloat16)
         return (pack_features if self.packed else collate_features)(items)
 
+    def loss_tokens(self, data: Any) -> int:
+        return self.config.drafter.num_loss_tokens(data)
+
 
 class PlannedAcceptance(PlannedTraining):
     """An acceptance head on the states of a frozen drafter, which reads in every step."""
@@ -146,6 +153,9 @@ class PlannedAcceptance(PlannedTraining):
     def samples(self, lengths: Sequence[int], counts: Sequence[int], stored: bool) -> Any:
         item, collate = (self._drafts, collate_rollouts) if self.packed else (_mixed, collate_acceptance)
         return collate([item(length, count) for length, count in zip(lengths, counts, strict=True)])
+
+    def loss_tokens(self, data: Any) -> int:
+        return int(data.loss_mask.sum())
 
     def _drafts(self, length: int, counted: int) -> Item:
         """A text and the drafts at its end: `RolloutDataset`'s fields."""
