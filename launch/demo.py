@@ -194,11 +194,13 @@ def head_lines(sized: Path) -> list[str]:
 def report(console: Console, config: DemoConfig, sized: Path, chosen: Mapping[str, str], seconds: float) -> None:
     """One table, the heads' own numbers, and where everything lies."""
     from draftsmith.data.store.files import write_text
-    from draftsmith.eval.bench.tables import markdown_table, results_table
+    from draftsmith.eval.bench.tables import results_tables, screen
+    from draftsmith.eval.report.tables import markdown
 
     results = read_results(sized / "test")
+    table = results_tables(results)[0]
     console.print()
-    console.print(results_table(results))
+    console.print(screen(table))
     speed = {row["method"]: row["tokens_per_s"] for row in results["methods"]}
     assisted = speed["hf-assisted:k=5"]
     lines = [f"{method}: {speed[method] / assisted:.2f}x over hf-assisted:k=5" for method in chosen.values()]
@@ -213,7 +215,7 @@ def report(console: Console, config: DemoConfig, sized: Path, chosen: Mapping[st
         "acceptance head": sized / "acceptance-head" / "best",
         "EAGLE head for vLLM": sized / "vllm",
     }
-    write_text(sized / "REPORT.md", "\n".join([markdown_table(results), "", *(f"- {line}" for line in lines), ""]))
+    write_text(sized / "REPORT.md", "\n".join([markdown(table), "", *(f"- {line}" for line in lines), ""]))
     for name, path in places.items():
         if path.exists():  # the page needs packages that may be missing
             console.print(f"[dim]{name}:[/dim] {path}")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from draftsmith.data.settings import comma_numbers
 from draftsmith.data.store.writer import sole_writer
+from draftsmith.eval.bench.load import read_tree
 from draftsmith.eval.bench.prompts import BenchPrompt
-from draftsmith.eval.bench.trees import read_tree
 from draftsmith.eval.replay.record import Recording, record_all
 from draftsmith.eval.replay.replay import replay_tree
 from draftsmith.eval.replay.trees import TreeRecorder

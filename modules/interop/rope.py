@@ -1,11 +1,11 @@
 """Rotary settings of a foreign `config.json`: as each system reads them, and whether their two spellings agree.
 
-The old spelling is `rope_theta` and `rope_scaling`, the new one (transformers 5) `rope_parameters`. Frequencies are
-computed here a second time, from the systems' formulas, because a check compares them with those of our layers.
+The old spelling is `rope_theta` and `rope_scaling`, the new one (transformers 5) `rope_parameters`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,62 +14,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.modules.layers import LlamaConfig, RopeScaling, rope_frequencies
 from draftsmith.modules.types import InputError
 
 BASE = 10000.0  # where nothing is said
+KNOWN = ("default", "linear", "llama3")  # kinds that our layers compute
+PARTIAL = "partial_rotary_factor"
 # What a kind of scaling cannot do without (transformers' modeling_rope_utils.py).
 REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
 @dataclass(frozen=True)
 class Rope:
-    """theta: base. The others as in transformers' `rope_parameters`."""
+    """Base and scaling. The kind may be one that our layers do not compute: another scaling, or PARTIAL and its value
+    where only a part of every head is rotated."""
 
     theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-    partial: float = 1.0
+    scaling: RopeScaling
+
+    @staticmethod
+    def of(llama: LlamaConfig) -> Rope:
+        return Rope(llama.rope_theta, llama.rope_scaling)
+
+    @property
+    def kind(self) -> str:
+        return self.scaling.kind
 
     def __str__(self) -> str:
-        scaled = "" if self.kind == "default" else f", {self.kind} scaling by {self.factor:g}"
+        scaled = "" if self.kind == "default" else f", {self.kind} scaling by {self.scaling.factor:g}"
         return f"base {self.theta:g}{scaled}"
 
 
 def transformers_rope(raw: Mapping[str, Any]) -> Rope:
     """Rotary settings as transformers 5 folds both spellings into one, which vLLM 0.33.0 and SGLang 0.5.23 read:
     `rope_scaling` before `rope_parameters`, a base inside them before the one outside (modeling_rope_utils.py)."""
-    rope = _block(raw, "rope_scaling") or _block(raw, "rope_parameters")
-    inside = rope.get("rope_theta")
-    outside = raw.get("rope_theta")
+    rope = _preferred(raw)
+    inside, outside = rope.get("rope_theta"), raw.get("rope_theta")
     original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    return Rope(
-        theta=float(inside if inside is not None else BASE if outside is None else outside),
-        kind=rope.get("rope_type") or rope.get("type") or "default",
+    partial = float(rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    scaling = RopeScaling(
+        kind=_kind(rope) if partial == 1.0 else f"{PARTIAL} {partial:g}",
         factor=float(rope.get("factor") or 1.0),
         low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
         high_freq_factor=float(rope.get("high_freq_factor") or 4.0),
         original_max_position=original or raw.get("max_position_embeddings", 2048),
-        partial=float(rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0),
     )
+    return Rope(float(inside if inside is not None else BASE if outside is None else outside), scaling)
 
 
 def safeailab_rope(raw: Mapping[str, Any]) -> Rope:
     """Rotary settings as SafeAILab/EAGLE reads them (cnets1.py, _init_rope): the old spelling only, and base 10000
     under any scaling."""
-    scaling = _block(raw, "rope_scaling")
-    if scaling:
-        return Rope(BASE, str(scaling.get("type")), float(scaling.get("factor") or 1.0))
+    if scaling := _block(raw, "rope_scaling"):
+        return Rope(BASE, RopeScaling(str(scaling.get("type")), float(scaling.get("factor") or 1.0)))
     base = raw.get("rope_theta")
-    return Rope(BASE if base is None else float(base))
+    return Rope(BASE if base is None else float(base), RopeScaling())
+
+
+def frequencies(llama: LlamaConfig, rope: Rope) -> Tensor:
+    """[head_dim / 2], float32; NaN where the kind is none that our layers compute."""
+    if rope.kind not in KNOWN:
+        return torch.full((llama.head_dim // 2,), math.nan)
+    return rope_frequencies(dataclasses.replace(llama, rope_theta=rope.theta, rope_scaling=rope.scaling))
 
 
 def missing_keys(raw: Mapping[str, Any]) -> list[str]:
     """What the scaling needs and config.json does not say, in the spelling that transformers prefers."""
-    rope = _block(raw, "rope_scaling") or _block(raw, "rope_parameters")
-    return [key for key in REQUIRED.get(transformers_rope(raw).kind, ()) if rope.get(key) is None]
+    rope = _preferred(raw)
+    return [key for key in REQUIRED.get(_kind(rope), ()) if rope.get(key) is None]
 
 
 def conflict(raw: Mapping[str, Any]) -> str | None:
@@ -95,34 +107,17 @@ def _block(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return block
 
 
+def _preferred(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _block(raw, "rope_scaling") or _block(raw, "rope_parameters")
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
 def _scaling(rope: Mapping[str, Any]) -> tuple[Any, ...]:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _kind(rope)
     if kind == "default":
         return (kind,)
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     return (kind, *(None if rope.get(key) is None else float(rope[key]) for key in keys))
-
-
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """[head_dim / 2], float32; NaN where the kind is none of default, linear and llama3 (vLLM 0.33.0,
-    layers/rotary_embedding/: base.py, linear_scaling_rope.py, llama3_rope.py)."""
-    plain = [1.0 / rope.theta ** (2 * i / head_dim) for i in range(head_dim // 2)]
-    if rope.partial != 1.0 or rope.kind not in ("default", "linear", "llama3"):
-        return torch.full((head_dim // 2,), math.nan)
-    if rope.kind == "linear":
-        return torch.tensor([frequency / rope.factor for frequency in plain], dtype=torch.float32)
-    if rope.kind == "llama3":
-        return torch.tensor([_llama3(rope, frequency) for frequency in plain], dtype=torch.float32)
-    return torch.tensor(plain, dtype=torch.float32)
-
-
-def _llama3(rope: Rope, frequency: float) -> float:
-    """Short waves stay, long ones are stretched by `factor`, those between are blended."""
-    turns = rope.original_max_position * frequency / (2 * math.pi)  # of this wave within the original context
-    if turns > rope.high_freq_factor:
-        return frequency
-    if turns < rope.low_freq_factor:
-        return frequency / rope.factor
-    span = rope.high_freq_factor - rope.low_freq_factor
-    share = (turns - rope.low_freq_factor) / span if span else 0.0
-    return share * frequency + (1 - share) * frequency / rope.factor

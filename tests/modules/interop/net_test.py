@@ -1,4 +1,4 @@
-"""The plain forward against our head and against transformers' decoder layers: three codes, one function."""
+"""Our net against a plain forward of the systems' rules and against transformers' decoder layers: one function."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import pytest
 import torch
 import transformers
 from foreign_heads import FAMILIES, LLAMA3, H, llama, random_head, state_of
+from plain_eagle import hidden
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from draftsmith.modules.interop.base import Reading
-from draftsmith.modules.interop.eagle1 import reference
-from draftsmith.modules.layers import LlamaConfig, rope_frequencies
+from draftsmith.modules.interop.compare import net_of
+from draftsmith.modules.layers import RopeScaling
 
 CASES = {**FAMILIES, "all at once": llama(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=6, qkv_bias=True,
                                           o_bias=True, mlp_bias=True, rope_scaling=LLAMA3)}  # fmt: skip
 
 
 def reading_of(head) -> Reading:
-    """As a format would give it, but with our own frequencies: a float32 power's last bit is no rule."""
-    config: LlamaConfig = head.config.llama
-    settings = {
-        "num_layers": config.num_layers, "num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim, "rms_eps": config.rms_eps, "inv_freq": rope_frequencies(config),
-    }  # fmt: skip
-    return Reading({name: tensor.float() for name, tensor in state_of(head).items()}, settings, (), ())
+    """As a format would give it."""
+    return Reading(
+        {name: tensor.float() for name, tensor in state_of(head).items()}, {"llama": head.config.llama}, (), ()
+    )
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +36,7 @@ def test_it_computes_what_our_head_does(case):
     embeds, features = inputs()
     ours = head.double()(embeds[None], features[None])[0]
     # float64 sums of some dozen terms; the rotary tables of both are the same float32 numbers
-    torch.testing.assert_close(reference.hidden(reading, embeds, features), ours, rtol=0, atol=1e-10)
+    torch.testing.assert_close(hidden(reading, embeds, features), ours, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -74,10 +72,25 @@ def test_it_computes_what_transformers_layers_do_without_the_first_norm(case):
         layer.load_state_dict(own)
         x = layer(x, attention_mask=mask, position_embeddings=tables)
     # their norm and softmax run in float32
-    torch.testing.assert_close(reference.hidden(reading_of(head), embeds, features), x[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden(reading_of(head), embeds, features), x[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_parameter_that_nothing_filled_reaches_every_row():
     reading = reading_of(random_head(FAMILIES["llama"]))
     reading.weights["fc.weight"] = torch.full((), float("nan")).expand(H, 2 * H)
-    assert reference.hidden(reading, *inputs()).isnan().all()
+    embeds, features = (part[None].float() for part in inputs())
+    assert net_of(reading, 9)(embeds, features).isnan().all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_net_is_what_its_system_read(case):
+    head = random_head(CASES[case], fc_bias=True)
+    embeds, features = (part[None].float() for part in inputs())
+    assert torch.equal(net_of(reading_of(head), 9)(embeds, features), head(embeds, features))
+
+
+def test_a_rope_that_our_layers_do_not_compute_reaches_every_row():
+    weights = reading_of(random_head(FAMILIES["llama"])).weights
+    reading = Reading(weights, {"llama": llama(rope_scaling=RopeScaling("yarn"))}, (), ())
+    embeds, features = (part[None].float() for part in inputs())
+    assert net_of(reading, 9)(embeds, features).isnan().all()

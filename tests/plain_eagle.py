@@ -1,14 +1,8 @@
-"""What the systems compute with an EAGLE-1 head, in plain torch: the second opinion that a check compares ours with.
+"""What SafeAILab/EAGLE, vLLM and SGLang compute with an EAGLE-1 head, in plain torch: the oracle for ours.
 
 Written from SafeAILab/EAGLE's eagle/model/cnets1.py and from llama.py and llama_eagle.py of vLLM 0.33.0 and SGLang
-0.5.23: nothing of this project's layers or heads is in it. Slow, without a cache, one sequence.
-
-`Reading.settings` of the EAGLE-1 formats:
-    num_layers, num_heads, num_kv_heads, head_dim: sizes. rms_eps: of every norm.
-    inv_freq: [head_dim / 2], float32, rotary frequencies; NaN where this forward does not follow the system's rope.
-    max_position: positions that the system serves with this head.
-    embed: "target", or "file": then `weights` has `embed_tokens.weight`.
-    logit_scale: factor of the draft's logits.
+0.5.23: nothing of the product's layers or heads is in it but rotary frequencies, which other tests compare with those
+of transformers. Slow, without a cache, one sequence.
 """
 
 from __future__ import annotations
@@ -19,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.modules.interop.base import Reading
+from draftsmith.modules.layers import rope_frequencies
 
 
 def hidden(reading: Reading, embeds: Tensor, features: Tensor) -> Tensor:
@@ -28,7 +23,7 @@ def hidden(reading: Reading, embeds: Tensor, features: Tensor) -> Tensor:
     final norm. Rows sit at positions 0 ... T-1. Computed in the inputs' dtype.
     """
     x = _linear(reading, "fc", torch.cat([embeds, features], dim=-1))
-    for i in range(reading.settings["num_layers"]):
+    for i in range(reading.settings["llama"].num_layers):
         layer = f"layers.{i}."
         # Layer 0 reads the fused state as it is.
         x = x + _attention(reading, layer, x if i == 0 else _norm(reading, layer + "input_layernorm", x))
@@ -45,18 +40,18 @@ def _linear(reading: Reading, name: str, x: Tensor) -> Tensor:
 
 def _norm(reading: Reading, name: str, x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight."""
-    scale = (x.pow(2).mean(dim=-1, keepdim=True) + reading.settings["rms_eps"]).sqrt()
+    scale = (x.pow(2).mean(dim=-1, keepdim=True) + reading.settings["llama"].rms_eps).sqrt()
     return x / scale * reading.weights[f"{name}.weight"].to(x.dtype)
 
 
 def _attention(reading: Reading, layer: str, x: Tensor) -> Tensor:
     """Causal softmax attention of x [T, H]; query head n reads key head n // (num_heads / num_kv_heads)."""
-    settings, length = reading.settings, x.shape[0]
-    heads, kv_heads, size = settings["num_heads"], settings["num_kv_heads"], settings["head_dim"]
+    llama, length = reading.settings["llama"], x.shape[0]
+    heads, kv_heads, size = llama.num_heads, llama.num_kv_heads, llama.head_dim
     query = _linear(reading, layer + "self_attn.q_proj", x).reshape(length, heads, size)
     key = _linear(reading, layer + "self_attn.k_proj", x).reshape(length, kv_heads, size)
     value = _linear(reading, layer + "self_attn.v_proj", x).reshape(length, kv_heads, size)
-    query, key = _rotate(query, settings["inv_freq"]), _rotate(key, settings["inv_freq"])
+    query, key = (_rotate(part, rope_frequencies(llama)) for part in (query, key))
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     mixed = []
     for head in range(heads):
