@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from draftsmith.launch.steps import PipelineStep, execute
+from draftsmith.modules.types import InputError
 
 if TYPE_CHECKING:
     from draftsmith.eval.studies.specdecpp.study import LoadedStudy, SpecDecPPConfig
@@ -45,7 +46,6 @@ def remember_settings(config: SpecDecPPConfig) -> None:
     from draftsmith.data.store.files import make_directory, write_json
     from draftsmith.data.store.manifest import decisive, differences
     from draftsmith.data.store.reading import read_object
-    from draftsmith.modules.types import InputError
 
     started = config.output / STARTED
     if started.exists():

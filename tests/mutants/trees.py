@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant("eagle-flat-mask-one-row-early", EAGLE, "batch.loss_mask[:, rows + 2]", "batch.loss_mask[:, rows + 1]",
            (EAGLE_TEST,)),
     Mutant("eagle-steps-lose-a-row", EAGLE, "self.position_ids >= step", "self.position_ids > step",
-           ("tests/train/eagle_test.py",)),
+           ("tests/train/eagle_test.py", "tests/train/agreement_test.py")),
     Mutant("eagle-rows-see-the-newer-pass-only", NET, "ahead == i - j for i in range(1, j + 1)",
            "ahead == 0 for i in range(1, j + 1)", (EAGLE_TEST,)),
     Mutant("eagle-passes-see-one-true-row-too-many", NET, "[ahead <= -j, ", "[ahead <= 1 - j, ", (EAGLE_TEST,)),
