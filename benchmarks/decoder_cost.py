@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from draftsmith.benchmarks.pairs import GREEDY, SAMPLING, TREE, K, Pair, paired_ratio
 from draftsmith.benchmarks.synthetic import random_pair
 from draftsmith.eval.bench.runner import EngineRunner
-from draftsmith.eval.bench.trace import TracedRunner, TraceFile
+from draftsmith.eval.bench.trace import traced
 from draftsmith.eval.cost.clock import Clock, Stopwatch, interleaved, medians
 from draftsmith.modules.decoding.loop import Round
 from draftsmith.modules.decoding.stop import FixedLength
@@ -259,14 +257,14 @@ def long_context(pair: Pair, tokens: int, repeats: int) -> Iterator[Number]:
 
 
 def trace_cost(pair: Pair, repeats: int) -> Iterator[Number]:
-    """Decoding with `decode --trace`; lines are worked out and written between prompts, off the clock."""
-    plain = pair.chain(pair.packed, SAMPLING)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.jsonl"
+    """Decoding with `decode --trace`; lines are worked out and written when an answer is complete, off the clock."""
+    session = pair.session or pair.packed[0].session(1, pair.capacity)
+    plain = replace(pair.chain(pair.packed, SAMPLING), session=session)
 
-        def traced() -> None:
-            pair.answer(TracedRunner({"method": "spec"}, plain, TraceFile(file)))()
+    def with_trace() -> None:
+        for seed, prompt in enumerate(pair.prompts):
+            traced(plain, prompt, pair.new_tokens, seed)
 
-        seconds = interleaved({"plain": pair.answer(plain), "traced": traced}, 3 * repeats, pair.clock)
+    seconds = interleaved({"plain": pair.answer(plain), "traced": with_trace}, 3 * repeats, pair.clock)
     cost = 100 * (paired_ratio(seconds["traced"], seconds["plain"]) - 1)
     yield Number(f"spec:k={K} with decode --trace, T=1, time added", pair.name, cost, "%", "<= 2")

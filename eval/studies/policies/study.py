@@ -14,7 +14,6 @@ from draftsmith.data.store.reading import read_object
 from draftsmith.data.store.writer import sole_writer
 from draftsmith.eval.bench.prompts import BenchPrompt
 from draftsmith.eval.bench.results import cpu_name
-from draftsmith.eval.cost.clock import clock_name
 from draftsmith.eval.replay.record import Recording, TargetAnswers
 from draftsmith.eval.report.tables import plain
 from draftsmith.eval.studies.common import (
@@ -151,7 +150,7 @@ def cross_check(config: PoliciesConfig, compared: PolicyComparison) -> list[Row]
     name = f"bench-{scene.drafter}"
     rows = measured(config, list(roles), scene.params, name, **instead)
     single = bench_rows(bench_directory(config, scene.params, name))
-    clock = clock_name(config.device, config.num_threads)
+    clock = config.clock
     speed = {method: rows[method]["tokens_per_s"] for method in roles}
     base = max((method for method, (role, _) in roles.items() if role == FIXED), key=speed.__getitem__)
     found = []

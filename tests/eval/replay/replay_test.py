@@ -74,7 +74,7 @@ class World:
         return [generate_one(target, drafter, prompt, *how).trace for prompt in prompts]
 
     def replayed(self, name: str) -> list[DecodeTrace]:
-        recorded = Recorded(self.chains, {f"eagle2/{TOPK}": self.trees}, self.models.acceptance, {NGRAM: self.lookups})
+        recorded = Recorded(self.chains, {f"eagle2/{TOPK}": self.trees}, self.models, {NGRAM: self.lookups})
         (named,) = parse_methods(name)
         return recorded.traces(named)
 

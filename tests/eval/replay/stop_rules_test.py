@@ -31,7 +31,7 @@ from draftsmith.eval.replay.replay import (
 )
 from draftsmith.eval.replay.rollouts import ChainRollouts, TargetAnswer, read_answer, write_answer
 from draftsmith.eval.studies.policies.comparison import RAW, DrafterMode, Policy, PolicyReplay
-from draftsmith.eval.studies.specdecpp.sweep import LengthRule, SweepGrid, replayed
+from draftsmith.eval.studies.specdecpp.sweep import LengthRule, replayed
 from draftsmith.modules.acceptance.head import AcceptanceHead, AcceptanceHeadConfig, HeadPredictor
 from draftsmith.modules.acceptance.policies import CostRule, OnlinePredictor, PredictorStop, ThresholdRule
 from draftsmith.modules.decoding.loop import generate_one
@@ -138,7 +138,7 @@ def test_studies_replay_heads_of_either_kind_as_the_decoder_asks_them(world, dra
             generate_one(models.target, chain, prompt.prompt_ids, GREEDY, NEW_TOKENS, TorchSource(0), ()).trace
             for prompt in world.prompts
         ]
-        assert replayed(rollouts, rule, SweepGrid((), (), [label], minimum, DEPTH), heads) == decoded
+        assert replayed(rollouts, rule, (minimum, DEPTH), heads) == decoded
         policy = Policy("h", h, label if calibrated else label + RAW, minimum, DEPTH)
         assert played.traces(policy, 0.1) == decoded
         lengths |= {step.num_drafted for trace in decoded for step in trace.steps}
@@ -166,13 +166,13 @@ def test_drafts_end_at_end_tokens_in_replays_too(world, drafter, side_by_side):
             for prompt in world.prompts
         ]
 
-    grid, by = SweepGrid((), (), [], 1, DEPTH), f":drafter={drafter}"
+    limits, by = (1, DEPTH), f":drafter={drafter}"
     fixed = replay(rollouts, fixed_k(rollouts, DEPTH))
     assert fixed == decoded(f"{'spec' if drafter == 'draft' else 'eagle'}:k={DEPTH}")
-    assert replayed(rollouts, LengthRule(t=0.2), grid, {}) == decoded(f"confidence:t=0.2:min=1:max={DEPTH}{by}")
+    assert replayed(rollouts, LengthRule(t=0.2), limits, {}) == decoded(f"confidence:t=0.2:min=1:max={DEPTH}{by}")
     for label in world.heads:
         rule = LengthRule(head=label, h=0.4, calibrated=True)
-        assert replayed(rollouts, rule, grid, world.heads) == decoded(rule.method(1, DEPTH) + by, label)
+        assert replayed(rollouts, rule, limits, world.heads) == decoded(rule.method(1, DEPTH) + by, label)
     online = replay_by_prediction(rollouts, RecordedOnline(rollouts), CostRule(0.1), 1, DEPTH)
     assert online == decoded(f"online:c=0.1:max={DEPTH}{by}")
 

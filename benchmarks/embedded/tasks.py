@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from draftsmith.data.embedded.corpus import (
+from draftsmith.benchmarks.embedded.corpus import (
     Corpus,
     Function,
     ImportBlock,

@@ -1,7 +1,8 @@
-"""`draftsmith embedded build`: make the embedded models again, from the installed packages' code to the model card.
+"""`python benchmarks/embedded/build.py --output data/embedded`: the models that ship, with their prompts and card.
 
-Stages write into a work folder and are skipped when their file is there, so a killed build goes on where it was. Steps
-and seeds are fixed; the installed versions of the source packages are the only other input, and the card records them.
+Hours rather than minutes on two cores. Stages write into a work folder and are skipped when their file is there, so a
+killed build goes on where it was. Steps and seeds are fixed; the installed versions of the source packages are the only
+other input, and the card records them.
 """
 
 from __future__ import annotations
@@ -10,21 +11,32 @@ import dataclasses
 import json
 import platform
 import random
+import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+import torch
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    from draftsmith.data.embedded.tasks import Turn
-    from draftsmith.eval.embedded_card import HeldOutPrompt
-    from draftsmith.modules.layers import LlamaModel
-    from draftsmith.modules.targets.base import CausalLM
-    from draftsmith.train.language_model import TokenRow
+from draftsmith.benchmarks.embedded import card
+from draftsmith.benchmarks.embedded.corpus import SOURCES, read_corpus
+from draftsmith.benchmarks.embedded.language_model import TokenRow, evaluate
+from draftsmith.benchmarks.embedded.models import DRAFTS, MAX_POSITION, TARGET_STAGES, Builder
+from draftsmith.benchmarks.embedded.tasks import Turn, turns
+from draftsmith.benchmarks.embedded.tokenizer import ASSISTANT, END, USER, train_tokenizer
+from draftsmith.data.answering.batched import set_threads
+from draftsmith.data.models.loading import load_lm
+from draftsmith.data.store.files import make_directory, write_json, write_text
+from draftsmith.data.store.writer import sole_writer
+from draftsmith.launch.cli import main_of
+from draftsmith.modules.layers import LlamaModel
+from draftsmith.modules.targets.base import CausalLM
+from draftsmith.modules.targets.llama import LlamaLM
 
 MAX_ROW_TOKENS = 512
 TOKENIZER_TEXTS = 20_000
@@ -54,24 +66,10 @@ class BuildConfig:
     num_threads: int = 2
 
 
+@sole_writer()
 def run(config: BuildConfig) -> Path:
-    """Build everything, or what is missing of it; hours rather than minutes on two cores."""
-    from draftsmith.data.store.writer import writing_alone
-
-    with writing_alone(config.output):
-        return make(config)
-
-
-def make(config: BuildConfig) -> Path:
-    """Build everything, alone in its output."""
-    import torch
-
-    from draftsmith.data.models.loading import load_lm
-    from draftsmith.data.store.files import make_directory
-    from draftsmith.modules.targets.llama import LlamaLM
-    from draftsmith.train.embedded import DRAFTS, Builder
-
-    torch.set_num_threads(config.num_threads)
+    """Build everything, or what is missing of it."""
+    set_threads(config.num_threads)
     make_directory(config.work)
     started = time.time()
 
@@ -92,16 +90,14 @@ def make(config: BuildConfig) -> Path:
     for name in DRAFTS:
         draft = builder.draft(name, target.model, rows, own_text)
         export_model(draft, config.output / name, tokenizer)
-    write_prompts(config.output / "prompts.jsonl", turns, tokenizer, config.seed)
-    write_card(config, tokenizer, dev, rows, log)
+    write_lines(config.output / "prompts.jsonl", shipped_prompts(turns, tokenizer, config.seed))
+    write_card(config, tokenizer, dev, rows)
+    log(f"card written to {config.output / 'MODEL_CARD.md'}")
     return config.output
 
 
 def make_turns(work: Path, seed: int) -> list[Turn]:
     """All chat turns, from `work`/turns.jsonl when it is there."""
-    from draftsmith.data.embedded.corpus import read_corpus
-    from draftsmith.data.embedded.tasks import Turn, turns
-
     path = work / "turns.jsonl"
     if not path.exists():
         corpus = read_corpus()
@@ -109,17 +105,12 @@ def make_turns(work: Path, seed: int) -> list[Turn]:
         blocks_only = dataclasses.replace(corpus, functions=())
         for variant in range(1, SORT_IMPORTS_VARIANTS):
             made += [turn for turn in turns(blocks_only, seed, variant) if turn.split == "train"]
-        _write(path, "".join(json.dumps(dataclasses.asdict(turn)) + "\n" for turn in made))
-    return [Turn(**json.loads(line)) for line in path.read_text().splitlines()]
+        write_lines(path, map(dataclasses.asdict, made))
+    return [Turn(**row) for row in read_lines(path)]
 
 
 def make_tokenizer(work: Path, turns: list[Turn], seed: int) -> Any:
     """Learned on training turns only."""
-    from transformers import AutoTokenizer
-
-    from draftsmith.data.embedded.tokenizer import train_tokenizer
-    from draftsmith.train.embedded import MAX_POSITION
-
     path = work / "tokenizer"
     if not (path / "tokenizer_config.json").exists():
         train = [turn for turn in turns if turn.split == "train"]
@@ -130,9 +121,6 @@ def make_tokenizer(work: Path, turns: list[Turn], seed: int) -> Any:
 
 def token_rows(turns: Sequence[Turn], tokenizer: Any) -> list[TokenRow]:
     """Turns as the chat template writes them; the answer ends with the end token."""
-    from draftsmith.data.embedded.tokenizer import ASSISTANT, END, USER
-    from draftsmith.train.language_model import TokenRow
-
     user, assistant, end = (tokenizer.convert_tokens_to_ids(token) for token in (USER, ASSISTANT, END))
     prompts = tokenizer([turn.prompt for turn in turns], add_special_tokens=False)["input_ids"]
     answers = tokenizer([turn.answer for turn in turns], add_special_tokens=False)["input_ids"]
@@ -152,9 +140,6 @@ def training_rows(turns: list[Turn], tokenizer: Any, seed: int) -> list[TokenRow
 
 def export_model(model: LlamaModel, directory: Path, tokenizer: Any) -> None:
     """An ordinary transformers directory in bf16, with the tokenizer and its chat template."""
-    import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
     config = model.config
     exported = LlamaForCausalLM(
         LlamaConfig(
@@ -172,9 +157,8 @@ def export_model(model: LlamaModel, directory: Path, tokenizer: Any) -> None:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    names = {"lm_head.weight": "lm_head.weight"}
-    state = {names.get(name, f"model.{name}"): tensor for name, tensor in model.state_dict().items()}
-    exported.load_state_dict(state)
+    state = model.state_dict()
+    exported.load_state_dict({k if k.startswith("lm_head") else f"model.{k}": tensor for k, tensor in state.items()})
     exported.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
     )
@@ -186,27 +170,22 @@ def distillation_rows(
     config: BuildConfig, turns: list[Turn], tokenizer: Any, target: CausalLM, log: Callable[[str], None]
 ) -> list[TokenRow]:
     """What the target itself answers to training prompts, sampled and greedy; from `work`/own_text.jsonl when there."""
-    from draftsmith.eval.embedded_card import HeldOutPrompt, answers_to
-    from draftsmith.train.language_model import TokenRow
-
     path = config.work / "own_text.jsonl"
     if not path.exists():
         rng = random.Random(config.seed + 1)
         chosen = rng.sample([t for t in turns if t.split == "train" and t.task != "complete"], DISTIL_PROMPTS)
-        rows = [row for row in fitting(chosen, tokenizer)]
-        questions = [HeldOutPrompt("", row.ids[: row.answer_start], ()) for row in rows]
-        num_greedy = round(DISTIL_GREEDY_SHARE * len(questions))
-        answers = answers_to(target, questions[:num_greedy], 0.0, config.seed)
-        answers += answers_to(target, questions[num_greedy:], 1.0, config.seed)
+        prompts = [row.ids[: row.answer_start] for row in fitting(chosen, tokenizer)]
+        num_greedy = round(DISTIL_GREEDY_SHARE * len(prompts))
+        answers = card.answers_to(target, prompts[:num_greedy], 0.0, config.seed)
+        answers += card.answers_to(target, prompts[num_greedy:], 1.0, config.seed)
         log(f"{len(answers)} answers of the target's own, {sum(map(len, answers)) / 1e6:.2f} M tokens")
-        pairs = zip(questions, answers, strict=True)
-        _write(path, "".join(json.dumps([list(q.prompt_ids), answer]) + "\n" for q, answer in pairs))
-    loaded = (json.loads(line) for line in path.read_text().splitlines())
-    return [TokenRow((*prompt, *answer), len(prompt)) for prompt, answer in loaded]
+        write_lines(path, zip(prompts, answers, strict=True))
+    return [TokenRow((*prompt, *answer), len(prompt)) for prompt, answer in read_lines(path)]
 
 
-def choose_prompts(turns: list[Turn], tokenizer: Any, seed: int) -> list[Turn]:
-    """SHIPPED_PROMPTS turns a split, the tasks in equal parts, no function twice in a task."""
+def shipped_prompts(turns: list[Turn], tokenizer: Any, seed: int) -> list[dict[str, str]]:
+    """The prompts that ship, with their right answers, task, split, package and licence: SHIPPED_PROMPTS a split, the
+    tasks in equal parts, no function twice in a task."""
     rng = random.Random(seed + 2)
     chosen: list[Turn] = []
     for split, count in SHIPPED_PROMPTS.items():
@@ -222,39 +201,26 @@ def choose_prompts(turns: list[Turn], tokenizer: Any, seed: int) -> list[Turn]:
             unique = list({turn.key: turn for turn in short}.values())
             chosen += unique[:wanted]
     rng.shuffle(chosen)  # so that the first so many rows of a split are a mix of tasks
-    return chosen
+    shipped = map(dataclasses.asdict, chosen)
+    return [{"id": f"{row['task']}-{row.pop('key')}", **row} for row in shipped]
 
 
-def write_prompts(path: Path, turns: list[Turn], tokenizer: Any, seed: int) -> None:
-    """The prompts that ship: task, split, source package and licence in each row, and the right answer."""
-    rows = [
-        {"id": f"{t.task}-{t.key}", **{k: v for k, v in dataclasses.asdict(t).items() if k != "key"}}
-        for t in choose_prompts(turns, tokenizer, seed)
-    ]
-    _write(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def card_questions(path: Path, tokenizer: Any) -> list[HeldOutPrompt]:
+def card_questions(path: Path, tokenizer: Any) -> list[card.HeldOutPrompt]:
     """Held-out prompts for the card: CARD_PROMPTS a task from the shipped test split."""
-    from draftsmith.data.embedded.tasks import Turn
-    from draftsmith.eval.embedded_card import HeldOutPrompt
-
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    fields = [field.name for field in dataclasses.fields(Turn) if field.name != "key"]
-    test = [Turn(key="", **{name: row[name] for name in fields}) for row in rows if row["split"] == "test"]
+    rows = [row for row in read_lines(path) if row["split"] == "test"]
+    test = [Turn(key=row.pop("id"), **row) for row in rows]
     taken: Counter[str] = Counter()
     questions = []
-    for turn, row in zip(test, token_rows(test, tokenizer), strict=True):
+    for turn, tokens in zip(test, token_rows(test, tokenizer), strict=True):
         taken[turn.task] += 1
         if taken[turn.task] <= CARD_PROMPTS:
-            questions.append(HeldOutPrompt(turn.task, row.ids[: row.answer_start], row.ids[row.answer_start :]))
+            start = tokens.answer_start
+            questions.append(card.HeldOutPrompt(turn.task, tokens.ids[:start], tokens.ids[start:]))
     return questions
 
 
 def source_versions() -> dict[str, str]:
     """Installed version of each source package."""
-    from draftsmith.data.embedded.corpus import SOURCES
-
     found = {"stdlib": platform.python_version()}
     for package in SOURCES:
         try:
@@ -264,45 +230,36 @@ def source_versions() -> dict[str, str]:
     return found
 
 
-def write_card(
-    config: BuildConfig, tokenizer: Any, dev: list[TokenRow], rows: list[TokenRow], log: Callable[[str], None]
-) -> None:
+def write_card(config: BuildConfig, tokenizer: Any, dev: list[TokenRow], rows: list[TokenRow]) -> None:
     """MODEL_CARD.md, its numbers as card.json, and NOTICE.md."""
-    from draftsmith.data.models.loading import load_lm
-    from draftsmith.eval import embedded_card
-    from draftsmith.train.embedded import DRAFTS, TARGET_STAGES
-    from draftsmith.train.language_model import evaluate
-
     questions = card_questions(config.output / "prompts.jsonl", tokenizer)
     models: dict[str, Any] = {name: load_lm(str(config.output / name)) for name in ("target", *DRAFTS)}
-    scores = {name: embedded_card.score_pair(models["target"], models[name], questions, config.seed) for name in DRAFTS}
+    scores = {name: card.score_pair(models["target"], models[name], questions, config.seed) for name in DRAFTS}
     held_out = {
         name: dict(zip(("loss", "top1"), evaluate(lm.model, dev, tokenizer.pad_token_id), strict=True))
         for name, lm in models.items()
     }
-    recipes = {name: recipe for name, (_, recipe) in TARGET_STAGES.items()}
+    stages = {name: recipe for name, (_, recipe) in TARGET_STAGES.items()}
     for name, draft in DRAFTS.items():
-        recipes |= {f"{name}, start": draft.start} if draft.start is not None else {}
-        recipes |= {f"{name}, distilled": draft.distil}
-    stages = {name: dataclasses.asdict(recipe) for name, recipe in recipes.items()}
-    facts = embedded_card.BuildFacts(
-        sources=source_versions(),
-        num_rows=len(rows),
-        num_tokens=sum(len(row.ids) for row in rows),
-        stages=stages,
-        held_out=held_out,
-    )
-    samples = embedded_card.verbatim_samples(models["target"], tokenizer, questions, config.seed)
-    numbers = embedded_card.card_numbers(facts, scores)
-    _write(config.output / "MODEL_CARD.md", embedded_card.render(facts, numbers, samples))
-    _write(config.output / "card.json", json.dumps(numbers, indent=2) + "\n")
-    _write(config.output / "NOTICE.md", embedded_card.notice(facts))
-    log(f"card written to {config.output / 'MODEL_CARD.md'}")
+        stages |= {f"{name}, start": draft.start} if draft.start is not None else {}
+        stages |= {f"{name}, distilled": draft.distil}
+    num_tokens = sum(len(row.ids) for row in rows)
+    facts = card.BuildFacts(source_versions(), len(rows), num_tokens, stages, held_out)
+    samples = card.verbatim_samples(models["target"], tokenizer, questions, config.seed)
+    numbers = card.card_numbers(held_out, scores)
+    write_text(config.output / "MODEL_CARD.md", card.render(facts, numbers, samples))
+    write_json(config.output / "card.json", numbers, indent=2)
+    write_text(config.output / "NOTICE.md", card.notice(facts))
 
 
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    from draftsmith.data.store.files import make_directory, write_text
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
-    make_directory(path.parent)
-    write_text(path, text)
+
+def write_lines(path: Path, rows: Iterable[Any]) -> None:
+    """JSON lines, whole or not at all."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(BuildConfig, run))

@@ -12,9 +12,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.data.store.files import write_tensors
-from draftsmith.modules.layers import LlamaConfig, LlamaModel
-from draftsmith.train.language_model import (
+from draftsmith.benchmarks.embedded.language_model import (
     PaddedBatch,
     Recipe,
     TokenRow,
@@ -26,6 +24,8 @@ from draftsmith.train.language_model import (
     next_token_loss,
     train_steps,
 )
+from draftsmith.data.store.files import write_tensors
+from draftsmith.modules.layers import LlamaConfig, LlamaModel
 
 MAX_POSITION = 1024
 Log = Callable[[str], None]

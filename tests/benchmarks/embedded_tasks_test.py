@@ -7,8 +7,15 @@ import random
 
 import pytest
 
-from draftsmith.data.embedded.corpus import Function, ImportBlock, content_key, parse_function, read_corpus, split_of
-from draftsmith.data.embedded.tasks import FUNCTION_TASKS, sort_imports
+from draftsmith.benchmarks.embedded.corpus import (
+    Function,
+    ImportBlock,
+    content_key,
+    parse_function,
+    read_corpus,
+    split_of,
+)
+from draftsmith.benchmarks.embedded.tasks import FUNCTION_TASKS, sort_imports
 
 SOURCE = '''def area(width: int, height: int=1) -> int:
     """Area of a rectangle."""

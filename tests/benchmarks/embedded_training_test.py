@@ -1,4 +1,4 @@
-"""Training of the embedded models: batching, growth, the optimiser and its losses."""
+"""Training of the embedded models: batching, growth and its losses."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import itertools
 
 import torch
 
-from draftsmith.modules.layers import LlamaConfig, LlamaModel
-from draftsmith.train.language_model import (
+from draftsmith.benchmarks.embedded.language_model import (
     Recipe,
     TokenRow,
     batches,
@@ -19,7 +18,7 @@ from draftsmith.train.language_model import (
     next_token_loss,
     train_steps,
 )
-from draftsmith.train.muon import MuonAdamW, orthogonalise
+from draftsmith.modules.layers import LlamaConfig, LlamaModel
 
 CONFIG = LlamaConfig(40, 16, 24, 2, 2, 2, 8, 64, tie_embeddings=True)
 ROWS = [TokenRow(tuple((i + j) % 39 + 1 for j in range(4 + i % 7)), 2) for i in range(50)]
@@ -78,16 +77,6 @@ def test_distillation_of_a_model_from_itself_is_its_entropy():
     torch.testing.assert_close(distillation_loss(net)(net, batch).double(), entropy, atol=1e-5, rtol=0)
 
 
-def test_orthogonalise_keeps_singular_vectors_and_levels_singular_values():
-    matrices = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0))
-    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
-    inner = left.mT @ orthogonalise(matrices) @ right.mT
-    values = inner.diagonal(dim1=1, dim2=2)
-    # Five quintic steps bring singular values near one, not to it (Jordan 2024: 0.7 to 1.2).
-    assert (values > 0.6).all() and (values < 1.3).all()
-    assert (inner - torch.diag_embed(values)).abs().max() < 1e-3
-
-
 def test_fit_learns_and_repeats():
     def train() -> list[float]:
         losses: list[float] = []
@@ -105,28 +94,3 @@ def test_learning_rate_warms_up_then_holds_then_falls():
     rates = [lr_fraction(step, recipe) for step in range(100)]
     assert rates[0] == 0.1 and rates[10:51] == [1.0] * 41
     assert all(a > b for a, b in itertools.pairwise(rates[50:])) and 0.1 < rates[-1] < 0.13
-
-
-def test_vectors_move_as_torchs_adamw_moves_them_also_after_a_reload():
-    ours, theirs = (torch.nn.Parameter(torch.arange(4.0)) for _ in range(2))
-    opt = MuonAdamW([], [ours], lr=0.1, betas=(0.9, 0.98))
-    reference = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.98), weight_decay=0.0)
-    for step in range(6):
-        for param in (ours, theirs):
-            param.grad = torch.sin(param.detach() + step)
-        opt.step()
-        reference.step()
-        if step == 2:
-            state = opt.state_dict()
-            opt = MuonAdamW([], [ours], lr=0.1, betas=(0.9, 0.98))
-            opt.load_state_dict(state)
-    torch.testing.assert_close(ours, theirs)
-
-
-def test_matrices_move_by_orthogonal_steps_of_adamws_size():
-    matrix = torch.nn.Parameter(torch.zeros(6, 10))
-    opt = MuonAdamW([matrix], [], lr=0.01)
-    matrix.grad = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
-    opt.step()
-    singular = torch.linalg.svdvals(matrix.detach()) / (0.01 * 0.2 * 10**0.5)
-    assert (singular > 0.6).all() and (singular < 1.3).all()

@@ -6,15 +6,16 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import Any
 
 import torch
 
+from draftsmith.benchmarks.embedded.corpus import SOURCES
+from draftsmith.benchmarks.embedded.language_model import Recipe
+from draftsmith.benchmarks.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS
 from draftsmith.data.answering.batched import answer_all, row_uniforms
-from draftsmith.data.embedded.corpus import SOURCES
-from draftsmith.data.embedded.tasks import EDIT_TASKS, HEADLINE_TASKS
 from draftsmith.data.heads.markdown import markdown_lines
 from draftsmith.modules.decoding.loop import generate_one
 from draftsmith.modules.decoding.stop import FixedLength
@@ -70,9 +71,8 @@ class TaskScore:
         }
 
 
-def answers_to(lm: CausalLM, questions: Sequence[HeldOutPrompt], temperature: float, seed: int) -> list[list[int]]:
+def answers_to(lm: CausalLM, prompts: Sequence[Sequence[int]], temperature: float, seed: int) -> list[list[int]]:
     """The target's answers up to MAX_NEW_TOKENS."""
-    prompts = [question.prompt_ids for question in questions]
     params = SamplingParams(temperature)
     return answer_all(
         lm, prompts, params, MAX_NEW_TOKENS, BATCH, lambda row: row_uniforms("card", seed, row, MAX_NEW_TOKENS)
@@ -92,7 +92,8 @@ def score_pair(
     target: CausalLM, draft: CausalLM, questions: Sequence[HeldOutPrompt], seed: int, chain_prompts_per_task: int = 12
 ) -> dict[str, TaskScore]:
     """Scores by task. Answers are the target's; nothing after their end token is counted."""
-    greedy, sampled = answers_to(target, questions, 0.0, seed), answers_to(target, questions, 1.0, seed)
+    prompts = [question.prompt_ids for question in questions]
+    greedy, sampled = answers_to(target, prompts, 0.0, seed), answers_to(target, prompts, 1.0, seed)
     scores: dict[str, TaskScore] = defaultdict(TaskScore)
     ends = set(target.info.eos_ids)
     drafter = DraftModelDrafter(draft, [FixedLength(5)], target.info.max_position)
@@ -140,7 +141,7 @@ def verbatim_samples(
 ) -> list[tuple[HeldOutPrompt, str, str]]:
     """`count` questions chosen by seed, with prompt and greedy answer as text."""
     chosen = random.Random(seed).sample(list(questions), count)
-    answers = answers_to(target, chosen, 0.0, seed)
+    answers = answers_to(target, [question.prompt_ids for question in chosen], 0.0, seed)
     return [(q, tokenizer.decode(q.prompt_ids), tokenizer.decode(a)) for q, a in zip(chosen, answers, strict=True)]
 
 
@@ -151,16 +152,16 @@ class BuildFacts:
     sources: dict[str, str]
     num_rows: int
     num_tokens: int
-    stages: dict[str, dict[str, Any]]
+    stages: dict[str, Recipe]
     held_out: dict[str, dict[str, float]]
 
 
 LOOPING_BELOW = 0.7  # distinct 4-grams under which a task's greedy text counts as looping
 
 
-def card_numbers(facts: BuildFacts, scores: dict[str, dict[str, TaskScore]]) -> dict[str, Any]:
+def card_numbers(held_out: dict[str, dict[str, float]], scores: dict[str, dict[str, TaskScore]]) -> dict[str, Any]:
     """What card.json holds."""
-    numbers: dict[str, Any] = {"held_out": facts.held_out, "tasks": {}}
+    numbers: dict[str, Any] = {"held_out": held_out, "tasks": {}}
     for draft, by_task in scores.items():
         rows = {task: score.rates() for task, score in sorted(by_task.items())}
         looping = sorted(task for task, rates in rows.items() if rates["distinct_4grams"] < LOOPING_BELOW)
@@ -175,7 +176,7 @@ def render(facts: BuildFacts, numbers: dict[str, Any], samples: Sequence[tuple[H
     """The card as Markdown."""
     tables = [f"### Target with `{draft}`\n\n{markdown_table(rows)}\n" for draft, rows in numbers["tasks"].items()]
     stages = (
-        f"- `{name}`: {recipe['steps']} steps of {recipe['tokens_per_step']} tokens, learning rate {recipe['lr']}"
+        f"- `{name}`: {recipe.steps} steps of {recipe.tokens_per_step} tokens, learning rate {recipe.lr}"
         for name, recipe in facts.stages.items()
     )
     shown = (
@@ -203,5 +204,5 @@ def notice(facts: BuildFacts) -> str:
 
 
 def template(name: str) -> Template:
-    """A text of data/embedded/templates."""
-    return Template((files("draftsmith.data.embedded") / "templates" / name).read_text("utf-8"))
+    """A text of templates/."""
+    return Template((Path(__file__).parent / "templates" / name).read_text("utf-8"))
