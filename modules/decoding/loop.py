@@ -66,6 +66,11 @@ class Setup:
 PLAIN = Setup()
 
 
+def session_capacity(prompt_length: int, max_new_tokens: int, max_nodes: int) -> int:
+    """Cache slots that a generation can need: everything kept, and one round's root and nodes."""
+    return prompt_length + max_new_tokens + max_nodes + 1
+
+
 @torch.inference_mode()
 def generate(
     target: CausalLM,
@@ -95,9 +100,8 @@ def generate(
     capture = () if drafter is None else drafter.capture
     session, max_nodes = setup.session, setup.max_nodes
     if session is None:
-        # Everything kept, and one round's root and nodes.
-        kept = min(max(row.num_prompt + row.room for row in rows), target.info.max_position)
-        session = target.session(len(rows), kept + max_nodes + 1, capture)
+        most = max(session_capacity(row.num_prompt, row.room, max_nodes) for row in rows)
+        session = target.session(len(rows), min(most, target.info.max_position + max_nodes + 1), capture)
     if session.capture != capture:
         raise ValueError(f"session: captures {session.capture}, and the drafter reads {capture}")
     session.reset(len(rows))
